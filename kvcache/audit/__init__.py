@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcache.audit.opened import Log, open_log
+    from kvcache.audit.tables import Log, open_log
 
 __all__ = ["Log", "open_log"]
 
@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
     """Import on first use: commands that need only a part of this package load no more."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvcache.audit import opened
+    from kvcache.audit import tables
 
-    return getattr(opened, name)
+    return getattr(tables, name)

@@ -1,15 +1,47 @@
-"""Numbers for the contents of blocks: equal numbers, equal tokens, equal tokens before them, equal namespace."""
+"""The contents of blocks as numbers, and what a log says of each in one attention window.
+
+Equal numbers mean equal tokens, equal tokens before them, and an equal namespace.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from events.structs import SymbolPage
-from events.types import Namespace
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.structs import BLOCK_COLUMNS, RUN_COLUMNS, SymbolPage
+from events.types import PRIMARY, GroupCreated, GroupExported, Namespace
+from kvcache.audit.reasons import Reason
+
+Ids = npt.NDArray[np.intp]
+_FIRST = 1024
+
+
+class Columns:
+    """Named numpy columns of equal length, whose new rows have a default."""
+
+    def __init__(self, **defaults: tuple[type[np.generic], Any]) -> None:
+        self._defaults = defaults
+        self._of: dict[str, npt.NDArray[Any]] = {
+            name: np.full(_FIRST, value, kind) for name, (kind, value) in defaults.items()
+        }
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._of[name]
+
+    def reach(self, rows: int) -> None:
+        """Have at least so many rows."""
+        size = len(next(iter(self._of.values())))
+        if rows <= size:
+            return
+        for name, (kind, value) in self._defaults.items():
+            grown = np.full(max(rows, 2 * size), value, kind)
+            grown[:size] = self._of[name]
+            self._of[name] = grown
 
 
 class ContentIds:
@@ -118,3 +150,167 @@ class ContentIds:
         if self._alike is None:
             return []
         return [other for other in self._alike.get(self._chains[content], ()) if other != content]
+
+
+NOWHERE = -1
+"""As a level: not cached. As a content: a slot that has none."""
+
+
+class Window:
+    """One group of the log. Rows are contents (`ContentIds`), times are wall-clock ns."""
+
+    def __init__(self, created: GroupCreated) -> None:
+        self.created = created
+        self.slots: tuple[npt.NDArray[np.int64], ...] = tuple(
+            np.full(size, NOWHERE, np.int64) for size in created.num_blocks
+        )
+        """Per level: the content of each slot."""
+        self.of = Columns(
+            level=(np.int8, NOWHERE),
+            seen=(np.int8, 0),
+            why=(np.int8, 0),
+            stored_by=(np.int32, -1),
+            stored_batch=(np.int64, -1),
+            stored_at=(np.int64, 0),
+            used_at=(np.int64, 0),
+            uses=(np.int32, 0),
+            served=(np.int32, 0),
+            holders=(np.int32, 0),
+            priority=(np.int8, 0),
+            gone_batch=(np.int64, -1),
+            gone_at=(np.int64, 0),
+            gone_by=(np.int32, -1),
+        )
+        """Per content: where it is cached; whether it ever was; `Reason` for which it went, when, and for whose room;
+        who stored it when; its last use; how often it was reused since it was stored, and in all; how many sequences
+        and pins hold it; its priority. Requests are numbered as they come (`Running.number`)."""
+
+    def left_behind(self, reused: int, tokens_per_block: int) -> int:
+        """The leading blocks that a request which reuses so many tokens never needs."""
+        if self.created.kind != "sliding":
+            return 0
+        return min(max(0, reused - self.created.window + 1), reused) // tokens_per_block
+
+    def contents(self, level: int, slots: bytes) -> Ids:
+        """What lies in these slots; NOWHERE for blocks that are not full, or not cached."""
+        return self.slots[level][np.frombuffer(slots, np.int32)].astype(np.intp)
+
+    def store(
+        self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, by: int, batch: int, now: int
+    ) -> None:
+        """Contents are cached from now on."""
+        of = self.of
+        of.reach(int(ids.max(initial=-1)) + 1)
+        self.slots[level][slots] = ids
+        of["level"][ids], of["seen"][ids], of["priority"][ids] = level, 1, priority
+        of["stored_by"][ids], of["stored_batch"][ids] = by, batch
+        of["stored_at"][ids] = of["used_at"][ids] = now
+        of["uses"][ids] = of["holders"][ids] = 0
+
+    def restore(
+        self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
+    ) -> None:
+        """Contents are cached, as an exported state of this batch says: those that were until then live on, of others
+        nothing is known from before.
+        """
+        of = self.of
+        of.reach(int(ids.max(initial=-1)) + 1)
+        lost_now = (of["gone_batch"][ids] == batch) & (of["why"][ids] == Reason.RESTARTED)
+        new = ids[~lost_now]
+        of["stored_by"][new], of["stored_batch"][new], of["uses"][new] = -1, batch, 0
+        of["stored_at"][new] = of["used_at"][new] = now
+        self.slots[level][slots] = ids
+        of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
+
+    def move(self, from_level: int, from_slots: bytes, to_level: int, to_slots: bytes) -> None:
+        """Contents lie elsewhere from now on."""
+        ids = self.contents(from_level, from_slots)
+        self.slots[from_level][np.frombuffer(from_slots, np.int32)] = NOWHERE
+        self.slots[to_level][np.frombuffer(to_slots, np.int32)] = ids
+        self.of["level"][ids[ids >= 0]] = to_level
+
+    def remove(
+        self, level: int, slots: bytes, by: int, batch: int, now: int, *, invalid: bool = False
+    ) -> Ids:
+        """Contents are gone; returns them."""
+        ids = self.contents(level, slots)
+        self.slots[level][np.frombuffer(slots, np.int32)] = NOWHERE
+        ids = ids[ids >= 0]
+        why = Reason.INVALIDATED if invalid else Reason.EVICTED if level == PRIMARY else Reason.DROPPED
+        self._lose(ids, why, by, batch, now)
+        return ids
+
+    def remove_all(self, why: Reason, batch: int, now: int) -> Ids:
+        """Nothing is cached any more; returns what was."""
+        ids = np.flatnonzero(self.of["level"] != NOWHERE)
+        self._lose(ids, why, NOWHERE, batch, now)
+        for slots in self.slots:
+            slots.fill(NOWHERE)
+        return ids
+
+    def _lose(self, ids: Ids, why: Reason, by: int, batch: int, now: int) -> None:
+        of = self.of
+        of["level"][ids], of["why"][ids] = NOWHERE, why
+        of["gone_by"][ids], of["gone_batch"][ids], of["gone_at"][ids] = by, batch, now
+
+    def hold(self, ids: Ids) -> None:
+        """One more sequence holds contents."""
+        self.of["holders"][ids] += 1
+
+    def release(self, ids: Ids, now: int) -> None:
+        """One sequence fewer holds contents."""
+        self.of["holders"][ids] -= 1
+        self.of["used_at"][ids] = now
+
+    def reuse(self, ids: Ids, now: int) -> None:
+        """A request reuses contents."""
+        for name in ("uses", "served"):
+            self.of[name][ids] += 1
+        self.of["used_at"][ids] = now
+
+
+Cached = tuple[Ids, npt.NDArray[np.int32], int, int, bytes]
+"""Contents, their slots, their level and priority, their names (none: the log has none)."""
+_HOLE = -1
+
+
+def cached_in(
+    exported: GroupExported, known: ContentIds, tokens_per_block: int, key_bytes: int, *, with_tokens: bool
+) -> Iterator[Cached]:
+    """The full blocks of one group, run by run."""
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, RUN_COLUMNS).tolist()
+    of_blocks = np.frombuffer(exported.blocks, np.int64).reshape(-1, BLOCK_COLUMNS)
+    slots = np.frombuffer(exported.slots, np.int32)
+    ends: list[tuple[int, int]] = []
+    namespaces: list[Namespace] = []
+    token = block = 0
+    for parent, count, last_tokens, level, priority, *_ in numbers:
+        namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
+        full = count - (last_tokens < tokens_per_block)
+        own = slots[block : block + full]
+        keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
+        names = names_of_keys(keys, key_bytes) if keys else b""
+        if with_tokens:
+            ids = array("q")
+            symbols = exported.symbols[token * TOKEN_BYTES : (token + full * tokens_per_block) * TOKEN_BYTES]
+            chain, above = ends[parent] if parent >= 0 else (0, -1)
+            chain = known.extend(ids, chain, namespaces[-1], symbols, tokens_per_block * TOKEN_BYTES, above)
+            ends.append((chain, ids[-1] if ids else above))
+        else:
+            ids = known.named(names)
+        contents = np.array(ids, np.intp)
+        if len(of_blocks):
+            yield from _one_by_one(contents, own, of_blocks[block : block + full].tolist(), names)
+        elif full:
+            yield contents, own, level, priority, names
+        token += (count - 1) * tokens_per_block + last_tokens
+        block += count
+
+
+def _one_by_one(
+    ids: Ids, slots: npt.NDArray[np.int32], columns: list[list[int]], names: bytes
+) -> Iterator[Cached]:
+    for at, (level, priority, *_) in enumerate(columns):
+        if slots[at] != _HOLE:
+            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            yield ids[at : at + 1], slots[at : at + 1], level, priority, name

@@ -1,4 +1,4 @@
-"""What a log says of one request: refusals, admissions, and of each part of its prompt why it was computed."""
+"""What a log says of one request, and the same in words: refusals, admissions, and why its prompt was computed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from events import types as ev
-from events.types import EventBatch, RequestId
+from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.fold import HistoryFold
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
-from kvcache.audit.reasons import Reason
-from kvcache.audit.running import Running
+from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.phrases import count, duration, printable, share
+from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.errors import UsageError, shown
 
 MOST_HOLDERS = 5
@@ -145,12 +143,12 @@ class Explanations(Listener):
             return None
         return self.found.setdefault(request_id, Explanation(request_id))
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         """Note that its admission is in the log."""
         if self._wanted(admission.request_id):
             self._admitted.add(admission.number)
 
-    def restarted(self, history: History) -> None:
+    def restarted(self, history: HistoryFold) -> None:
         """Note who runs without an admission in the log."""
         for sequence in history.running.values():
             unknown = sequence.number not in self._admitted and sequence.number not in self._open
@@ -159,14 +157,14 @@ class Explanations(Listener):
                 explanation.exported.append(exported)
                 self._open[sequence.number] = exported
 
-    def forked(self, history: History, child: Running) -> None:
+    def forked(self, history: HistoryFold, child: Running) -> None:
         """A branch runs without an admission, too."""
         if (explanation := self._of(child.request_id)) is not None:
             exported = Exported(Moment(history.batch, history.now), child.num_prompt_tokens)
             explanation.exported.append(exported)
             self._open[child.number] = exported
 
-    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Note a refusal, and who held the blocks."""
         explanation = self._of(event.request_id)
         if explanation is None:
@@ -180,7 +178,7 @@ class Explanations(Listener):
         refusal = Refusal(moment, event.needed, event.available, len(held), tuple(held[:MOST_HOLDERS]))
         explanation.refusals.append(refusal)
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         """Note an admission, part by part."""
         explanation = self._of(admission.request_id)
         if explanation is None:
@@ -197,17 +195,17 @@ class Explanations(Listener):
         explanation.stays.append(stay)
         self._open[admission.number] = stay
 
-    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, sequence: Running, tokens: int) -> None:
         """Note what did not come."""
         self._not_loaded.append((sequence.number, tokens))
 
-    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note an end."""
         if self._wanted(sequence.request_id):
             # Told at the batch's end: so is an admission of the same batch.
             self._ended.append((sequence.number, event))
 
-    def batch_ended(self, history: History) -> None:
+    def batch_ended(self, history: HistoryFold) -> None:
         """Tell the ends of the batch, whose admissions are known now."""
         for number, tokens in self._not_loaded:
             waited = self._open.get(number)
@@ -221,7 +219,7 @@ class Explanations(Listener):
         self._ended.clear()
 
 
-def _parts(history: History, admission: Admission) -> list[Part]:
+def _parts(history: HistoryFold, admission: Admission) -> list[Part]:
     """The prompt's parts, joined as far as the same is to be said of them."""
     joined: list[Part] = []
     for first, stop, reason, group in admission.spans():
@@ -253,7 +251,9 @@ def _said(part: Part) -> tuple[object, ...]:
     )
 
 
-def _part(history: History, admission: Admission, first: int, stop: int, reason: Reason, group: int) -> Part:
+def _part(
+    history: HistoryFold, admission: Admission, first: int, stop: int, reason: Reason, group: int
+) -> Part:
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
@@ -292,7 +292,7 @@ _CACHED = (Reason.NOT_SERVABLE, Reason.LAST_HIT, Reason.NOT_REUSED)
 """Of blocks that were cached, and not reused."""
 
 
-def _request(history: History, number: int) -> RequestId | None:
+def _request(history: HistoryFold, number: int) -> RequestId | None:
     return history.requests[number] if number >= 0 else None
 
 
@@ -306,9 +306,163 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
         return str(other) == request_id
 
     watch = Explanations(wanted)
-    history = HistoryFold(watch, wanted)
+    history = HistoryFold(watch, details=wanted)
     for batch in batches:
         history.fold(batch)
     if not watch.found:
         raise UsageError(f"no request {shown(request_id)} was admitted or refused in the log, or ran in it")
     return list(watch.found.values())
+
+
+_MOST_RANGES = 4
+"""Of slots, which mostly lie anywhere."""
+When = Callable[[int], str]
+"""A wall clock in ns as people want to read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One refusal, or a request without an admission, which have no table; or one stay of a request."""
+
+    heading: str
+    facts: list[tuple[str, str]]
+    columns: list[str]
+    rows: list[list[str]]
+
+    RIGHT = ("count", "window")
+    """Columns of numbers."""
+
+
+def tell(found: Explanation, when: When) -> list[Told]:
+    """All that is known of a request: refusals, what has no admission, then stays."""
+    name = printable(str(found.request_id))
+    return [
+        *(_refusal(name, refusal, when) for refusal in found.refusals),
+        *(_exported(name, exported, when) for exported in found.exported),
+        *(_stay(name, stay, when) for stay in found.stays),
+    ]
+
+
+def _refusal(name: str, refusal: Refusal, when: When) -> Told:
+    needed, available = (
+        "/".join(f"{blocks:,}" for blocks in each) for each in (refusal.needed, refusal.available)
+    )
+    holders = ", ".join(f"{printable(str(each.request_id))} ({each.blocks:,})" for each in refusal.holders)
+    facts = [
+        ("needed", f"{needed} blocks, {available} could be had"),
+        ("running", f"{count(refusal.running, 'request')}; most blocks: {holders or 'none'}"),
+    ]
+    return Told(f"request {name}: refused in {_moment(refusal.moment, when)}", facts, [], [])
+
+
+def _exported(name: str, exported: Exported, when: When) -> Told:
+    facts = [("prompt", count(exported.num_tokens, "token")), _end(exported, when)]
+    since = f"ran already in {_moment(exported.since, when)}; its admission is not in the log"
+    return Told(f"request {name}: {since}", facts, [], [])
+
+
+def _stay(name: str, stay: Stay, when: When) -> Told:
+    several = any(part.window is not None for part in stay.parts)
+    rows = [
+        [
+            _range(part.first_block, part.last_block),
+            _range(part.first, part.stop - 1),
+            f"{part.stop - part.first:,}",
+            *([f"{part.window:,}" if part.window is not None else ""] * several),
+            _what(part),
+            _details(part, stay.admitted, when),
+        ]
+        for part in stay.parts
+    ]
+    columns = ["blocks", "tokens", "count", *(["window"] * several), "what", "details"]
+    heading = f"request {name}: {stay.num_tokens:,} prompt tokens, admitted in {_moment(stay.admitted, when)}"
+    return Told(heading, _facts(stay, when), columns, rows)
+
+
+def _what(part: Part) -> str:
+    if part.group is None:
+        return IN_WORDS[part.reason]
+    return f"cached, but lost in {group_in_words(part.group, part.kind)}"
+
+
+def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
+    facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
+    if stay.not_loaded:
+        facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} that were to come from outside"))
+    if namespace := namespace_in_words(stay.namespace):
+        facts.append(("namespace", namespace))
+    if stay.computed_again:
+        facts.append(
+            ("again", f"{count(stay.computed_again, 'token')} that it had computed before it was preempted")
+        )
+    return [*facts, _end(stay, when)]
+
+
+def _end(stay: Stay | Exported, when: When) -> tuple[str, str]:
+    if stay.ended is None:
+        return "ended", "not in this log"
+    outcome = f"with {count(stay.tokens_at_end, 'token')}, {stay.computed_at_end:,} computed"
+    return "ended", f"in {_moment(stay.ended, when)}, {outcome}"
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
+
+
+def _moment(moment: Moment, when: When) -> str:
+    return f"batch {moment.batch:,} ({when(moment.at)})"
+
+
+def _moments(stored: tuple[Stored, ...], when: When) -> str:
+    """One, or the first and the last of several."""
+    moments = sorted({each.moment for each in stored}, key=lambda moment: moment.batch)
+    first, last = moments[0], moments[-1]
+    if first == last:
+        return _moment(first, when)
+    return f"batches {first.batch:,} to {last.batch:,} ({when(first.at)} to {when(last.at)})"
+
+
+def _details(part: Part, now: Moment, when: When) -> str:
+    said = []
+    if part.group is not None and part.gone is None:
+        said.append("what is needed there had never been kept")
+    if part.gone is not None:
+        said.append(f"{duration(max(0, now.at - part.gone.at) / 1e9)} before, in {_moment(part.gone, when)}")
+        if part.gone_for is not None:
+            said.append(f"to make room for request {printable(str(part.gone_for))}")
+    if part.computed_by is not None:
+        said.append(f"by request {printable(str(part.computed_by))}")
+    if part.stored and part.stored_by is not None:
+        stored = f"stored by request {printable(str(part.stored_by))} in {_moments(part.stored, when)}"
+        said.append(f"{_slots(part.slots)}, {stored}" if part.slots else stored)
+    return ", ".join(said)
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    """As ranges, in the order of the blocks; the first ones where there are many."""
+    ranges: list[list[int]] = []
+    for slot in slots:
+        if ranges and slot == ranges[-1][1] + 1:
+            ranges[-1][1] = slot
+        else:
+            ranges.append([slot, slot])
+    said = ", ".join(_range(first, last) for first, last in ranges[:_MOST_RANGES])
+    noun = "slot" if len(slots) == 1 else "slots"
+    return f"{noun} {said}" + ", …" * (len(ranges) > _MOST_RANGES)
+
+
+def group_in_words(group: int, kind: str) -> str:
+    """A group that shares the pool of full attention."""
+    return f"group {group} ({kind})"
+
+
+def namespace_in_words(namespace: Namespace) -> str:
+    """LoRA adapter and salt; empty for the namespace without either."""
+    said = []
+    if namespace.lora_id is not None:
+        said.append(f"LoRA {namespace.lora_id}")
+    if namespace.lora_name is not None:
+        said.append(f"LoRA {printable(namespace.lora_name)}")
+    if namespace.salt_digest is not None:
+        said.append(f"salt {namespace.salt_digest.hex()[:8]}")
+    return ", ".join(said)

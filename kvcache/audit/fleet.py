@@ -1,13 +1,25 @@
-"""Several workers' logs together: what one of them computed although another one had it cached at that moment.
+"""The logs of several workers together: what one of them computed although another one had it cached at that moment.
 
 Contents are compared by their names, so all logs must name blocks in the same way, and times by the workers' clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +29,112 @@ from events.log import LogEnd, LogReader
 from events.tokens.names import NAMED_BY_ENGINE
 from events.types import EventBatch
 from kvcache.audit.admission import Admission
-from kvcache.audit.collecting import Several
-from kvcache.audit.columns import Columns, Ids
-from kvcache.audit.fold import HistoryFold
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.contents import Columns, ContentIds, Ids, Window
+from kvcache.audit.history import HistoryFold, Listener
 from kvcache.audit.reasons import Reason
-from kvcache.audit.spread import Computed, Spread, computed, spread
 from kvcache.audit.totals import Audit, Totals
-from kvcache.audit.window import Window
-from kvcache.errors import Unsupported
+from kvcache.errors import InternalError, Unsupported
 from kvcache.replay import Unreplayable
 
 _Names = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Different full blocks of prompts that a worker computed, by name, each with the one before it (0: none)."""
+
+    names: _Names
+    parents: _Names
+    depths: npt.NDArray[np.int64]
+    """Blocks before each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Consecutive blocks that the same workers computed, with no other such blocks beside them."""
+
+    name: str
+    """Of its last block, 16 hex digits."""
+    first: int
+    stop: int
+    """Tokens of the prompt, from `first` up to `stop`."""
+    workers: tuple[str, ...]
+    duplicated_tokens: int
+    """Those of each worker but one."""
+
+
+def computed(missed: Ids, names: _Names, contents: ContentIds) -> Computed:
+    """What a worker computed, of contents that it was asked for in vain and that have a name."""
+    ids = np.unique(missed)
+    ids = ids[names[ids] != 0]
+    parents = contents.parents()
+    depths = np.zeros(len(parents), np.int64)
+    above = parents[ids]
+    while (deeper := above >= 0).any():
+        depths[ids] += deeper
+        above = np.where(deeper, parents[above], -1)
+    before = parents[ids]
+    return Computed(names[ids], np.where(before >= 0, names[before], 0).astype(np.uint64), depths[ids])
+
+
+def spread(workers: Sequence[tuple[str, Computed]], tokens_per_block: int, top: int) -> list[Spread]:
+    """The prefixes of which most tokens were computed by more workers than one, the most first."""
+    shared = _shared(workers)
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for name, block in shared.items():
+        children[block.parent].append(name)
+    chains = [
+        _chain(name, shared, children)
+        for name, block in shared.items()
+        if block.parent not in shared
+        or shared[block.parent].by != block.by
+        or len(children[block.parent]) > 1
+    ]
+    names = [name for name, _ in workers]
+    found = [_spread(chain, shared[chain[0]], names, tokens_per_block) for chain in chains]
+    return sorted(found, key=lambda each: (-each.duplicated_tokens, each.first, each.name))[:top]
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: int
+    depth: int
+    by: tuple[int, ...] = ()
+    """Numbers of the workers that computed it."""
+
+
+def _shared(workers: Sequence[tuple[str, Computed]]) -> dict[int, _Block]:
+    """Blocks of more workers than one, by name."""
+    names, times = np.unique(
+        np.concatenate([np.empty(0, np.uint64), *(each.names for _, each in workers)]), return_counts=True
+    )
+    several, blocks = names[times > 1], dict[int, _Block]()
+    for number, (_, each) in enumerate(workers):
+        at = np.flatnonzero(np.isin(each.names, several))
+        columns = (each.names[at].tolist(), each.parents[at].tolist(), each.depths[at].tolist())
+        for name, parent, depth in zip(*columns, strict=True):
+            block = blocks.setdefault(name, _Block(parent, depth))
+            block.by += (number,)
+    return blocks
+
+
+def _chain(name: int, shared: dict[int, _Block], children: dict[int, list[int]]) -> list[int]:
+    chain = [name]
+    while len(after := children.get(chain[-1], [])) == 1 and shared[after[0]].by == shared[name].by:
+        chain += after
+    return chain
+
+
+def _spread(chain: list[int], first: _Block, workers: Sequence[str], tokens_per_block: int) -> Spread:
+    return Spread(
+        np.uint64(chain[-1]).tobytes().hex(),
+        first.depth * tokens_per_block,
+        (first.depth + len(chain)) * tokens_per_block,
+        tuple(workers[number] for number in first.by),
+        (len(first.by) - 1) * len(chain) * tokens_per_block,
+    )
+
+
 _Times = npt.NDArray[np.int64]
 _Tokens = npt.NDArray[np.int64]
 _FOREVER = np.iinfo(np.int64).max
@@ -82,22 +187,22 @@ class _Presence(Listener):
         self.lives: list[tuple[Ids, _Times, int]] = []
         self.misses: list[tuple[Ids, int, _Tokens]] = []
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         blocks = len(admission.ids)
         missed = np.flatnonzero(admission.reasons[:blocks] > Reason.LAST_TOKEN)
         self.misses.append((admission.ids[missed], history.now, admission.tokens()[missed]))
 
-    def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         self._end(history, window, ids, history.now)
 
-    def lost(self, history: History, window: Window, ids: Ids) -> None:
+    def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         self._end(history, window, ids, history.now)
 
-    def _end(self, history: History, window: Window, ids: Ids, now: int) -> None:
+    def _end(self, history: HistoryFold, window: Window, ids: Ids, now: int) -> None:
         if len(ids) and window.of is history.windows[0].of:
             self.lives.append((ids, window.of["stored_at"][ids], now))
 
-    def finish(self, history: History) -> None:
+    def finish(self, history: HistoryFold) -> None:
         """What is cached at the end of the log is there for ever."""
         for window in history.windows[:1]:
             self._end(history, window, np.flatnonzero(window.of["level"] >= 0), _FOREVER)
@@ -106,7 +211,7 @@ class _Presence(Listener):
 def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
     """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens, `Unreplayable`."""
     totals, presence = Totals(), _Presence()
-    history = HistoryFold(Several([totals, presence]))
+    history = HistoryFold(totals, presence)
     history.names = Columns(name=(np.uint64, 0))
     algorithm = ""
     reader = LogReader(path)
@@ -235,3 +340,85 @@ def _latest(ends: _Times, starts: Ids) -> _Times:
         if stop - begin > 1:
             latest[begin:stop] = np.maximum.accumulate(ends[begin:stop])
     return latest
+
+
+_SECONDS_BETWEEN = 0.5
+
+
+def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
+    """Audit logs in up to `jobs` processes; each as soon as it is done. Raises `InternalError` if one is killed.
+
+    What cannot be read is left out.
+
+    Processes hear no Ctrl-C; they end with the one that has started them, or when nobody wants more.
+    """
+    if jobs == 1 or len(logs) <= 1:
+        yield from (audit_or_leave_out(log, top) for log in logs)
+        return
+    # Not forked: threads of the parent may hold locks.
+    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(jobs, len(logs)), mp_context=context, initializer=_end_with, initargs=(os.getpid(),)
+    )
+    try:
+        with deaf_children():
+            futures = [pool.submit(audit_or_leave_out, log, top) for log in logs]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise InternalError(
+            "a process that read logs was killed; is there enough memory for --jobs?"
+        ) from None
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Let processes that are started inside ignore signals of the terminal and of launchers, even while they begin:
+    whoever has started them decides.
+    """
+    ensure_running()  # it would undo what follows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end soon after its parent has."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_SECONDS_BETWEEN)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
+    """Audit logs as tasks of a Ray cluster, whose machines must see the same paths; what they cannot read is left out.
+
+    Raises `Unsupported` where Ray is not installed.
+    """
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise Unsupported("--engine ray", "install kvcache[ray], or leave it out") from None
+    started = not ray.is_initialized()
+    if started:
+        ray.init(logging_level="ERROR", log_to_driver=False)
+    try:
+        task = ray.remote(audit_or_leave_out)
+        waiting = [task.remote(log.absolute(), top) for log in logs]
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            yield from ray.get(done)
+    finally:
+        if started:
+            ray.shutdown()

@@ -11,12 +11,9 @@ import numpy.typing as npt
 from events import types as ev
 from events.types import RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Ids
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.contents import Ids, Window
+from kvcache.audit.history import HistoryFold, Listener, Running
 from kvcache.audit.reasons import Reason
-from kvcache.audit.running import Running
-from kvcache.audit.window import Window
 
 _PARTS = 3600
 """Of the longest time: batches that are closer together are counted together."""
@@ -114,35 +111,35 @@ class Recent(Listener):
         """Requests that were refused or preempted in the longest time up to `until`, and not admitted since."""
         return sum(at >= until - self.longest for at in self._waiting.values())
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         """The request waits no longer; what comes later in the step may have it wait again."""
         self._waiting.pop(admission.request_id, None)
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         """Count a prompt."""
         self._now[_ADMITTED] += 1
         self._now[_REASONS:] += admission.counts
 
-    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
         self._now[_REFUSED] += 1
         self._waiting[event.request_id] = history.epochs.of(history.now)
 
-    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Count a preemption."""
         if event.why == ev.EndReason.PREEMPTED:
             self._now[_PREEMPTED] += 1
             self._waiting[sequence.request_id] = history.epochs.of(history.now)
 
-    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+    def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Count evicted blocks."""
         self._now[_EVICTED + level] += len(ids)
 
-    def restarted(self, history: History) -> None:
+    def restarted(self, history: HistoryFold) -> None:
         """Who waited before waits no longer, or is refused again."""
         self._waiting.clear()
 
-    def batch_ended(self, history: History) -> None:
+    def batch_ended(self, history: HistoryFold) -> None:
         """Add the batch to a part, and forget what is too old."""
         self._now[_STEPS] += 1
         self.last_at = at = max(self.last_at, history.epochs.of(history.now))

@@ -2,27 +2,153 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from events import types as ev
 from events.packed import SLOT_BYTES
-from events.types import EventBatch, MoveReason, Namespace, RequestId
+from events.types import PRIMARY, EventBatch, MoveReason, Namespace, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Ids
-from kvcache.audit.fold import HistoryFold
+from kvcache.audit.contents import Ids, Window
 from kvcache.audit.histogram import Ages
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
-from kvcache.audit.prefixes import Prefix, hot_prefixes
+from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.phrases import count, duration, share
 from kvcache.audit.reasons import EVICTIONS, Reason
-from kvcache.audit.running import Running
-from kvcache.audit.timeline import Timeline
-from kvcache.audit.window import Window
+
+PARTS = 120
+"""At most; from then on two become one."""
+_FIRST_NS = 1_000_000_000
+
+
+class Timeline:
+    """Rows of sums, each over a part of the time since the first."""
+
+    def __init__(self, columns: int) -> None:
+        self.start: int | None = None
+        """Wall-clock ns of the first."""
+        self.width = _FIRST_NS
+        """Of each part, in ns."""
+        self.sums = np.zeros((PARTS, columns), np.int64)
+        self._used = 0
+
+    def add(self, at: int, numbers: npt.NDArray[np.int64]) -> None:
+        """Add to the part of this time; before the first counts as the first."""
+        if self.start is None:
+            self.start = at
+        part = max(0, at - self.start) // self.width
+        while part >= PARTS:
+            self._join()
+            part //= 2
+        self.sums[part] += numbers
+        self._used = max(self._used, part + 1)
+
+    def _join(self) -> None:
+        joined = self.sums[::2] + self.sums[1::2]
+        self.sums[:] = 0
+        self.sums[: PARTS // 2] = joined
+        self.width *= 2
+        self._used = -(-self._used // 2)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The parts up to the last that has something."""
+        return self.sums[: self._used]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Consecutive blocks that were reused equally often, with no other reused ones beside them."""
+
+    number: int
+    parent: int | None
+    """The number of the prefix that it continues."""
+    first: int
+    stop: int
+    """Tokens of the prompt, from `first` up to `stop`."""
+    times: int
+    """How often it was reused."""
+    tokens_served: int
+    last_used: int
+    """Wall-clock ns."""
+    name: str | None
+    """Of its last block, 16 hex digits; None if the log has no names."""
+    stored_by: RequestId | None
+    cached: bool
+    """Whether it is cached at the end of the log, in any window."""
+
+
+def hot_prefixes(history: HistoryFold, top: int) -> list[Prefix]:
+    """The `top` prefixes that served the most tokens, the most first; then those that they continue beside these.
+
+    The times of a block are those of the window in which it was reused most often.
+    """
+    if not history.windows or not len(history.contents):
+        return []
+    history.reach()
+    rows = len(history.contents)
+    times = np.max([window.of["served"][:rows] for window in history.windows], axis=0)
+    parents = history.contents.parents()
+    served = np.flatnonzero(times > 0)
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for content, parent in zip(served.tolist(), parents[served].tolist(), strict=True):
+        children[parent].append(content)
+    chains = _chains(times.tolist(), children)
+    tokens = [len(chain) * int(times[chain[0]]) for _, _, chain in chains]
+    wanted = dict.fromkeys(sorted(range(len(chains)), key=lambda number: -tokens[number])[:top])
+    for best in list(wanted):
+        number = chains[best][0]
+        while number >= 0 and number not in wanted:
+            wanted[number] = None
+            number = chains[number][0]
+    return [_prefix(history, number, *chains[number], int(times[chains[number][2][0]])) for number in wanted]
+
+
+def _chains(times: list[int], children: dict[int, list[int]]) -> list[tuple[int, int, list[int]]]:
+    """(chain that it continues or -1, blocks before it, its contents), parents before children."""
+    chains: list[tuple[int, int, list[int]]] = []
+    stack = [(-1, 0, content) for content in children.get(-1, ())]
+    while stack:
+        above, depth, content = stack.pop()
+        chain = [content]
+        while len(after := children.get(chain[-1], [])) == 1 and times[after[0]] == times[content]:
+            chain += after
+        chains.append((above, depth, chain))
+        stack += [(len(chains) - 1, depth + len(chain), child) for child in children.get(chain[-1], ())]
+    return chains
+
+
+def _prefix(
+    history: HistoryFold, number: int, above: int, depth: int, chain: list[int], times: int
+) -> Prefix:
+    size, first = history.tokens_per_block, chain[0]
+    stored_by = next(
+        (int(by) for window in history.windows if (by := window.of["stored_by"][first]) >= 0), None
+    )
+    return Prefix(
+        number,
+        above if above >= 0 else None,
+        depth * size,
+        (depth + len(chain)) * size,
+        times,
+        times * len(chain) * size,
+        max(int(window.of["used_at"][chain].max()) for window in history.windows),
+        _name_of(history, chain[-1]),
+        history.requests[stored_by] if stored_by is not None else None,
+        any(bool((window.of["level"][chain] >= 0).all()) for window in history.windows),
+    )
+
+
+def _name_of(history: HistoryFold, content: int) -> str | None:
+    names = history.served_names
+    names.reach(content + 1)
+    name = names["name"][content : content + 1]
+    return bytes(name.tobytes()).hex() if name[0] else None
+
 
 MOST_USES = 4
 """Blocks that were reused so often or more are counted together."""
@@ -125,7 +251,7 @@ class Totals(Listener):
         self._lost: Counter[tuple[int, int, int, int]] = Counter()
         """(window, batch, time, number of the request that needed the room) → tokens."""
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         """Charge evictions with what is computed again."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost) or not self.counting:
@@ -142,10 +268,10 @@ class Totals(Listener):
                     tokens[of["priority"][ids] == priority].sum()
                 )
             columns = (of[name][ids].tolist() for name in ("gone_batch", "gone_at", "gone_by"))
-            for *row, count in zip(*columns, tokens.tolist(), strict=True):
-                self._lost[group, *row] += count
+            for *row, recomputed in zip(*columns, tokens.tolist(), strict=True):
+                self._lost[group, *row] += recomputed
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         """Count a prompt."""
         if not self.counting:
             return
@@ -161,36 +287,36 @@ class Totals(Listener):
             audit.lost_by_group[lacking.group, lacking.kind] += lost
         audit.over_time.add(history.epochs.of(admission.at), admission.counts)
 
-    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
         self.audit.refusals += self.counting
 
-    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, sequence: Running, tokens: int) -> None:
         """Count what did not come."""
         self.audit.not_loaded += tokens * self.counting
 
-    def counted(self, history: History, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+    def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
         """Keep what differs."""
         before = self.audit.counts
         if self.counting and (before is None or before[0] == before[1]):
             self.audit.counts = ours, theirs
 
-    def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
+    def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Note how long reused blocks had been idle."""
         if self.counting:
             idle = ids[window.of["holders"][ids] == 0]
             self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
 
-    def computed_twice(self, history: History, window: Window, blocks: int) -> None:
+    def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
         """Count work done twice; what is so in one window mostly is in others."""
         if self.counting and window is history.windows[0]:
             self.audit.computed_twice += blocks * history.tokens_per_block
 
-    def stored(self, history: History, window: Window, ids: Ids) -> None:
+    def stored(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Count stored blocks."""
         self.audit.stored += len(ids) * self.counting
 
-    def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
+    def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
         """Count traffic between the levels."""
         if not self.counting:
             return
@@ -204,17 +330,17 @@ class Totals(Listener):
         else:
             audit.offloaded += blocks
 
-    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+    def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Count evicted blocks, and note how long they had been idle."""
         if self.counting:
             self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
             self.audit.levels[level].evicted += len(ids)
 
-    def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Note how blocks that are gone had lived."""
         self.lost(history, window, ids)
 
-    def lost(self, history: History, window: Window, ids: Ids) -> None:
+    def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Note how blocks that are gone had lived."""
         if self.counting:
             self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
@@ -226,7 +352,7 @@ class Totals(Listener):
         self.audit.uses += counts
         self.audit.never_reused += int(counts[0])
 
-    def batch_ended(self, history: History) -> None:
+    def batch_ended(self, history: HistoryFold) -> None:
         """Note how far the counts reach."""
         if not self.counting:
             return
@@ -235,7 +361,7 @@ class Totals(Listener):
             audit.first_batch, audit.first_at = history.batch, history.now
         audit.last_batch, audit.last_at = history.batch, history.now
 
-    def finish(self, history: History, top: int) -> Audit:
+    def finish(self, history: HistoryFold, top: int) -> Audit:
         """The audit, with the `top` worst evictions and hottest prefixes."""
         audit = self.audit
         audit.tokens_recorded, audit.set_back = history.tokens_recorded, history.epochs.set_back
@@ -267,3 +393,87 @@ def audit_batches(batches: Iterable[tuple[EventBatch, bool]], *, top: int = 10) 
     for batch, totals.counting in batches:
         history.fold(batch)
     return totals.finish(history, top)
+
+
+WORTH = 0.01
+"""The part of all prompt tokens from which on what evictions cost is worth a larger level."""
+_FEW = 20
+"""Hits below which ages say little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one level."""
+
+    level: int
+    size: Literal["too_small", "large_enough", "unknown"]
+    """By what its evictions cost; unknown: the log has no tokens, so nobody can tell."""
+    recomputed: int
+    """Tokens that were computed again because this level had evicted them."""
+    prompt_tokens: int
+    hits: int
+    """That the ages rest on."""
+    evictions: int
+    early_eviction: float | None
+    """In seconds: a tenth of the evictions come sooner."""
+    late_hit: float | None
+    """A tenth of the hits come later."""
+    offloaded: int
+    """Blocks that it moved to secondary rather than lose them."""
+    onboarded: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether late hits come as late as early evictions."""
+        return None not in (self.late_hit, self.early_eviction) and self.late_hit >= self.early_eviction  # type: ignore[operator]
+
+    def in_words(self) -> list[str]:
+        """One sentence on the cost, one on the ages, one on what went to secondary."""
+        said = [self._cost()]
+        if self.late_hit is not None and self.early_eviction is not None:
+            said.append(self._ages(self.late_hit, self.early_eviction))
+        if self.offloaded:
+            moved = count(self.offloaded, "block")
+            said.append(
+                f"what it evicts is not lost where secondary takes it: {moved} went there, {self.onboarded:,} came back"
+            )
+        return said
+
+    def _cost(self) -> str:
+        if self.size == "unknown":
+            return "what its evictions cost is not known: the log records no tokens"
+        name = self.size.replace("_", " ")
+        if not self.recomputed:
+            return f"{name}: nothing that it evicted was computed again"
+        part = share(self.recomputed / max(self.prompt_tokens, 1))
+        tokens = count(self.recomputed, "token")
+        return (
+            f"{name}: {tokens} were computed again because it had evicted them, {part} of all prompt tokens"
+        )
+
+    def _ages(self, late_hit: float, early_eviction: float) -> str:
+        few = " (few: they say little)" if self.hits < _FEW else ""
+        rests = f"of {count(self.hits, 'hit')}{few} a tenth come after {duration(late_hit)}"
+        evicted = f"of {count(self.evictions, 'eviction')} a tenth before {duration(early_eviction)}"
+        return f"{rests}, {evicted}: the curves {'cross' if self.crosses else 'do not cross'}"
+
+
+def verdict_on(audit: Audit, level: int) -> Verdict | None:
+    """The verdict on a level; None if it has evicted nothing."""
+    lives = audit.levels[level]
+    if not lives.eviction_ages.total:
+        return None
+    costly = lives.recomputed >= WORTH * audit.prompt_tokens and lives.recomputed
+    known: Literal["too_small", "large_enough"] = "too_small" if costly else "large_enough"
+    return Verdict(
+        level,
+        known if audit.tokens_recorded else "unknown",
+        lives.recomputed,
+        audit.prompt_tokens,
+        lives.hit_ages.total,
+        lives.eviction_ages.total,
+        lives.eviction_ages.quantile(0.1),
+        lives.hit_ages.quantile(0.9),
+        audit.offloaded if level == PRIMARY else 0,
+        audit.onboarded,
+    )

@@ -10,12 +10,10 @@ from pathlib import Path
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch
+from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.histogram import Ages
-from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
-from kvcache.audit.telling import group_in_words, namespace_in_words
-from kvcache.audit.totals import MOST_USES, Audit, audit_batches
-from kvcache.audit.verdict import verdict_on
+from kvcache.audit.totals import MOST_USES, Audit, Prefix, audit_batches, verdict_on
 from kvcache.cli import moments, times, told, told_audit
 from kvcache.cli.audit_json import to_json
 from kvcache.cli.fleet import logs_in

@@ -10,10 +10,8 @@ import numpy.typing as npt
 from events.structs import LEVEL_NAMES
 from events.types import Namespace, RequestId
 from kvcache.audit.histogram import Ages
-from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import Reason
-from kvcache.audit.totals import Audit
-from kvcache.audit.verdict import Verdict, verdict_on
+from kvcache.audit.totals import Audit, Prefix, Verdict, verdict_on
 from kvcache.cli.times import iso
 
 

@@ -17,10 +17,8 @@ from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import progress
 from kvcache.config import KVCacheConfig
-from kvcache.curve.belady import best_hits
-from kvcache.curve.curve import Curve, enough_for
+from kvcache.curve.curve import SAMPLES, Curve, Recorder, best_hits, enough_for
 from kvcache.curve.prompts import LoggedPrompts
-from kvcache.curve.sampling import SAMPLES, Recorder
 
 _FEWEST = 8
 """Blocks of a sample, below which it says little."""

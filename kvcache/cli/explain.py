@@ -10,8 +10,7 @@ from typing import Any
 from events.log import LogReader
 from events.types import EventBatch, RequestId
 from kvcache.audit import explanation as ex
-from kvcache.audit.explanation import Explanation, Exported, Part, Stay, explain_request
-from kvcache.audit.telling import Told, tell
+from kvcache.audit.explanation import Explanation, Exported, Part, Stay, Told, explain_request, tell
 from kvcache.cli import times
 from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.output import Output

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from events.log.segments import is_log
-from kvcache.audit.engines import in_processes, on_ray
-from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, together
+from kvcache.audit.fleet import Fleet, LeftOut, Spread, WorkerAudit, in_processes, on_ray, together
 from kvcache.audit.reasons import IN_WORDS, Reason
-from kvcache.audit.spread import Spread
 from kvcache.cli.audit_json import reasons_json
 from kvcache.cli.audit_json import to_json as audit_json
 from kvcache.cli.log_end import end_json, note_end

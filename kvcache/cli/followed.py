@@ -12,9 +12,9 @@ from events.log.epochs import Beginning, beginnings, first_batch
 from events.log.head import LogHead
 from events.log.segments import Segment, segment_paths
 from events.types import EpochStarted, EventBatch
-from kvcache.audit.fold import HistoryFold
+from kvcache.audit.history import HistoryFold
 from kvcache.audit.recent import Lately, Recent
-from kvcache.audit.steps import occupancy
+from kvcache.audit.tables import occupancy
 from kvcache.fold.state import CacheState
 from kvcache.keep.snapshot import state_batch
 from kvcache.publish.errors import LogReplaced
@@ -172,7 +172,7 @@ class Followed:
         self.history = HistoryFold()  # with no listener: this batch has been counted
         self.history.fold(batch)
         self.history.epochs, self.history.replayed.gaps = before.epochs, before.replayed.gaps
-        self.history.listener = self._recent
+        self.history.listeners = (self._recent,)
         self.known_since = batch.seq, batch.ts
 
     def _refuse_other_log(self) -> None:

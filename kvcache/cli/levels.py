@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from events.structs import LEVEL_NAMES
-from kvcache.audit.rows import OccupancyRow
-from kvcache.audit.steps import occupancy
+from kvcache.audit.tables import OccupancyRow, occupancy
 from kvcache.fold.state import CacheState
 
 

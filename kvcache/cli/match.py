@@ -15,8 +15,8 @@ from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
-from kvcache.audit.sharing import SharedGroups
-from kvcache.audit.telling import group_in_words
+from kvcache.audit.admission import SharedGroups
+from kvcache.audit.explanation import group_in_words
 from kvcache.cli import moments, times, told
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo

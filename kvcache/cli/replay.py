@@ -11,8 +11,8 @@ from msgspec.structs import asdict
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
+from kvcache.audit.explanation import group_in_words
 from kvcache.audit.phrases import describe_end as describe_end
-from kvcache.audit.telling import group_in_words
 from kvcache.cli import moments, times, told
 from kvcache.cli.levels import levels_json, levels_table
 from kvcache.cli.log_end import end_json

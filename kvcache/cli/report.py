@@ -12,7 +12,7 @@ from kvcache.cli.log_end import note_end
 from kvcache.cli.output import Output, size
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import progress
-from kvcache.export.target import replacing
+from kvcache.export.export import replacing
 from kvcache.report.given import Curve, WhatIf, read, refuse_other
 from kvcache.report.report import report
 

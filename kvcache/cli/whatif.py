@@ -20,11 +20,19 @@ from kvcache.cli.progress import progress
 from kvcache.cli.settings import parse_sets
 from kvcache.errors import UsageError
 from kvcache.settings.sources import look_up
-from kvcache.whatif.comparison import Row, compared, with_bounds
-from kvcache.whatif.policies.registry import BASE, BOUND, HINTED, policy
-from kvcache.whatif.tally import Tally
-from kvcache.whatif.trial import POLICY_SETTING, Outcome, Trial, first_config
-from kvcache.whatif.workers import Stopped, play_side_by_side
+from kvcache.whatif.playback import Tally
+from kvcache.whatif.policies import BASE, BOUND, HINTED, policy
+from kvcache.whatif.trial import (
+    POLICY_SETTING,
+    Outcome,
+    Row,
+    Stopped,
+    Trial,
+    compared,
+    first_config,
+    play_side_by_side,
+    with_bounds,
+)
 
 _EPILOG = """\
 Every combination of the values and policies is played: kvcache whatif LOG --set primary_blocks=1000,2000

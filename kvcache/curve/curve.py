@@ -1,14 +1,225 @@
-"""The curve itself: hits at any size."""
+"""Hits at any size of the cache, exact or from samples, and the most that any eviction could have.
+
+A prompt uses all blocks of a chain at once, so whoever used a block has used the blocks before it, too. Along a chain
+the last users therefore only get older, and the blocks that one request used last lie together: a prompt is described
+by a few such *spans*, not block by block. It is the walk that brings a path of a tree to the front: the number of
+spans is O(log n) per request on average.
+
+**LRU.** Evicting leaves, least recently used first and the deepest first among those of one request, is plain LRU over
+blocks where a request's shallower block counts as the more recent: nobody uses a block without those before it, so
+the least recent block of that order is always a leaf. What a cache of C blocks holds is then the C most recent ones,
+whatever C is, and a block hits from the size that is its place in the order (its *stack distance*). Along a chain
+places only grow, so that a prefix ends at its first absent block by itself.
+
+**The bound.** Whoever knows the future evicts the leaf that is used again last, those that never are before all
+others. A block is used again no later than the blocks after it, so that leaf is also the block that is used again last
+(Belady's choice); among equals it is the deepest. At any time the cached blocks that one later request uses next lie
+together in its prompt, and the last of them go first. So numbers of blocks tell all: which ones need not be known.
+
+**Samples.** A sample has the blocks whose hash falls under a bound, whatever prompt they are in, and is a workload of
+its own, in which everything is `rate` times as far apart. It is drawn block by block, not by conversations: most
+prompts may begin with the same few blocks, and a sample by first blocks would have nearly everything or nearly
+nothing. Of the samples misses are taken, and hits are what is left of all block requests, which are counted: misses
+are spread over many blocks that are each asked for once or twice, while a block that every prompt begins with has a
+large part of the hits alone, and be it in a sample or not would move the curve by that.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.curve.distances import Int64s
+from kvcache.errors import UsageError
+
+
+class PrefixSums:
+    """A row of numbers, all 0 at first. Both operations take O(log n)."""
+
+    def __init__(self, length: int) -> None:
+        self._sums = [0] * (length + 1)
+
+    def add(self, place: int, amount: int) -> None:
+        """Raise one number; places count from 0."""
+        sums, at = self._sums, place + 1
+        while at < len(sums):
+            sums[at] += amount
+            at += at & -at
+
+    def through(self, place: int) -> int:
+        """The sum of the numbers up to and including this place."""
+        sums, at, total = self._sums, place + 1, 0
+        while at:
+            total += sums[at]
+            at &= at - 1
+        return total
+
+
+@dataclass(eq=False, repr=False)
+class InconsistentBlocks(UsageError):
+    """A prompt's blocks do not lie in one tree; `request` counts prompts from 0, `block` the prompt's blocks."""
+
+    request: int
+    block: int
+    text = (
+        "block {block} of prompt {request} was there before behind other blocks: number blocks so that equal numbers "
+        "mean equal content and equal blocks before it"
+    )
+
+
+class Span(NamedTuple):
+    """Blocks of a prompt that one earlier request was the last to use: right behind those of the span before."""
+
+    user: int
+    """The earlier request, counted from 0."""
+    blocks: int
+
+
+class Reuses:
+    """The spans of prompts that come one after the other."""
+
+    def __init__(self) -> None:
+        self.lengths = array("q")
+        """Blocks of each prompt."""
+        self._users, self._blocks = array("q"), array("q")
+        """Of all spans, in order."""
+        self._ends = array("q")
+        """By request, how many spans there are up to its last."""
+        self._last: dict[int, int] = {}
+        """By block, the last request that used it."""
+        self._taken = array("q")
+        """By request, how many of its leading blocks later ones have used."""
+
+    @property
+    def distinct(self) -> int:
+        """How many different blocks there are."""
+        return len(self._last)
+
+    def prompts(self) -> Iterator[tuple[int, list[Span]]]:
+        """Each prompt's length in blocks, and its spans; blocks behind these were never there before."""
+        begin = 0
+        for length, end in zip(self.lengths, self._ends, strict=True):
+            yield length, list(map(Span, self._users[begin:end], self._blocks[begin:end]))
+            begin = end
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """The next prompt. Equal numbers must mean equal blocks behind equal blocks.
+
+        Raises `InconsistentBlocks` where it sees that they do not; nothing can be added then.
+        """
+        last, now, begin, length = self._last, len(self.lengths), 0, len(blocks)
+        while begin < length and (user := last.get(blocks[begin])) is not None:
+            if self._taken[user] != begin:
+                raise InconsistentBlocks(now, begin)
+            end = self._end(blocks, begin, user)
+            self._users.append(user)
+            self._blocks.append(end - begin)
+            self._taken[user] = begin = end
+        known = len(last)
+        last.update(dict.fromkeys(blocks, now))
+        if len(last) - known != length - begin:
+            raise InconsistentBlocks(now, begin)
+        self.lengths.append(length)
+        self._ends.append(len(self._users))
+        self._taken.append(0)
+
+    def _end(self, blocks: Sequence[int], begin: int, user: int) -> int:
+        """Where the blocks end that this request was the last to use."""
+        last = self._last
+        most = min(len(blocks), self.lengths[user])
+        return bisect_left(blocks, 1, begin + 1, most, key=lambda block: last.get(block) != user)
+
+
+Int64s = npt.NDArray[np.int64]
+
+
+def misses_by_size(reuses: Reuses) -> Int64s:
+    """Entry C: the block requests that a cache of C blocks does not serve. Larger caches than the last are like it."""
+    arrivals = np.zeros(reuses.distinct + 2, np.int64)
+    """At each size, how many of the block requests hit from there on, less those that do so from the size before."""
+    remaining = PrefixSums(len(reuses.lengths))
+    """By request, its blocks that no later one has used. Those of one request follow each other in the order."""
+    seen = 0
+    for request, (length, spans) in enumerate(reuses.prompts()):
+        new = length
+        for user, count in spans:
+            # Whatever is not as old as this span is before it: blocks of later requests, and this prompt's own.
+            first = seen - remaining.through(user)
+            arrivals[first + 1] += 1
+            arrivals[first + 1 + count] -= 1
+            remaining.add(user, -count)
+            new -= count
+        remaining.add(request, length)
+        seen += new
+    return np.asarray(sum(reuses.lengths) - np.cumsum(np.cumsum(arrivals))[:-1], np.int64)
+
+
+def best_hits(reuses: Reuses, size: int) -> int:
+    """Block requests that a cache of `size` blocks can serve at best, by the rule of `kvcache.curve`.
+
+    As with LRU, all blocks of a prompt are cached when it is done; of a longer prompt than the cache the first `size`.
+    """
+    cache = _Cache(size, len(reuses.lengths))
+    later = _next_uses(reuses)
+    return sum(cache.serve(request, length, later[request]) for request, length in enumerate(reuses.lengths))
+
+
+def _next_uses(reuses: Reuses) -> list[list[Span]]:
+    """For each request, who uses its blocks next: in the order of the blocks, up to those that are never used again."""
+    later: list[list[Span]] = [[] for _ in reuses.lengths]
+    for request, (_, spans) in enumerate(reuses.prompts()):
+        for user, count in spans:
+            later[user].append(Span(request, count))
+    return later
+
+
+class _Cache:
+    """How many cached blocks wait for which request."""
+
+    def __init__(self, size: int, requests: int) -> None:
+        self._size = self._free = size
+        self._waiting = [0] * requests
+        """By request, the blocks that it uses before all others: the first of its prompt, since only the last go."""
+        self._farthest: list[int] = []
+        """The requests that blocks wait for, as a heap; below 0, so that the last one comes first."""
+        self._useless = 0
+        """Blocks that are never used again."""
+
+    def serve(self, request: int, length: int, later: list[Span]) -> int:
+        """Play one request; returns how many of its blocks were there."""
+        hits, self._waiting[request] = self._waiting[request], 0
+        rest = min(length, self._size)
+        self._take(rest - hits)
+        for user, count in later:
+            part = min(count, rest)
+            if part and not self._waiting[user]:
+                heappush(self._farthest, -user)
+            self._waiting[user] += part
+            rest -= part
+        self._useless += rest
+        return hits
+
+    def _take(self, blocks: int) -> None:
+        """Take room for these, and evict what must go. The blocks just used wait for nobody yet, so they stay."""
+        self._free -= blocks
+        evicted = min(max(-self._free, 0), self._useless)
+        self._useless -= evicted
+        self._free += evicted
+        while self._free < 0:
+            user = -self._farthest[0]
+            evicted = min(-self._free, self._waiting[user])
+            self._waiting[user] -= evicted
+            self._free += evicted
+            if not self._waiting[user]:
+                heappop(self._farthest)
+
 
 KNEE = 0.01
 """Doubling the cache is worth it if it gains this part of all block requests."""
@@ -97,3 +308,96 @@ def enough_for(distinct_blocks: float) -> float:
     rate = 2 * ENOUGH / max(distinct_blocks, 1)
     digit = 10.0 ** math.floor(math.log10(rate))
     return min(1.0, float(f"{math.ceil(rate / digit) * digit:.0e}"))
+
+
+SAMPLES = 4
+"""Independent ones are drawn; how much they differ tells how far off their mean may be."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK64 = 2**64 - 1
+_ALL = 2.0**64
+"""So many hashes there can be."""
+
+
+@dataclass(eq=False, repr=False)
+class EmptySamples(UsageError):
+    """None of the prompts' blocks is in a sample of this `rate`; `enough` is one that would do."""
+
+    rate: float
+    enough: float
+
+    def __str__(self) -> str:
+        more = f"{self.enough:g} or more" if self.enough < 1 else "1, which takes all"
+        return (
+            f"no block of the prompts is in a sample of {self.rate:g} of them: give a sample rate of {more}"
+        )
+
+
+class Recorder:
+    """Takes prompts one after the other, and keeps what a curve needs of them.
+
+    `rate` is the part of the blocks that is in each of the samples, which `seed` makes; with 1 there is one, of all.
+    Raises `UsageError` for a rate that is not above 0 and at most 1.
+    """
+
+    def __init__(self, rate: float = 1.0, *, samples: int = SAMPLES, seed: int = 0) -> None:
+        if not 0 < rate <= 1:
+            raise UsageError(
+                f"a sample has a part of the blocks: give a rate above 0 and at most 1, not {rate}"
+            )
+        self.rate = rate
+        self.prompts = 0
+        self.block_requests = 0
+        seeds = range(seed, seed + samples) if rate < 1 else range(1)
+        self._samples = [(each * _GOLDEN & _MASK64, Reuses()) for each in seeds]
+        self._lowest = [1.0] * len(self._samples)
+        """Of each sample that is empty, the lowest hash, as a part of all that there can be."""
+
+    @property
+    def reuses(self) -> Reuses:
+        """The whole workload. Raises `UsageError` where only samples are kept."""
+        if self.rate < 1:
+            raise UsageError("the bound needs all blocks, not samples: leave the sample rate out")
+        return self._samples[0][1]
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """The next prompt's full blocks, numbered from 0 to 2**64 - 1; raises `InconsistentBlocks` (see `Reuses`)."""
+        self.prompts += 1
+        self.block_requests += len(blocks)
+        if self.rate == 1:
+            self._samples[0][1].add(blocks)
+            return
+        numbers = np.array(blocks, np.uint64)
+        for index, (salt, reuses) in enumerate(self._samples):
+            hashed = _hashed(numbers, salt)
+            chosen = numbers[hashed < self.rate * _ALL]
+            if len(chosen):
+                reuses.add(chosen.tolist())
+            elif len(hashed) and not reuses.distinct:
+                self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
+
+    def curve(self) -> Curve:
+        """The curve of what was added up to now. Raises `EmptySamples` where that has blocks, and no sample has any."""
+        if self.block_requests and not any(reuses.distinct for _, reuses in self._samples):
+            # The lowest of n hashes is about 1/n of all there can be: within a factor of 2, from several samples.
+            raise EmptySamples(self.rate, enough_for(len(self._samples) / sum(self._lowest) / 2))
+        misses = tuple(misses_by_size(reuses) for _, reuses in self._samples)
+        return Curve(self.block_requests, misses, self.rate)
+
+
+def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> Curve:
+    """The curve of prompts, each given by numbers for its blocks: equal ones for equal blocks behind equal blocks.
+
+    Raises what `Recorder` does.
+    """
+    recorder = Recorder(rate)
+    for blocks in prompts:
+        recorder.add(blocks)
+    return recorder.curve()
+
+
+def _hashed(numbers: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:
+    """Numbers that look random (the finalizer of SplitMix64)."""
+    mixed = numbers + np.uint64(salt)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))

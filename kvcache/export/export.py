@@ -1,20 +1,466 @@
-"""All tables of a log, written in one pass."""
+"""All tables of a log as Parquet, CSV, JSON lines or SQLite; docs/export.md says what columns mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+import csv
+import errno
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, TextIO
 
 from events.types import EventBatch
-from kvcache.audit.opened import TableName, tables_of
+from kvcache.audit import phrases
+from kvcache.audit.reasons import Reason
+from kvcache.audit.tables import (
+    BlockLife,
+    EvictionRow,
+    OccupancyRow,
+    RequestRow,
+    StepRow,
+    TableName,
+    tables_of,
+)
 from kvcache.errors import UsageError
-from kvcache.export.parquet import ParquetWriter
-from kvcache.export.schema import COLUMNS, tables_in
-from kvcache.export.target import replacing
-from kvcache.export.writers import CsvWriter, JsonlWriter, SqliteWriter, Writer
+
+iso = lru_cache(1 << 12)(phrases.iso)
+"""Many rows have the same time."""
+
+
+def times(values: Sequence[int | None]) -> list[str | None]:
+    """A column of times."""
+    return [None if value is None else iso(value) for value in values]
+
+
+def texts(values: Sequence[Any]) -> list[str | None]:
+    """A column of texts, among which request ids may be numbers."""
+    return [value if value is None else str(value) for value in values]
+
+
+Kind = Literal["integer", "text", "boolean", "time"]
+Values = list[list[Any]]
+"""Column by column; times are integers, nanoseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `kind` of a request's id is text: JSON alone has it as the engine gave it."""
+
+    name: str
+    kind: Kind
+    unit: str = ""
+    optional: bool = False
+    """Whether it may be null."""
+
+
+def _of(kind: Kind, names: str, unit: str = "") -> list[Column]:
+    """Columns by their names; a question mark behind one: may be null."""
+    return [Column(name.rstrip("?"), kind, unit, name.endswith("?")) for name in names.split()]
+
+
+def _numbers(names: str, unit: str = "") -> list[Column]:
+    return _of("integer", names, unit)
+
+
+def _texts(names: str, unit: str = "") -> list[Column]:
+    return _of("text", names, unit)
+
+
+def _moment(prefix: str = "", mark: str = "") -> list[Column]:
+    """A time, for computing and for reading."""
+    return [*_numbers(f"{prefix}ts{mark}", "ns"), *_of("time", f"{prefix}time{mark}", "UTC")]
+
+
+_OCCUPANCY = [
+    *_numbers("window", "tokens"),
+    *_texts("level"),
+    *_numbers("blocks held unreferenced blank", "blocks"),
+]
+
+COLUMNS: dict[str, list[Column]] = {
+    "requests": [
+        *_numbers("admission?"),
+        *_texts("request_id outcome"),
+        *_numbers("lora_id?"),
+        *_texts("lora_name?"),
+        *_texts("salt_digest?", "hex digits"),
+        *_of("boolean", "uses_extra_ids"),
+        *_numbers("refusals"),
+        *_moment("first_refused_", "?"),
+        *_numbers("admitted_seq?"),
+        *_moment("admitted_", "?"),
+        *_numbers("ended_seq?"),
+        *_moment("ended_", "?"),
+        *_numbers("prompt_tokens? output_tokens? reused_tokens?", "tokens"),
+        *_numbers(" ".join(f"tokens_{reason.label}?" for reason in Reason), "tokens"),
+    ],
+    "blocks": [
+        *_numbers("window", "tokens"),
+        *_numbers("content"),
+        *_numbers("num_tokens", "tokens"),
+        *_texts("stored_by?"),
+        *_numbers("stored_by_admission? stored_seq"),
+        *_moment("stored_"),
+        *_numbers("priority reused"),
+        *_moment("last_used_"),
+        *_numbers("offloads"),
+        *_moment("last_offloaded_", "?"),
+        *_numbers("onboards"),
+        *_moment("last_onboarded_", "?"),
+        *_texts("level?"),
+        *_numbers("gone_seq?"),
+        *_moment("gone_", "?"),
+        *_texts("gone_why? gone_for?"),
+        *_numbers("gone_for_admission? eviction?"),
+    ],
+    "evictions": [
+        *_numbers("eviction seq"),
+        *_moment(),
+        *_numbers("window", "tokens"),
+        *_texts("level why"),
+        *_numbers("blocks full_blocks never_reused", "blocks"),
+        *_texts("for_request?"),
+        *_numbers("for_admission?"),
+    ],
+    "steps": [
+        *_numbers("seq"),
+        *_moment(),
+        *_numbers("admitted refused ended running", "requests"),
+        *_numbers("prompt_tokens reused_tokens computed_tokens output_tokens", "tokens"),
+        *_numbers("stored_blocks removed_blocks cleared_blocks offloaded_blocks onboarded_blocks", "blocks"),
+    ],
+    "occupancy": [*_numbers("seq"), *_moment(), *_OCCUPANCY],
+}
+"""By table, in order."""
+
+
+def tables_in(name: TableName, rows: Sequence[Any]) -> dict[str, Values]:
+    """Rows of a log as columns of tables: those of steps make two."""
+    if name == "steps":
+        return {"steps": _columns("steps", rows, StepRow), "occupancy": _occupancy(rows)}
+    return {name: _columns(name, rows, _ROWS[name])}
+
+
+_ROWS: dict[str, Any] = {"requests": RequestRow, "blocks": BlockLife, "evictions": EvictionRow}
+
+
+def _columns(table: str, rows: Sequence[Any], kind: Any) -> Values:
+    of_field = dict(zip(kind._fields, zip(*rows, strict=True), strict=True))
+    return [_column(column, of_field) for column in COLUMNS[table]]
+
+
+def _column(column: Column, of_field: dict[str, Any]) -> list[Any]:
+    name = column.name
+    if column.kind == "time":
+        return list(of_field[f"{name.removesuffix('time')}ts"])
+    if name in of_field:
+        return list(of_field[name])
+    reason = name.removeprefix("tokens_")
+    return [tokens.get(reason) for tokens in of_field["tokens_by_reason"]]
+
+
+def _occupancy(rows: Sequence[StepRow]) -> Values:
+    times = [(row.seq, row.ts, row.ts) for row in rows for _ in row.occupancy]
+    levels: list[OccupancyRow] = [level for row in rows for level in row.occupancy]
+    if not levels:
+        return [[] for _ in COLUMNS["occupancy"]]
+    columns = (*zip(*times, strict=True), *zip(*levels, strict=True))
+    return list(map(list, columns))
+
+
+@dataclass(eq=False, repr=False)
+class TargetExists(UsageError):
+    """The path is taken. `replaceable`: by an earlier export, as far as its names tell."""
+
+    path: Path
+    replaceable: bool
+
+    def __str__(self) -> str:
+        if self.replaceable:
+            return f"{self.path} exists already: choose another path, or replace it with --force"
+        return f"{self.path} exists already, and is nothing of that form that could be replaced: choose another path"
+
+
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing has."""
+
+
+@contextmanager
+def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path]:
+    """Give a path to write to, beside the one that is meant; takes its place when the block ends without an error.
+
+    A file is written that begins with `header`, or a directory of tables (None). Raises `TargetExists`, also with
+    `force` for what is no such thing, and FileNotFoundError where the path's own directory is missing. Until the end,
+    what is at `path` stays. A disk that takes no more is an OSError that names `path`. As the log, it is for its owner
+    alone: it names requests.
+    """
+    _refuse(path, header, force)
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
+    work = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}.", suffix=".partial"))
+    try:
+        with _naming(path, work):
+            yield work / "new"
+            _make_private(work / "new")
+        # Somebody may have been faster.
+        _refuse(path, header, force)
+        if header is None and os.path.lexists(path):
+            path.rename(work / "old")
+        (work / "new").replace(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_private(new: Path) -> None:
+    if new.is_dir():
+        new.chmod(0o700)
+    for file in new.iterdir() if new.is_dir() else [new]:
+        file.chmod(0o600)
+
+
+@contextmanager
+def _naming(path: Path, work: Path) -> Iterator[None]:
+    """Where a write fails, say what was to be written. What fails while reading is left as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OF_WRITING or str(error.filename).startswith(str(work)):
+            number = error.errno or errno.EIO
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
+
+
+def _refuse(path: Path, header: bytes | None, force: bool) -> None:
+    if os.path.lexists(path):
+        replaceable = _is_export(path) if header is None else _begins(path, header)
+        if not (force and replaceable):
+            raise TargetExists(path, replaceable)
+
+
+def _begins(path: Path, header: bytes) -> bool:
+    """Whether it is a file that begins so, or an empty one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(header)) in (header, b"")
+
+
+def _is_export(path: Path) -> bool:
+    """Whether nothing would be lost but tables."""
+    if not path.is_dir():
+        return False
+    return all(
+        each.stem in COLUMNS and each.suffix in (".csv", ".jsonl", ".parquet") for each in path.iterdir()
+    )
+
+
+class Writer(Protocol):
+    """Writes the columns of tables, some rows at a time; every table of the schema is there in the end."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin at a path where nothing is yet."""
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+
+    def close(self) -> None:
+        """Complete it."""
+
+
+class CsvWriter:
+    """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``.
+
+    SECURITY: a spreadsheet would run text that looks like a formula: it has a ' before it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._open = ExitStack()
+        self._writers: dict[str, Any] = {}
+        for table, columns in COLUMNS.items():
+            file = self._open.enter_context((path / f"{table}.csv").open("w", encoding="utf-8", newline=""))
+            self._writers[table] = csv.writer(_Lines(file))
+            self._writers[table].writerow([column.name for column in columns])
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        spelled = [_for_csv(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
+        self._writers[table].writerows(zip(*spelled, strict=True))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+
+
+class _Lines:
+    """Ends each row in a newline. The csv module quotes a carriage return only if its own rows end in one."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, row: str) -> None:
+        """Write a row with the end that the csv module gives it."""
+        self._file.write(row.removesuffix("\r\n") + "\n")
+
+
+_FULL_WIDTH = ("\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""=, +, - and @ of East Asian keyboards."""
+_FORMULA = ("=", "+", "-", "@", *_FULL_WIDTH, "\t", "\r", "\n", "'")
+"""What a formula begins with; and ', so that whoever takes one away has the text as it was."""
+
+
+def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
+    if column.kind == "time":
+        return times(values)
+    if column.kind == "text":
+        return [
+            f"'{each}" if isinstance(each, str) and each.startswith(_FORMULA) else each for each in values
+        ]
+    return [str(value).lower() for value in values] if column.kind == "boolean" else values
+
+
+class JsonlWriter:
+    """A directory with a file per table, one JSON object per row and line."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._open = ExitStack()
+        self._files = {
+            table: self._open.enter_context((path / f"{table}.jsonl").open("w", encoding="utf-8"))
+            for table in COLUMNS
+        }
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        columns = COLUMNS[table]
+        names = [column.name for column in columns]
+        spelled = [
+            times(own) if column.kind == "time" else own for column, own in zip(columns, values, strict=True)
+        ]
+        self._files[table].writelines(
+            json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in zip(*spelled, strict=True)
+        )
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+
+
+_SQL = {"integer": "INTEGER", "text": "TEXT", "boolean": "INTEGER", "time": "TEXT"}
+
+
+class SqliteWriter:
+    """One database with all tables. Booleans are 0 and 1, times text."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _as_of_system(path):
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._create()
+
+    def _create(self) -> None:
+        # Whole or not at all is seen to by who names the file; no need for a journal on the way.
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA synchronous = OFF")
+        for table, columns in COLUMNS.items():
+            spelled = ", ".join(
+                f"{column.name} {_SQL[column.kind]}{'' if column.optional else ' NOT NULL'}"
+                for column in columns
+            )
+            self._database.execute(f"CREATE TABLE {table} ({spelled})")
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        places = ", ".join("?" * len(COLUMNS[table]))
+        spelled = [_for_sqlite(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
+        with _as_of_system(self._path):
+            self._database.execute("BEGIN")
+            # SECURITY: the names are the schema's own; values are bound.
+            self._database.executemany(
+                f"INSERT INTO {table} VALUES ({places})",  # noqa: S608
+                zip(*spelled, strict=True),
+            )
+            self._database.execute("COMMIT")
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+
+@contextmanager
+def _as_of_system(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as the other formats do: as an OSError."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        # The lower byte is the kind of error.
+        number = errno.ENOSPC if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
+    if column.kind == "time":
+        return times(values)
+    return texts(values) if column.kind == "text" else values
+
+
+@dataclass(eq=False, repr=False)
+class PackageMissing(UsageError):
+    """A format needs a package that is not installed; `extra` of kvcache brings it."""
+
+    package: str
+    extra: str
+    text = "writing Parquet needs {package}: pip install 'kvcache[{extra}]'"
+
+
+class ParquetWriter:
+    """A directory with a file per table. Times are timestamps in ns, UTC. Raises `PackageMissing`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            arrow: Any = import_module("pyarrow")
+            parquet: Any = import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise PackageMissing("pyarrow", "export") from error
+        self._arrow = arrow
+        kinds = {
+            "integer": arrow.int64(),
+            "text": arrow.string(),
+            "boolean": arrow.bool_(),
+            "time": arrow.timestamp("ns", "UTC"),
+        }
+        path.mkdir()
+        self._open = ExitStack()
+        self._writers: dict[str, Any] = {}
+        self._schemas: dict[str, Any] = {}
+        for table, columns in COLUMNS.items():
+            fields = [
+                arrow.field(column.name, kinds[column.kind], nullable=column.optional) for column in columns
+            ]
+            self._schemas[table] = schema = arrow.schema(fields)
+            writer = parquet.ParquetWriter(path / f"{table}.parquet", schema, compression="zstd")
+            self._writers[table] = self._open.enter_context(writer)
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows, as a row group."""
+        columns = [
+            self._arrow.array(texts(own) if column.kind == "text" else own, field.type)
+            for column, field, own in zip(COLUMNS[table], self._schemas[table], values, strict=True)
+        ]
+        self._writers[table].write_table(self._arrow.Table.from_arrays(columns, schema=self._schemas[table]))
+
+    def close(self) -> None:
+        """Complete all files."""
+        self._open.close()
 
 
 @dataclass(eq=False, repr=False)

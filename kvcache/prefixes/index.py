@@ -27,14 +27,10 @@ from events.formats.vllm import Hash, VLLMBatch
 from events.packed import TOKEN_BYTES
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from kvcache.inputs.tokens import Tokens, pack_tokens
-from kvcache.prefixes import check, snapshot
-from kvcache.prefixes.contents import pack_extras
-from kvcache.prefixes.groups import servable
-from kvcache.prefixes.matching import Rows, leading_blocks, path, rows_of
+from kvcache.prefixes import snapshot
 from kvcache.prefixes.publisher import RANKS_MAX, Counts, Publisher
-from kvcache.prefixes.runs import Adapter
-from kvcache.prefixes.source import Source, Sources
-from kvcache.prefixes.tree import PrefixTree
+from kvcache.prefixes.source import Source, Sources, pack_extras, servable
+from kvcache.prefixes.tree import Adapter, PrefixTree, Rows, leading_blocks, path, rows_of
 
 
 class Overlap(NamedTuple):
@@ -168,7 +164,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Prove the laws of the structure; slow, for tests. Raises InvariantViolated."""
-        check.prove(self._tree, self._sources)
+        snapshot.prove(self._tree, self._sources)
 
     def save(self, path: Path | str) -> None:
         """Write everything to a file, which takes the place of an older one when it is complete and on disk.

@@ -1,19 +1,545 @@
-"""One publisher: its groups and its blocks, folded from its events."""
+"""One publisher: its attention groups, and its blocks, folded from its events.
+
+A name (a hash, to us an opaque number or bytes) stands for the content under which its publisher stored it. It is
+remembered while its block is at any level, or something known stands after the block: later events go on from there.
+A second name of a block is remembered only while the block is at a level under that very name: a publisher could give
+any number of them to one block. What is stored after a second name that is gone is known by its names only.
+A name without a known content is *loose*: it is somewhere, and what it holds was never published.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
+from struct import Struct, error
+from typing import Any
 
-from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VLLMEvent
+import msgspec
+
+from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Hash, VLLMEvent
 from events.packed import TOKEN_BYTES
-from events.subscribe.index import level_of
-from kvcache.prefixes.contents import contents_of
-from kvcache.prefixes.groups import LEVELS, Group
-from kvcache.prefixes.holder import Holder
+from events.subscribe.index import GPU, STORAGE, level_of
 from kvcache.prefixes.publisher import Counts, Publisher
-from kvcache.prefixes.runs import Plane
-from kvcache.prefixes.tree import PrefixTree
+from kvcache.prefixes.tree import (
+    RUN_BLOCKS_MAX,
+    Adapter,
+    Aliases,
+    Holding,
+    Node,
+    Plane,
+    PrefixTree,
+    Run,
+    common_blocks,
+    next_extra,
+    planes_of,
+)
+
+_encode = msgspec.msgpack.encode
+
+
+class Contents(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks of one prefix."""
+
+    adapter: Adapter
+    tokens: bytes
+    """int32 each."""
+    extras: list[bytes] | None
+    """Per block, what its hash covers beside adapter and tokens; None: nothing."""
+
+
+def contents_of(event: BlockStored, blocks: int) -> Contents | None:
+    """What is in the first blocks of a store; None if it does not say."""
+    count = blocks * event.block_size
+    try:
+        tokens = _packer(count)(*event.token_ids[:count])
+    except error:
+        return None  # pairs, or numbers that are no token ids
+    name = event.lora_name
+    adapter = event.lora_id if name is None else name
+    salt = event.cache_salt if event.parent_block_hash is None else None
+    extras = event.extra_keys
+    if extras is None or not any(extras):
+        if salt is None:
+            return Contents(adapter, tokens, None)
+        extras = None
+    if extras is not None and len(extras) < blocks:
+        return None
+    return Contents(adapter, tokens, pack_extras(extras or [None] * blocks, name, salt))
+
+
+def pack_extras(
+    extras: Sequence[Sequence[Any] | None], adapter: str | None, salt: str | None
+) -> list[bytes] | None:
+    """What hashes cover besides tokens and adapter, block by block; None if that is nothing in any of them.
+
+    `salt` is that of the prompt: publishers tell it apart, or as the first block's last extra key, or both.
+    """
+    rows = [[key for key in keys or () if adapter is None or key != adapter] for keys in extras]
+    if salt is not None and rows and salt not in rows[0]:
+        rows[0].append(salt)
+    return [_encode(row) if row else b"" for row in rows] if any(rows) else None
+
+
+@lru_cache(maxsize=1024)
+def _packer(tokens: int) -> Any:
+    return Struct(f"<{tokens}i").pack
+
+
+LEVELS = STORAGE + 1
+_FULL = ("full_attention", "mla_attention", "sink_full_attention")
+_SLIDING = ("sliding_window", "sliding_window_mla")
+
+
+class Group:
+    """The blocks that one kind of layers shares."""
+
+    __slots__ = ("block_size", "followed", "holder", "index", "kind", "window")
+
+    def __init__(self, index: int, kind: str | None, window: int | None, holder: Holder) -> None:
+        self.index = index
+        self.kind = kind
+        self.window = window
+        """Tokens that it attends to; None: all."""
+        full = kind in _FULL or (kind is None and not index)
+        self.followed = window is None if full else kind in _SLIDING and window is not None and window > 0
+        """Whether its blocks are known here. What others need in order to serve a prefix is not."""
+        self.block_size = 0
+        """Tokens of a block; 0 before any event told."""
+        self.holder = holder
+
+    @property
+    def planes(self) -> range:
+        """Those of its levels."""
+        return range(self.index * LEVELS, self.index * LEVELS + LEVELS)
+
+    def is_like(self, kind: str, window: int | None) -> bool:
+        """Whether it is of that kind."""
+        return self.kind == kind and self.window == window
+
+    def servable(self, mask: int, blocks: int) -> int:
+        """The most blocks up to so many that it can serve where its blocks are those in `mask`.
+
+        All of them with full attention; else those that the window sees from behind the last one.
+        """
+        if self.window is None:
+            return min(blocks, leading(mask))
+        size = self.block_size or 1
+        while blocks:
+            first = max(0, blocks * size - self.window + 1) // size
+            missing = ~mask & ((1 << blocks) - (1 << first)) if first < blocks else 0
+            if not missing:
+                break
+            # Whatever ends behind the last block that is missing needs it, too.
+            blocks = missing.bit_length() - 1
+        return blocks
+
+
+def leading(mask: int) -> int:
+    """How many of the lowest bits are set without a break."""
+    return (mask ^ (mask + 1)).bit_length() - 1
+
+
+def servable(groups: Sequence[Group], rows: Mapping[Plane, int], stop: int, *, in_tokens: bool) -> list[int]:
+    """The longest prefix that all groups can serve from level 0, from levels 0 and 1, and from all.
+
+    `rows` are the blocks of the prompt in each plane. The prompt and the result are in tokens, or in blocks of which
+    all groups have the same.
+    """
+    return [_servable(groups, rows, level, stop, in_tokens) for level in range(GPU, LEVELS)]
+
+
+def _servable(
+    groups: Sequence[Group], rows: Mapping[Plane, int], level: int, stop: int, in_tokens: bool
+) -> int:
+    masks = []
+    for group in groups:
+        mask = 0
+        for plane in group.planes[: level + 1]:
+            mask |= rows.get(plane, 0)
+        masks.append(mask)
+    best, shorter = -1, stop
+    while shorter != best:
+        best = shorter
+        for group, mask in zip(groups, masks, strict=True):
+            size = group.block_size if in_tokens else 1
+            shorter = group.servable(mask, shorter // size) * size if size else 0
+    return best
+
+
+class Holder:
+    """One publisher's blocks of one size."""
+
+    __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "publisher", "resident", "tree")
+
+    def __init__(self, publisher: Publisher, counts: Counts, tree: PrefixTree, block_bytes: int) -> None:
+        self.publisher = publisher
+        self.counts = counts
+        self.tree = tree
+        self.block_bytes = block_bytes
+        """Of a block's tokens; 0: nobody has said what these blocks hold."""
+        self.names: dict[Hash, Holding | Aliases] = {}
+        self.loose: dict[Hash, int] = {}
+        """Names without a content to the planes that they are in, as bits."""
+        self.resident: dict[Plane, int] = {}
+        """Names in each plane."""
+        self._suspects: list[Holding] = []
+        """Where a name was taken away in the middle of a store."""
+
+    # -- stores
+
+    def store(self, parent: Hash | None, hashes: Sequence[Hash], contents: Contents, plane: Plane) -> None:
+        """Blocks with known contents are there now, behind `parent` or (None) at the start of a prompt."""
+        node: Node | None = None
+        at = 0
+        if parent is not None:
+            holding = self.names.get(parent)
+            if holding is None:
+                self.counts.orphans += 1
+                self.store_by_name(hashes, plane)
+                return
+            node = holding.run
+            if (
+                contents.extras is None
+                and isinstance(holding, Holding)
+                and self._grows(holding, parent, hashes)
+            ):
+                self._append(holding, hashes, plane)
+                node.tokens += contents.tokens
+                node.size += len(hashes)
+                return
+            at = holding.place(parent) + 1
+        if len(set(hashes)) < len(hashes):
+            # One name cannot stand for two contents.
+            self.counts.contradictions += 1
+            self.store_by_name(tuple(dict.fromkeys(hashes)), plane)
+            return
+        if node is None:
+            node = self.tree.root(contents.adapter, self.block_bytes)
+        self._store_behind(node, at, hashes, contents, plane)
+
+    def store_by_name(self, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Blocks are there now of which nobody has said what they hold, but perhaps earlier."""
+        bit, repeated = 1 << plane, 0
+        for name in hashes:
+            holding = self.names.get(name)
+            if holding is not None:
+                added = holding.mark_name(name, plane)
+            else:
+                planes = self.loose.get(name, 0)
+                self.loose[name] = planes | bit
+                added = not planes & bit
+            repeated += not added
+        self.counts.repeated_stores += repeated
+        self._count(plane, len(hashes) - repeated)
+
+    def adopt(self, other: Holder, planes: Sequence[Plane]) -> None:
+        """Take over the loose names of these planes: it has become known of how many tokens their blocks are."""
+        for plane in planes:
+            told = [name for name, there in other.loose.items() if there >> plane & 1]
+            for name in told:
+                other._remove_loose(name, plane)
+            self.store_by_name(told, plane)
+
+    def _grows(self, holding: Holding, parent: Hash, hashes: Sequence[Hash]) -> bool:
+        """Whether blocks behind `parent` just make its run longer; if so, their names are taken."""
+        run, size = holding.run, len(holding.names)
+        return (
+            holding.names[-1] == parent
+            and not run.children
+            and size == run.size <= RUN_BLOCKS_MAX - len(hashes)
+            and self._claim(hashes, holding)
+        )
+
+    def _claim(self, hashes: Sequence[Hash], holding: Holding) -> bool:
+        """Let names stand for blocks of a holding; False, and nothing has changed, unless all are new and different."""
+        names = self.names
+        if not names.keys().isdisjoint(hashes) or (self.loose and any(map(self.loose.get, hashes))):
+            return False
+        before = len(names)
+        names.update(zip(hashes, repeat(holding)))
+        if len(names) - before == len(hashes):
+            return True
+        for name in set(hashes):
+            del names[name]
+        return False
+
+    def _append(self, holding: Holding, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Names that were claimed, for blocks right behind the last one that has one."""
+        count, masks = len(hashes), holding.masks
+        masks[plane] = masks.get(plane, 0) | (((1 << count) - 1) << len(holding.names))
+        holding.names += hashes
+        self.resident[plane] = self.resident.get(plane, 0) + count
+
+    def _store_behind(
+        self, node: Node, at: int, hashes: Sequence[Hash], contents: Contents, plane: Plane
+    ) -> None:
+        """Store behind the first `at` blocks of a node: along what is in the tree, and beside it what is not."""
+        done, count, size, extras = 0, len(hashes), self.block_bytes, contents.extras
+        while done < count:
+            if at < node.size:
+                assert isinstance(node, Run)
+                plain = next_extra(extras, done + (not at), count)
+                same = common_blocks(node, at, contents.tokens, done, plain)
+                if not same:
+                    node = self.tree.split(node, at)
+                    continue
+            else:
+                extra = extras[done] if extras else b""
+                child = node.children.get(contents.tokens[done * size : (done + 1) * size] + extra)
+                if child is not None:
+                    node, at = child, 0
+                    continue
+                node, at, same = self._new_blocks(
+                    node, extra, contents, done, next_extra(extras, done + 1, count)
+                )
+            self._name(node, at, hashes[done : done + same], plane)
+            at += same
+            done += same
+        self._trim_suspects()
+
+    def _new_blocks(
+        self, node: Node, extra: bytes, contents: Contents, begin: int, end: int
+    ) -> tuple[Run, int, int]:
+        """Put blocks that are not in the tree at the end of a node; returns run, place, and how many fitted."""
+        tokens = contents.tokens[begin * self.block_bytes : end * self.block_bytes]
+        if isinstance(node, Run) and not (node.children or extra) and node.size < RUN_BLOCKS_MAX:
+            at = node.size
+            tokens = tokens[: (RUN_BLOCKS_MAX - at) * self.block_bytes]
+            node.tokens += tokens
+            node.size += len(tokens) // self.block_bytes
+            return node, at, node.size - at
+        run = self.tree.add(node, extra, tokens, self.block_bytes)
+        return run, 0, run.size
+
+    def _name(self, run: Run, at: int, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Name consecutive blocks of a run, all of which are there now."""
+        holding = run.holders.get(self)
+        if holding is None:
+            holding = run.holders[self] = Holding(run)
+            if isinstance(run.parent, Run):
+                run.parent.holders[self].children += 1
+        count = len(hashes)
+        if at == len(holding.names) and self._claim(hashes, holding):
+            self._append(holding, hashes, plane)
+        elif holding.names[at : at + count] == list(hashes):
+            added = holding.mark(plane, at, count)
+            self.counts.repeated_stores += count - added
+            self._count(plane, added)
+        else:
+            for place, name in enumerate(hashes, at):
+                self._name_one(holding, place, name, plane)
+
+    def _name_one(self, first: Holding, at: int, name: Hash, plane: Plane) -> None:
+        known = self.names.get(name)
+        if known is not None and (known.run is not first.run or known.place(name) != at):
+            # It was the name of something else. Its publisher must know what it holds now.
+            self.counts.contradictions += 1
+            self._take_name(known, name)
+            known = None
+        if known is None:
+            known = self._add_name(first, at, name)
+            for told in planes_of(self.loose.pop(name, 0)):
+                known.mark_name(name, told)
+        added = known.mark_name(name, plane)
+        self.counts.repeated_stores += not added
+        self._count(plane, added)
+
+    def _add_name(self, first: Holding, at: int, name: Hash) -> Holding | Aliases:
+        """Let a name stand for a block, as its first one if it has none; returns what keeps it."""
+        names = first.names
+        names += [None] * (at + 1 - len(names))
+        if names[at] is None:
+            names[at] = name
+            self.names[name] = first
+            return first
+        self.counts.aliases += 1
+        aliases = self.names[name] = first.add_alias(name, at)
+        return aliases
+
+    # -- removals
+
+    def remove(self, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Blocks are not there any more."""
+        at, names = 0, self.names
+        while at < len(hashes):
+            name = hashes[at]
+            holding = names.get(name)
+            if holding is None:
+                self._remove_loose(name, plane)
+                at += 1
+                continue
+            if isinstance(holding, Aliases):
+                self._remove_alias(holding, name, plane)
+                at += 1
+                continue
+            last = holding.place(name)
+            # Leaves go first: mostly the next ones are the blocks before it.
+            count = _backwards(holding.names, last, hashes, at)
+            gone = holding.unmark(plane, last - count + 1, count)
+            self._count(plane, -gone)
+            if gone < count:
+                self.counts.unknown_removals += count - gone
+            if last + 1 == len(holding.names):
+                self._trim(holding)
+            at += count
+
+    def _remove_alias(self, aliases: Aliases, name: Hash, plane: Plane) -> None:
+        if not aliases.unmark_name(name, plane):
+            self.counts.unknown_removals += 1
+            return
+        self._count(plane, -1)
+        if name not in aliases.names:
+            del self.names[name]
+            self._trim(aliases.first)
+
+    def leave(self, plane: Plane) -> None:
+        """No block is in this plane any more."""
+        for holding in set(self.names.values()):
+            self.remove(holding.in_plane(plane)[::-1], plane)
+        self.remove([name for name, planes in self.loose.items() if planes >> plane & 1], plane)
+
+    def _remove_loose(self, name: Hash, plane: Plane) -> None:
+        planes = self.loose.get(name, 0)
+        if not planes & (1 << plane):
+            self.counts.unknown_removals += 1
+            return
+        self._count(plane, -1)
+        if planes == 1 << plane:
+            del self.loose[name]
+        else:
+            self.loose[name] = planes ^ (1 << plane)
+
+    def _take_name(self, holding: Holding | Aliases, name: Hash) -> None:
+        """A name does not stand for this block any more, wherever that was."""
+        if isinstance(holding, Aliases):
+            self._suspects.append(holding.first)
+            for plane in planes_of(holding.names[name][1]):
+                self._count(plane, -holding.unmark_name(name, plane))
+        else:
+            self._suspects.append(holding)
+            at = holding.place(name)
+            for plane in list(holding.masks):
+                self._count(plane, -holding.unmark(plane, at, 1))
+            holding.names[at] = None
+        del self.names[name]
+
+    def _trim_suspects(self) -> None:
+        for first in self._suspects:
+            if first.run.holders.get(self) is first:
+                self._trim(first)
+        self._suspects.clear()
+
+    def _trim(self, first: Holding) -> None:
+        """Forget the end of a run of which nothing is left anywhere, and so on towards the root."""
+        while not first.children:
+            end, run = first.end(), first.run
+            if end == len(first.names):
+                return
+            full = len(first.names) == run.size
+            for name in first.names[end:]:
+                if name is not None:
+                    del self.names[name]
+            del first.names[end:]
+            if not end:
+                del run.holders[self]
+            if full or not end:
+                self.tree.shrink(run)
+            if end or not isinstance(run.parent, Run):
+                return
+            first = run.parent.holders[self]
+            first.children -= 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        runs: set[Run] = set()
+        for holding in set(self.names.values()):
+            # What is above may have no name left.
+            above: Node = holding.run
+            while isinstance(above, Run) and above not in runs:
+                runs.add(above)
+                above = above.parent
+        for run in runs:
+            del run.holders[self]
+        for run in runs:
+            # Where others have something below, this is for whoever comes last.
+            self.tree.shrink(run)
+        self.names.clear()
+        self.loose.clear()
+        self.resident.clear()
+
+    # -- for the tree, and for who asks
+
+    def split(self, holding: Holding, at: int, upper: Run) -> None:
+        """The first `at` blocks of a run belong to `upper` now; this is what we have of the run."""
+        run = holding.run
+        if len(holding.names) <= at:
+            del run.holders[self]
+            holding.run = upper
+            upper.holders[self] = holding
+            return
+        above = holding.cut(at, upper)
+        self.names.update((name, above) for name in above.names if name is not None)
+        for first in (above, holding):
+            if first.more is not None:
+                self.names.update(dict.fromkeys(first.more.names, first.more))
+        upper.holders[self] = above
+        above.children = 1
+
+    def rows(self, hashes: Sequence[Hash], *, to_the_end: bool) -> dict[Plane, int]:
+        """Which of these names are in each plane, bit by bit; unless `to_the_end`, as far as they are known."""
+        found: dict[Plane, int] = {}
+        at = 0
+        while at < len(hashes):
+            name = hashes[at]
+            holding = self.names.get(name)
+            count = 1
+            if isinstance(holding, Aliases):
+                for plane in planes_of(holding.names[name][1]):
+                    found[plane] = found.get(plane, 0) | 1 << at
+            elif holding is not None:
+                place = holding.place(name)
+                count = _forwards(holding.names, place, hashes, at)
+                ones = (1 << count) - 1
+                for plane, mask in holding.masks.items():
+                    found[plane] = found.get(plane, 0) | (mask >> place & ones) << at
+            elif name in self.loose:
+                for plane in planes_of(self.loose[name]):
+                    found[plane] = found.get(plane, 0) | 1 << at
+            elif not to_the_end:
+                break
+            at += count
+        return found
+
+    def _count(self, plane: Plane, change: int) -> None:
+        if change:
+            left = self.resident.get(plane, 0) + change
+            if left:
+                self.resident[plane] = left
+            else:
+                del self.resident[plane]
+
+
+def _backwards(names: list[Hash | None], last: int, hashes: Sequence[Hash], at: int) -> int:
+    """How many of the hashes from `at` on are names up to the one at `last`, from behind."""
+    count, most = 1, min(last + 1, len(hashes) - at)
+    if tuple(names[last - most + 1 : last + 1][::-1]) == hashes[at : at + most]:
+        return most
+    while count < most and names[last - count] == hashes[at + count]:
+        count += 1
+    return count
+
+
+def _forwards(names: list[Hash | None], place: int, hashes: Sequence[Hash], at: int) -> int:
+    """How many of the hashes from `at` on are the names from `place` on."""
+    most = min(len(names) - place, len(hashes) - at)
+    if names[place : place + most] == list(hashes[at : at + most]):
+        return most
+    count = 1
+    while names[place + count] == hashes[at + count]:
+        count += 1
+    return count
+
 
 GROUPS_MAX = 64
 """Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""

@@ -10,10 +10,8 @@ from typing import Any
 
 from events.log import LogEnd, LogReader
 from events.types import RequestId
-from kvcache.audit.collecting import Several
-from kvcache.audit.epochs import EpochClock, laid_out
 from kvcache.audit.explanation import Explanation, Explanations
-from kvcache.audit.fold import HistoryFold
+from kvcache.audit.history import EpochClock, HistoryFold, laid_out
 from kvcache.audit.totals import Audit, Totals
 from kvcache.diff.settings import settings_of
 from kvcache.report.lanes import Lane, Lanes
@@ -59,7 +57,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
     totals, lanes, occupancy = Totals(), Lanes(), Occupancy()
-    history = HistoryFold(Several([totals, lanes]))
+    history = HistoryFold(totals, lanes)
     times, reader, clock = _Times(), LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):
         history.fold(batch)
@@ -74,7 +72,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     chosen = _chosen(ordered)
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
-    again = HistoryFold(Several([payers, explanations]), chosen.__contains__)
+    again = HistoryFold(payers, explanations, details=chosen.__contains__)
     for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written meanwhile
             break

@@ -11,10 +11,8 @@ import numpy.typing as npt
 from events import types as ev
 from events.types import RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.history import HistoryFold, Listener, Running
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
-from kvcache.audit.running import Running
 
 
 class Phase(IntEnum):
@@ -79,38 +77,38 @@ class Lanes(Listener):
     def _lane(self, request_id: RequestId) -> Lane:
         return self.of.setdefault(request_id, Lane(request_id))
 
-    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """It waits, unless it was preempted."""
         lane = self._lane(event.request_id)
         if not lane.marks:
             lane.enter(Phase.WAITING, history.now)
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         """It runs from now on."""
         lane = self._lane(admission.request_id)
         lane.enter(Phase.PREFILL, history.now)
         lane.stays += 1
         self._running[admission.number] = self._computing[admission.number] = lane
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         """Count its prompt."""
         self.of[admission.request_id].tokens += admission.counts
 
-    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
         """It is over, for now."""
         lane = self._running.pop(sequence.number, None)
         self._computing.pop(sequence.number, None)
         if lane is not None:
             lane.enter(Phase.AWAY, history.now)
 
-    def restarted(self, history: History) -> None:
+    def restarted(self, history: HistoryFold) -> None:
         """What does not go on is over."""
         alive = {sequence.number for sequence in history.running.values()}
         for number in self._running.keys() - alive:
             self._computing.pop(number, None)
             self._running.pop(number).enter(Phase.AWAY, history.now)
 
-    def batch_ended(self, history: History) -> None:
+    def batch_ended(self, history: HistoryFold) -> None:
         """Whose prompt is computed decodes."""
         if not self._computing:
             return

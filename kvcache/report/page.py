@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from kvcache.audit.explanation import tell
 from kvcache.audit.phrases import count, printable, since
-from kvcache.audit.telling import tell
 from kvcache.errors import UsageError
 from kvcache.report.gathered import Gathered
 from kvcache.report.groups import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, SKY, VERMILION

@@ -10,8 +10,7 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.history import HistoryFold, Listener
 from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.totals import Eviction
 
@@ -38,7 +37,7 @@ class Payers(Listener):
         }
         self._batches = np.array(sorted({each.eviction.batch for each in self.bills}), np.int64)
 
-    def looked_up(self, history: History, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
         """See which of the evictions it pays for."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost):

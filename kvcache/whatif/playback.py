@@ -9,14 +9,22 @@ far for its prompt; then nobody is admitted from the line before a running reque
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from events.packed import SLOT_BYTES
 from events.types import (
+    PRIMARY,
+    AdmissionRefused,
+    AnyEvent,
     BlocksMoved,
     BlocksRemoved,
     EndReason,
     Event,
+    MoveReason,
+    RemoveReason,
     RequestId,
     SequenceAdded,
     SequenceRemoved,
@@ -36,6 +44,7 @@ from kvcache.whatif.commands import (
     Compute,
     Create,
     Fork,
+    OfOne,
     OfSeveral,
     Poll,
     Prioritize,
@@ -45,8 +54,167 @@ from kvcache.whatif.commands import (
     Reserve,
     Rewind,
 )
-from kvcache.whatif.requests import Line, Played, Step
-from kvcache.whatif.tally import Tally
+
+
+@dataclass(slots=True)
+class Tally:
+    """Blocks are counted over all attention windows."""
+
+    requests: int = 0
+    """Admitted; one that comes again after it was preempted is none."""
+    prompt_tokens: int = 0
+    """Of all of these."""
+    reused_primary: int = 0
+    """Prompt tokens in full blocks that lay in primary in all windows."""
+    reused_secondary: int = 0
+    """Those that some window had to bring back from secondary."""
+    reused_partial: int = 0
+    """Tokens copied from a block of which only the start matched."""
+    waited: int = 0
+    """Requests that did not fit when the log had them admitted; as recorded, refusals that the log notes."""
+    waited_batches: int = 0
+    """How many batches later they were admitted, over all of them."""
+    preempted: int = 0
+    """How often a running request was removed to make room, to be admitted again."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted requests had to compute again."""
+    cut_short: int = 0
+    """Requests that were ended before their end, since they alone were larger than the cache."""
+    too_long: int = 0
+    """Requests whose prompt is larger than the cache."""
+    unserved: int = 0
+    """Requests that still waited when nothing was left that would end."""
+    unserved_tokens: int = 0
+    """Prompt tokens of requests that were never admitted, too long or unserved."""
+    offloaded_blocks: int = 0
+    """Evicted from primary, kept in secondary."""
+    onboarded_blocks: int = 0
+    """Brought back from secondary."""
+    removed_primary: int = 0
+    """Blocks evicted from primary for good."""
+    removed_secondary: int = 0
+    """Blocks evicted from secondary."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that needed no computing."""
+        return self.reused_primary + self.reused_secondary + self.reused_partial
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed, and what was computed again."""
+        return self.prompt_tokens - self.reused_tokens + self.recomputed_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """The reused part of the prompt tokens of all requests, from 0 to 1; who is never admitted reuses nothing."""
+        asked = self.prompt_tokens + self.unserved_tokens
+        return self.reused_tokens / asked if asked else 0.0
+
+    def count(self, event: AnyEvent | Event) -> None:
+        """Follow any event of a log."""
+        if isinstance(event, AdmissionRefused):
+            self.waited += 1
+        else:
+            self.follow(event)
+
+    def follow(self, event: AnyEvent | Event) -> None:
+        """Follow what happens to requests and blocks, but for refusals: who is refused may be tried again and again."""
+        if isinstance(event, SequenceAdded):
+            self._admitted(event)
+        elif isinstance(event, SequenceRemoved):
+            self.preempted += event.why == EndReason.PREEMPTED
+        elif isinstance(event, BlocksMoved):
+            self._moved(event)
+        elif isinstance(event, BlocksRemoved):
+            self._removed(event)
+
+    def _admitted(self, event: SequenceAdded) -> None:
+        if event.resumed:
+            self.recomputed_tokens += event.num_tokens - event.reused
+            return
+        secondary = max(event.reused_secondary)
+        self.requests += 1
+        self.prompt_tokens += event.num_tokens
+        self.reused_primary += event.reused - event.reused_partial - secondary
+        self.reused_secondary += secondary
+        self.reused_partial += event.reused_partial
+
+    def _moved(self, event: BlocksMoved) -> None:
+        blocks = len(event.from_slots) // SLOT_BYTES
+        if event.why == MoveReason.OFFLOAD:
+            self.offloaded_blocks += blocks
+        elif event.why == MoveReason.ONBOARD:
+            self.onboarded_blocks += blocks
+
+    def _removed(self, event: BlocksRemoved) -> None:
+        if event.why in (RemoveReason.SUPERSEDED, RemoveReason.CLEARED):
+            return
+        blocks = len(event.slots) // SLOT_BYTES
+        if event.level == PRIMARY:
+            self.removed_primary += blocks
+        else:
+            self.removed_secondary += blocks
+
+
+Step = OfOne | OfSeveral
+"""A command about one sequence."""
+
+
+class Played:
+    """One request, its recorded steps that are still to be done, and how far it is behind."""
+
+    __slots__ = ("delay", "prompt", "steps", "stopped_at")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        """Of one that was removed to be admitted again, with the tokens that it had then."""
+        self.steps: deque[tuple[int, Step]] = deque()
+        """With the batch in which each was recorded."""
+        self.delay = 0
+        """Batches by which its steps come later than recorded."""
+        self.stopped_at = 0
+        """The batch in which it began to wait last."""
+
+    @property
+    def handle(self) -> int:
+        """Its number in the log, and its id in the manager."""
+        return self.prompt.handle
+
+    def is_due(self, now: int) -> bool:
+        """Whether its next step is to be done in this batch."""
+        return bool(self.steps) and self.steps[0][0] + self.delay <= now
+
+
+class Line:
+    """Who waits for admission, in the order in which the log has them admitted."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Played] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def join(self, request: Played, now: int) -> None:
+        """Begin to wait."""
+        request.stopped_at = now
+        insort(self._waiting, request, key=lambda each: each.handle)
+
+    def give_up(self, request: Played) -> None:
+        """Wait no longer."""
+        self._waiting.remove(request)
+
+    @property
+    def first(self) -> Played:
+        """Who is to be admitted next."""
+        return self._waiting[0]
+
+    def leave(self, now: int) -> Played:
+        """The first one was admitted at the end of a batch: it goes on in the next one."""
+        request = self._waiting.pop(0)
+        request.delay += now + 1 - request.stopped_at
+        return request
+
 
 Settings = Callable[[KVCacheConfig], KVCacheConfig]
 """What a cache is made with instead of the recorded settings."""

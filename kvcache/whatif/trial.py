@@ -1,24 +1,27 @@
-"""Playing a log once for many combinations of settings and policies."""
+"""Playing a log once for many combinations of settings and policies, also in processes beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd, LogReader
+from kvcache.audit.fleet import deaf_children
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.decide.reuse_levels import ORDERS
+from kvcache.errors import InternalError
 from kvcache.settings.sources import Values, merged
-from kvcache.whatif.commands import Admit, Create
-from kvcache.whatif.future import Future
-from kvcache.whatif.playback import Playback
-from kvcache.whatif.policies.clairvoyant import Clairvoyant, with_outlook
-from kvcache.whatif.policies.registry import BASE, blaming, policy
-from kvcache.whatif.recorded import Unplayable, prompts, recorded
-from kvcache.whatif.tally import Tally
+from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded
+from kvcache.whatif.playback import Playback, Tally
+from kvcache.whatif.policies import BASE, BOUND, HINTED, Clairvoyant, Future, blaming, policy, with_outlook
 
 POLICY_SETTING = "eviction_policy"
 SECONDARY_LIMITS = ("secondary_blocks", "host_cache_size")
@@ -119,3 +122,217 @@ def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Futur
         futures[size] = Future.of(sized)
     seeing, outlook = with_outlook(order, futures[size])
     return Playback(trial.settings, seeing, named=True, foresight=outlook)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination, or what was recorded."""
+
+    trial: Trial | None
+    """None: it was recorded."""
+    outcome: Outcome
+    of_bound: float | None
+    """Its reused tokens, as a part of those of the bound with the same settings; None: that reused none, or was not
+    played."""
+    of_gap: float | None
+    """What it reuses beyond the base (`lru`), as a part of what the bound does; None: these reuse the same, or one of
+    them was not played with the same settings."""
+
+    @property
+    def policy(self) -> str:
+        """The order of eviction."""
+        return _policy(self.trial, self.outcome)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, and the settings of the last cache."""
+        tally = self.outcome.tally
+        return {
+            "policy": None if self.trial is None else self.policy,
+            "requests": tally.requests,
+            "prompt_tokens": tally.prompt_tokens,
+            "reused_tokens": tally.reused_tokens,
+            "reused_tokens_primary": tally.reused_primary,
+            "reused_tokens_secondary": tally.reused_secondary,
+            "reused_tokens_partial": tally.reused_partial,
+            "hit_rate": tally.hit_rate,
+            "of_bound": self.of_bound,
+            "of_gap": self.of_gap,
+            "computed_tokens": tally.computed_tokens,
+            "recomputed_tokens": tally.recomputed_tokens,
+            "waited": tally.waited,
+            "waited_batches": tally.waited_batches,
+            "preempted": tally.preempted,
+            "cut_short": tally.cut_short,
+            "too_long": tally.too_long,
+            "unserved": tally.unserved,
+            "unserved_tokens": tally.unserved_tokens,
+            "blocks_offloaded": tally.offloaded_blocks,
+            "blocks_onboarded": tally.onboarded_blocks,
+            "blocks_removed_primary": tally.removed_primary,
+            "blocks_removed_secondary": tally.removed_secondary,
+            "config": self.outcome.config.model_dump(mode="json"),
+        }
+
+
+def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, and behind them those that they are compared with, as far as these are not among them."""
+    return [*trials, *{repr(bound): bound for bound in _bounds(trials) if bound not in trials}.values()]
+
+
+def _bounds(trials: Sequence[Trial]) -> list[Trial]:
+    bounds = [Trial(_other_sets(trial), BOUND) for trial in trials]
+    return bounds + [Trial(_other_sets(trial), BASE) for trial in trials if trial.policy == HINTED]
+
+
+def _other_sets(trial: Trial) -> Values:
+    """What a trial sets beside the order of eviction."""
+    return {name: value for name, value in trial.sets.items() if name != POLICY_SETTING}
+
+
+def compared(trials: Sequence[Trial], outcomes: Sequence[Outcome], shown: int) -> list[Row]:
+    """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
+    then, *played = outcomes
+    reused = {
+        (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens
+        for trial, outcome in zip(trials, played, strict=True)
+    }
+    rows: list[tuple[Trial | None, Outcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
+    return [_row(trial, outcome, reused) for trial, outcome in rows]
+
+
+def _row(trial: Trial | None, outcome: Outcome, reused: dict[tuple[str, str], int]) -> Row:
+    settings, own = _settings(outcome), outcome.tally.reused_tokens
+    base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
+    of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
+    return Row(trial, outcome, own / bound if bound else None, of_gap)
+
+
+def _settings(outcome: Outcome) -> str:
+    """What the order of eviction does not say."""
+    return outcome.config.model_dump_json(exclude={POLICY_SETTING})
+
+
+def _policy(trial: Trial | None, outcome: Outcome) -> str:
+    named = None if trial is None else trial.policy
+    return named or outcome.config.eviction_policy
+
+
+_SECONDS_BETWEEN = 0.1
+"""How often a worker tells how far it is, and how often anybody asks whether to stop."""
+Prepare = Callable[[], None]
+"""Sets a process up; must be picklable."""
+
+
+class Stopped(Exception):
+    """No error: the trials were given up before their end."""
+
+
+def play_side_by_side(
+    log: str | PathLike[str],
+    trials: Sequence[Trial],
+    jobs: int,
+    *,
+    stop: Callable[[], bool],
+    progress: Callable[[int], None],
+    prepare: Prepare,
+) -> list[Outcome]:
+    """`kvcache.whatif.trial.play` in `jobs` processes, each of which reads the log for its part of the trials.
+
+    With one job it is this process. Raises `Stopped` when `stop` says so, and what `play` raises. `progress` hears how
+    many batches the slowest one has done.
+    """
+    jobs = max(1, min(jobs, len(trials)))
+    if jobs == 1:
+        return _play_here(log, trials, stop, progress)
+    workers: list[_Worker] = []
+    try:
+        with deaf_children():
+            workers.extend(_Worker(log, trials[start::jobs], prepare) for start in range(jobs))
+        while busy := [worker for worker in workers if worker.outcomes is None]:
+            if stop():
+                raise Stopped
+            told = wait([worker.connection for worker in busy], _SECONDS_BETWEEN)
+            for worker in busy:
+                if worker.connection in told:
+                    worker.hear()
+            progress(min(worker.batches for worker in workers))
+    finally:
+        for worker in workers:
+            worker.end()
+    return _in_order([worker.outcomes or [] for worker in workers], len(trials))
+
+
+def _play_here(
+    log: str | PathLike[str],
+    trials: Sequence[Trial],
+    stop: Callable[[], bool],
+    progress: Callable[[int], None],
+) -> list[Outcome]:
+    def told(batches: int) -> None:
+        if stop():
+            raise Stopped
+        progress(batches)
+
+    return play(log, trials, told)
+
+
+def _in_order(parts: Sequence[list[Outcome]], count: int) -> list[Outcome]:
+    """The outcomes as the trials were given: what was recorded, which each part begins with, comes first."""
+    return [parts[0][0], *(parts[index % len(parts)][1 + index // len(parts)] for index in range(count))]
+
+
+class _Worker:
+    """A process, and what was heard of it."""
+
+    def __init__(self, log: str | PathLike[str], trials: Sequence[Trial], prepare: Prepare) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.batches = 0
+        self.outcomes: list[Outcome] | None = None
+        arguments = (theirs, log, list(trials), prepare)
+        self._process: SpawnProcess = context.Process(target=_work, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def hear(self) -> None:
+        """Take what it says; raises what it failed with."""
+        try:
+            said = self.connection.recv()
+        except EOFError:
+            self._process.join()
+            raise InternalError(f"a process ended with exit code {self._process.exitcode}") from None
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, int):
+            self.batches = said
+        else:
+            self.outcomes = said
+
+    def end(self) -> None:
+        """Let the process go, done or not."""
+        if self.outcomes is None:
+            self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _work(connection: Connection, log: str | PathLike[str], trials: list[Trial], prepare: Prepare) -> None:
+    """What a process does."""
+    prepare()
+    told = 0.0
+
+    def progress(batches: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= _SECONDS_BETWEEN:
+            told = now
+            connection.send(batches)
+
+    with suppress(BrokenPipeError):  # nobody is there any more
+        try:
+            result: object = play(log, trials, progress)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, it is told where it can be understood
+            result = error
+        connection.send(result)

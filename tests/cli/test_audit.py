@@ -15,14 +15,12 @@ from events.log import LogReader, LogWriter
 from events.log.frames import SEGMENT_HEADER_BYTES
 from events.types import BlocksReused, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.audit import telling
-from kvcache.audit.epochs import EpochClock
+from kvcache.audit import explanation
 from kvcache.audit.fleet import audit_worker
 from kvcache.audit.histogram import Ages
+from kvcache.audit.history import EpochClock
 from kvcache.audit.reasons import EVICTIONS, Reason
-from kvcache.audit.timeline import PARTS, Timeline
-from kvcache.audit.totals import audit_batches
-from kvcache.audit.verdict import verdict_on
+from kvcache.audit.totals import PARTS, Timeline, audit_batches, verdict_on
 from kvcache.errors import OutOfBlocks
 from kvcache.replay import replay
 from kvcache.report.gathered import gather
@@ -290,9 +288,9 @@ def test_what_was_computed_twice(tmp_path: Path) -> None:
 
 def test_slots_are_told_as_they_lie() -> None:
     """Consecutive ones as ranges, others one by one, many cut short."""
-    assert telling._slots((7,)) == "slot 7"
-    assert telling._slots((7, 8, 9, 1004)) == "slots 7–9, 1,004"
-    assert telling._slots((1, 3, 5, 7, 9)) == "slots 1, 3, 5, 7, …"
+    assert explanation._slots((7,)) == "slot 7"
+    assert explanation._slots((7, 8, 9, 1004)) == "slots 7–9, 1,004"
+    assert explanation._slots((1, 3, 5, 7, 9)) == "slots 1, 3, 5, 7, …"
 
 
 def test_explain_tells_each_slot(kvcache: Kvcache, tmp_path: Path) -> None:

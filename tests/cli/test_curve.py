@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.curve.belady import best_hits
+from kvcache.curve.curve import Recorder, best_hits
 from kvcache.curve.prompts import LoggedPrompts
-from kvcache.curve.sampling import Recorder
 from tests.support.commands import Kvcache, run_log
 
 

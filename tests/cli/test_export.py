@@ -23,13 +23,10 @@ from events.packed import unpack_i32
 from events.types import BlocksMoved, BlocksRemoved, EventBatch, MoveReason, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit import open_log
-from kvcache.audit.rows import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
+from kvcache.audit.tables import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
 from kvcache.audit.totals import audit_batches
 from kvcache.cli import times
-from kvcache.export.export import FORMATS, export
-from kvcache.export.schema import COLUMNS, Column
-from kvcache.export.spelling import iso
-from kvcache.export.target import TargetExists
+from kvcache.export.export import COLUMNS, FORMATS, Column, TargetExists, export, iso
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.places import ROOT
 

@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 
 from events.log.frames import SEGMENT_HEADER_BYTES
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.audit.engines import in_processes, on_ray
-from kvcache.audit.fleet import LeftOut, WorkerAudit, audit_worker, together
-from kvcache.audit.spread import Computed, spread
+from kvcache.audit.fleet import (
+    Computed,
+    LeftOut,
+    WorkerAudit,
+    audit_worker,
+    in_processes,
+    on_ray,
+    spread,
+    together,
+)
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
 from kvcache.replay import replay

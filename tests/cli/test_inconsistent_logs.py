@@ -189,7 +189,7 @@ def test_declared_sizes_are_bounded(
 ) -> None:
     """A cache whose blocks no machine can keep book of is refused before anything of its size is made."""
     monkeypatch.setattr("kvcache.replay.free_bytes", lambda: 1 << 27)
-    monkeypatch.setattr("kvcache.audit.fold.Window", _never)
+    monkeypatch.setattr("kvcache.audit.history.Window", _never)
     log = Log.of(0, tmp_path / "whole")
     log.batches = log.batches[:1]
     groups = next(event for _, event in _events(log.batches) if isinstance(event, CacheCreated)).groups

@@ -13,14 +13,11 @@ from events.log import LogReader
 from events.types import AdmissionRefused, Gap, SequenceAdded, SequenceRemoved, StateExported
 from kvcache.audit import open_log
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Columns
-from kvcache.audit.explanation import explain_request
-from kvcache.audit.fold import HistoryFold
+from kvcache.audit.contents import Columns
+from kvcache.audit.explanation import explain_request, tell
 from kvcache.audit.histogram import Ages
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.history import HistoryFold, Listener
 from kvcache.audit.reasons import IN_WORDS, Reason
-from kvcache.audit.telling import tell
 from kvcache.audit.totals import MOST_USES, audit_batches
 from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
@@ -41,7 +38,7 @@ class Admissions(Listener):
     def __init__(self) -> None:
         self.all: list[Admission] = []
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         self.all.append(admission)
 
 

@@ -20,12 +20,19 @@ from events.log import LogReader, LogWriter
 from events.tokens import symbols
 from events.types import AnyEvent, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
-from kvcache.curve.belady import best_hits
-from kvcache.curve.curve import ENOUGH, Curve, enough_for
-from kvcache.curve.prefix_sums import PrefixSums
+from kvcache.curve.curve import (
+    ENOUGH,
+    Curve,
+    EmptySamples,
+    InconsistentBlocks,
+    PrefixSums,
+    Recorder,
+    Reuses,
+    best_hits,
+    enough_for,
+    measure,
+)
 from kvcache.curve.prompts import LoggedPrompts, NoTokens
-from kvcache.curve.reuses import InconsistentBlocks, Reuses
-from kvcache.curve.sampling import EmptySamples, Recorder, measure
 from kvcache.errors import Unsupported, UsageError
 from kvcache.replay import Unreplayable
 from tests.support.seeds import seeds

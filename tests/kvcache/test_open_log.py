@@ -15,9 +15,8 @@ from events.log import LogReader, LogWriter
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, StateExported
 from kvcache.audit import Log, open_log
-from kvcache.audit.opened import tables_of
 from kvcache.audit.reasons import Reason
-from kvcache.audit.rows import BlockLife
+from kvcache.audit.tables import BlockLife, tables_of
 from kvcache.errors import CapacityError
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Unreplayable, replay

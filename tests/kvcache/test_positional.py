@@ -13,7 +13,7 @@ from events import types as ev
 from events.codec import decode_batch, encode_batch
 from events.log import LogReader, LogWriter
 from kvcache import KVCacheConfig, LayerGroup, Recorder
-from kvcache.audit.steps import occupancy
+from kvcache.audit.tables import occupancy
 from kvcache.errors import Contradiction, InvariantViolated, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint

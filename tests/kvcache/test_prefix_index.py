@@ -62,8 +62,8 @@ def saved(index: PrefixIndex, directory: Path) -> bytes:
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the ends of runs are met."""
     monkeypatch.setattr("kvcache.prefixes.tree.RUN_BLOCKS_MAX", 5)
-    monkeypatch.setattr("kvcache.prefixes.holder.RUN_BLOCKS_MAX", 5)
-    monkeypatch.setattr("kvcache.prefixes.check.RUN_BLOCKS_MAX", 5)
+    monkeypatch.setattr("kvcache.prefixes.source.RUN_BLOCKS_MAX", 5)
+    monkeypatch.setattr("kvcache.prefixes.snapshot.RUN_BLOCKS_MAX", 5)
 
 
 @pytest.mark.usefixtures("short_runs")

@@ -12,12 +12,12 @@ import pytest
 from events.log import LogReader, LogWriter
 from events.types import PoolShared, SharingGroup
 from kvcache import KVCacheConfig, LayerGroup, Recorder
+from kvcache.audit.admission import SharedGroups
 from kvcache.audit.explanation import Part, explain_request
 from kvcache.audit.reasons import Reason
-from kvcache.audit.sharing import SharedGroups
 from kvcache.audit.totals import audit_batches
 from kvcache.errors import UsageError
-from kvcache.whatif.recorded import recorded
+from kvcache.whatif.commands import recorded
 from tests.support.commands import Kvcache
 from tests.support.engines.hybrid_toy import NAME_BYTES, key_of
 from tests.support.seeds import seeds

@@ -23,13 +23,9 @@ from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.manager import KVCacheManager
 from kvcache.recorder import Recorder
-from kvcache.whatif.commands import Compute, Prompt, Remove
-from kvcache.whatif.playback import Playback
-from kvcache.whatif.policies.adaptive import AdaptiveReplacement
-from kvcache.whatif.policies.registry import known_policies
-from kvcache.whatif.recorded import Unplayable, prompts, recorded
-from kvcache.whatif.requests import Line, Played
-from kvcache.whatif.tally import Tally
+from kvcache.whatif.commands import Compute, Prompt, Remove, Unplayable, prompts, recorded
+from kvcache.whatif.playback import Line, Playback, Played, Tally
+from kvcache.whatif.policies import AdaptiveReplacement, known_policies
 from kvcache.whatif.trial import Trial, play, playback_of
 from tests.support.engines import strategies
 from tests.support.engines.foreign_engine import ForeignEngine

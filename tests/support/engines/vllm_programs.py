@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 from events.log import LogReader
 from events.types import BlocksRemoved, EndReason, PoolShared, RemoveReason, SequenceRemoved
 from kvcache.audit.admission import Admission
-from kvcache.audit.fold import HistoryFold
-from kvcache.audit.history import History
-from kvcache.audit.listener import Listener
+from kvcache.audit.history import HistoryFold, Listener
 from kvcache.audit.reasons import Reason
 from kvcache.integrations.vllm.plugin import register
 from kvcache.whatif.trial import Trial, play
@@ -281,7 +279,7 @@ class _Missed(Listener):
         self._skipping = skipping
         self.unexplained = self.lost_tokens = 0
 
-    def admitted(self, history: History, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
         """Look at one."""
         if admission.request_id not in self._skipping:
             self.unexplained += int(admission.counts[Reason.NOT_REUSED])

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from events.log import LogReader
 from events.types import SequenceAdded
 from kvcache.integrations.vllm.plugin import register
+from kvcache.whatif.commands import recorded
 from kvcache.whatif.playback import Playback
-from kvcache.whatif.recorded import recorded
 from kvcache.whatif.trial import Trial, play
 from tests.support.engines.stock_vllm import StockVLLM
 from tests.support.engines.vllm_model import write_model

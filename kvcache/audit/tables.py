@@ -1,0 +1,606 @@
+"""A log, opened for programs: its batches, and what they say as rows of plain values.
+
+docs/export.md says what each column means. Times are the writer's wall clock in nanoseconds since 1970 (UTC), `seq` and
+`..._seq` numbers of batches, windows in tokens, levels by name. A request is named twice: by its id as the engine gave
+it, which may come again, and by the number of its admission in the log, which does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from events import types as ev
+from events.errors import NotALog
+from events.log import LogReader
+from events.log.segments import is_log
+from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
+from events.structs import LEVEL_NAMES
+from events.types import EpochStarted, EventBatch, MoveReason, Namespace, RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.contents import NOWHERE, Columns, Ids, Window
+from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.reasons import Reason
+from kvcache.fold.positional_fold import shared_slots
+from kvcache.fold.state import CacheState
+from kvcache.replay import known_events
+
+
+class RequestRow(NamedTuple):
+    """One admission of a request, with what became of it; or a request that was refused and never admitted."""
+
+    admission: int | None
+    """Counts from 0. None where the admission is not in the log."""
+    request_id: RequestId
+    outcome: str
+    """``ended``, ``running`` at the end of the log, ``lost`` with a restart or lost batches, or ``refused``."""
+    lora_id: int | None
+    lora_name: str | None
+    salt_digest: str | None
+    """Hex digits; the salt itself is in no log."""
+    uses_extra_ids: bool
+    refusals: int
+    """Noted before the admission, since the one before."""
+    first_refused_ts: int | None
+    admitted_seq: int | None
+    admitted_ts: int | None
+    ended_seq: int | None
+    ended_ts: int | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    """So far, where it has not ended."""
+    reused_tokens: int | None
+    tokens_by_reason: dict[str, int]
+    """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
+
+
+class BlockLife(NamedTuple):
+    """A full block in one window, from the event that caches it until its content is gone."""
+
+    window: int
+    content: int
+    """Equal numbers: equal tokens, equal tokens before them, equal namespace."""
+    num_tokens: int
+    stored_by: RequestId | None
+    stored_by_admission: int | None
+    """None, as `stored_by`: it came with an exported state."""
+    stored_seq: int
+    stored_ts: int
+    priority: int
+    """The last one."""
+    reused: int
+    """By how many admissions."""
+    last_used_ts: int
+    """When it was stored, reused, or let go of last."""
+    offloads: int
+    last_offloaded_ts: int | None
+    onboards: int
+    last_onboarded_ts: int | None
+    level: str | None
+    """Where it is cached at the end of the log; None if it is gone."""
+    gone_seq: int | None
+    gone_ts: int | None
+    gone_why: str | None
+    """``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated`` or ``restarted``, as in docs/audit.md."""
+    gone_for: RequestId | None
+    gone_for_admission: int | None
+    eviction: int | None
+    """The `EvictionRow` that removed it."""
+
+
+class EvictionRow(NamedTuple):
+    """Cached content of one window and level that was removed at once."""
+
+    eviction: int
+    """Counts from 0."""
+    seq: int
+    ts: int
+    window: int
+    level: str
+    why: str
+    """As in `BlocksRemoved`: ``capacity``, ``superseded``, ``unreachable``, ``cleared`` or ``invalidated``."""
+    blocks: int
+    full_blocks: int
+    """The others have fewer tokens, and no `BlockLife`."""
+    never_reused: int
+    """Of the full ones, those that no admission reused since they were stored."""
+    for_request: RequestId | None
+    for_admission: int | None
+
+
+class OccupancyRow(NamedTuple):
+    """How many blocks one level of a window has after a batch, by what they are."""
+
+    window: int
+    level: str
+    blocks: int
+    held: int
+    """By running requests."""
+    unreferenced: int
+    """Cached and free to evict."""
+    blank: int
+
+
+class StepRow(NamedTuple):
+    """One batch: what it did, and the cache after it."""
+
+    seq: int
+    ts: int
+    admitted: int
+    refused: int
+    ended: int
+    running: int
+    """Requests, after it."""
+    prompt_tokens: int
+    """Of the requests that it admitted."""
+    reused_tokens: int
+    computed_tokens: int
+    """The rest of these prompts, which the engine has to compute, in this step or later."""
+    output_tokens: int
+    """Appended."""
+    stored_blocks: int
+    removed_blocks: int
+    cleared_blocks: int
+    """Gone when the cache was cleared."""
+    offloaded_blocks: int
+    onboarded_blocks: int
+    occupancy: tuple[OccupancyRow, ...]
+
+
+Row = TypeVar("Row")
+
+
+class Collector(Listener, Generic[Row]):
+    """Keeps rows until somebody takes them."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def take(self) -> list[Row]:
+        """The rows since the last call."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def remaining(self, history: HistoryFold) -> Iterator[list[Row]]:
+        """Rows of what is not over at the log's end, some at a time."""
+        yield from ()
+
+
+@dataclass(slots=True)
+class _Refused:
+    times: int
+    first_ts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    outcome: str
+    output_tokens: int | None = None
+    seq: int | None = None
+    ts: int | None = None
+
+
+class Requests(Collector[RequestRow]):
+    """A row when a request ends; at the log's end those that run still, and those that were never admitted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused: dict[RequestId, _Refused] = {}
+        """Since their last admission."""
+        self._running: dict[int, tuple[Admission, _Refused | None]] = {}
+        """By number of the admission."""
+        self._exported: dict[int, Running] = {}
+        """Those that run without an admission in the log, by their number."""
+        self._over: list[tuple[Running, _End]] = []
+        """In this batch: of its admissions is told at its end."""
+
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
+        """Count."""
+        self._refused.setdefault(event.request_id, _Refused(0, history.now)).times += 1
+
+    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+        """Wait for its end."""
+        refused = self._refused.pop(admission.request_id, None)
+        self._running[admission.number] = admission, refused
+        self._exported.pop(admission.number, None)
+
+    def forked(self, history: HistoryFold, child: Running) -> None:
+        """Without an admission, as those that came with an exported state."""
+        self._exported[child.number] = child
+
+    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+        """Note the end."""
+        output = event.num_tokens - sequence.num_prompt_tokens
+        outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
+        self._over.append((sequence, _End(outcome, output, history.batch, history.now)))
+
+    def restarted(self, history: HistoryFold) -> None:
+        """What the exported state has not is lost."""
+        known = {sequence.number: sequence for sequence in history.running.values()}
+        for number in sorted(self._running.keys() - known.keys()):
+            self.rows.append(_row(*self._running.pop(number), _End("lost")))
+        for number in sorted(self._exported.keys() - known.keys()):
+            self.rows.append(_unknown(self._exported.pop(number), _End("lost")))
+        self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
+
+    def batch_ended(self, history: HistoryFold) -> None:
+        """Tell the ends."""
+        for sequence, end in self._over:
+            self._add(sequence, end)
+        self._over.clear()
+
+    def _add(self, sequence: Running, end: _End) -> None:
+        known = self._running.pop(sequence.number, None)
+        self._exported.pop(sequence.number, None)
+        self.rows.append(_unknown(sequence, end) if known is None else _row(*known, end))
+
+    def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
+        """What runs still, and what was refused to the last."""
+        for sequence in history.running.values():
+            self._add(sequence, _End("running", sequence.num_tokens - sequence.num_prompt_tokens))
+        yield self.take()
+        yield [_never(request_id, refused) for request_id, refused in self._refused.items()]
+
+
+def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRow:
+    counts = zip(Reason, admission.counts.tolist(), strict=True)
+    return RequestRow(
+        admission=admission.number,
+        request_id=admission.request_id,
+        outcome=end.outcome,
+        **_fields(admission.namespace),
+        refusals=0 if refused is None else refused.times,
+        first_refused_ts=None if refused is None else refused.first_ts,
+        admitted_seq=admission.batch,
+        admitted_ts=admission.at,
+        ended_seq=end.seq,
+        ended_ts=end.ts,
+        prompt_tokens=admission.num_tokens,
+        output_tokens=end.output_tokens,
+        reused_tokens=admission.reused,
+        tokens_by_reason={reason.label: count for reason, count in counts},
+    )
+
+
+def _unknown(sequence: Running, end: _End) -> RequestRow:
+    """One that came with an exported state: its admission is not in the log."""
+    return _bare(sequence.request_id, end.outcome, sequence.namespace)._replace(
+        ended_seq=end.seq,
+        ended_ts=end.ts,
+        prompt_tokens=sequence.num_prompt_tokens,
+        output_tokens=end.output_tokens,
+    )
+
+
+def _never(request_id: RequestId, refused: _Refused) -> RequestRow:
+    row = _bare(request_id, "refused", Namespace())
+    return row._replace(refusals=refused.times, first_refused_ts=refused.first_ts)
+
+
+def _bare(request_id: RequestId, outcome: str, namespace: Namespace) -> RequestRow:
+    return RequestRow(
+        admission=None,
+        request_id=request_id,
+        outcome=outcome,
+        **_fields(namespace),
+        refusals=0,
+        first_refused_ts=None,
+        admitted_seq=None,
+        admitted_ts=None,
+        ended_seq=None,
+        ended_ts=None,
+        prompt_tokens=None,
+        output_tokens=None,
+        reused_tokens=None,
+        tokens_by_reason={},
+    )
+
+
+def _fields(namespace: Namespace) -> dict[str, Any]:
+    digest = namespace.salt_digest
+    return {
+        "lora_id": namespace.lora_id,
+        "lora_name": namespace.lora_name,
+        "salt_digest": None if digest is None else digest.hex(),
+        "uses_extra_ids": namespace.uses_extra_ids,
+    }
+
+
+class Lives(Collector[BlockLife]):
+    """A row when a block is gone; at the log's end those that are cached still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[Columns, Columns] = {}
+        """By what is known of a window's contents: how often each was copied in its life, and when last."""
+        self._evictions = 0
+
+    def _copies_of(self, window: Window, ids: Ids) -> Columns:
+        copies = self._copies.get(window.of)
+        if copies is None:
+            copies = self._copies[window.of] = Columns(
+                offloads=(np.int32, 0),
+                offloaded_ts=(np.int64, 0),
+                onboards=(np.int32, 0),
+                onboarded_ts=(np.int64, 0),
+            )
+        copies.reach(int(ids.max(initial=-1)) + 1)
+        return copies
+
+    def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
+        """Count copies."""
+        names = _COPIES.get(event.why)
+        if names is not None:
+            ids = window.contents(event.to_level, event.to_slots)
+            ids = ids[ids >= 0]
+            copies = self._copies_of(window, ids)
+            copies[names[0]][ids] += 1
+            copies[names[1]][ids] = history.now
+
+    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+        """Lives end for want of room."""
+        self._end(history, window, ids, self._evictions)
+        self._evictions += 1
+
+    def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
+        """Lives end with the cache."""
+        self._end(history, window, ids)
+
+    def remaining(self, history: HistoryFold) -> Iterator[list[BlockLife]]:
+        """What is cached."""
+        for window in history.windows:
+            ids = np.flatnonzero(window.of["level"] != NOWHERE)
+            for begin in range(0, len(ids), _MOST):
+                some = ids[begin : begin + _MOST]
+                yield _rows(history, window, self._copies_of(window, some), some, None)
+
+    def _end(self, history: HistoryFold, window: Window, ids: Ids, eviction: int | None = None) -> None:
+        if len(ids):
+            copies = self._copies_of(window, ids)
+            self.rows += _rows(history, window, copies, ids, eviction)
+            copies["offloads"][ids] = copies["onboards"][ids] = 0
+
+
+_MOST = 1 << 13
+"""Rows that are made at once."""
+_COPIES = {
+    MoveReason.OFFLOAD: ("offloads", "offloaded_ts"),
+    MoveReason.ONBOARD: ("onboards", "onboarded_ts"),
+}
+
+
+def _rows(
+    history: HistoryFold, window: Window, copies: Columns, ids: Ids, eviction: int | None
+) -> list[BlockLife]:
+    """The lives of these blocks, as they are now."""
+    known = window.of
+    level = known["level"][ids]
+    gone = level == NOWHERE
+    requests = history.requests
+    by, gone_by = known["stored_by"][ids].tolist(), np.where(gone, known["gone_by"][ids], NOWHERE).tolist()
+    offloads, onboards = copies["offloads"][ids], copies["onboards"][ids]
+    count = len(ids)
+    columns: list[list[Any]] = [
+        [window.created.window] * count,
+        ids.tolist(),
+        [history.tokens_per_block] * count,
+        [_request(requests, number) for number in by],
+        [None if number < 0 else number for number in by],
+        known["stored_batch"][ids].tolist(),
+        known["stored_at"][ids].tolist(),
+        known["priority"][ids].tolist(),
+        known["uses"][ids].tolist(),
+        known["used_at"][ids].tolist(),
+        offloads.tolist(),
+        _where(offloads > 0, copies["offloaded_ts"][ids]),
+        onboards.tolist(),
+        _where(onboards > 0, copies["onboarded_ts"][ids]),
+        [None if each < 0 else LEVEL_NAMES[each] for each in level.tolist()],
+        _where(gone, known["gone_batch"][ids]),
+        _where(gone, known["gone_at"][ids]),
+        [None if why is None else _LABELS[why] for why in _where(gone, known["why"][ids])],
+        [_request(requests, number) for number in gone_by],
+        [None if number < 0 else number for number in gone_by],
+        [eviction] * count,
+    ]
+    return list(map(BlockLife._make, zip(*columns, strict=True)))
+
+
+_LABELS = [reason.label for reason in Reason]
+
+
+def _request(requests: list[RequestId], number: int) -> RequestId | None:
+    return requests[number] if number >= 0 else None
+
+
+def _where(there: Any, values: Any) -> list[int | None]:
+    """The values that there are; None elsewhere."""
+    return [
+        value if is_there else None for value, is_there in zip(values.tolist(), there.tolist(), strict=True)
+    ]
+
+
+class Evictions(Collector[EvictionRow]):
+    """A row per `BlocksRemoved`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+        """Add a row."""
+        sequence = None if event.handle is None else history.running.get(event.handle)
+        row = EvictionRow(
+            eviction=self._count,
+            seq=history.batch,
+            ts=history.now,
+            window=window.created.window,
+            level=LEVEL_NAMES[event.level],
+            why=str(event.why),
+            blocks=len(event.slots) // SLOT_BYTES,
+            full_blocks=len(ids),
+            never_reused=int((window.of["uses"][ids] == 0).sum()),
+            for_request=None if sequence is None else sequence.request_id,
+            for_admission=None if sequence is None else sequence.number,
+        )
+        self._count += 1
+        self.rows.append(row)
+
+
+def step_row(batch: EventBatch, state: CacheState) -> StepRow:
+    """The row of a batch. What is held, free to evict and blank is counted by the state after it."""
+    counts: Counter[str] = Counter()
+    for event in known_events(batch):
+        _count(event, counts)
+    return StepRow(
+        seq=batch.seq,
+        ts=batch.ts,
+        admitted=counts["admitted"],
+        refused=counts["refused"],
+        ended=counts["ended"],
+        running=len(state.sequences),
+        prompt_tokens=counts["prompt"],
+        reused_tokens=counts["reused"],
+        computed_tokens=counts["prompt"] - counts["reused"],
+        output_tokens=counts["output"],
+        stored_blocks=counts["stored"],
+        removed_blocks=counts["removed"],
+        cleared_blocks=counts["cleared"],
+        offloaded_blocks=counts["offload"],
+        onboarded_blocks=counts["onboard"],
+        occupancy=tuple(occupancy(state)),
+    )
+
+
+def _count(event: ev.Event, counts: Counter[str]) -> None:
+    """Add what the event tells."""
+    match event:
+        case ev.SequenceAdded():
+            counts["admitted"] += 1
+            counts["prompt"] += event.num_tokens
+            counts["reused"] += event.reused
+        case ev.SequenceRemoved():
+            counts["ended"] += 1
+        case ev.AdmissionRefused():
+            counts["refused"] += 1
+        case ev.TokensAppended():
+            counts["output"] += _appended(event)
+        case ev.BlocksStored() | ev.BlocksFilled():
+            counts["stored"] += len(event.slots) // SLOT_BYTES
+        case ev.BlocksRemoved():
+            counts["removed"] += len(event.slots) // SLOT_BYTES
+        case ev.CacheCleared():
+            # What sequences hold keeps its slots, but is cached no more.
+            counts["cleared"] += sum(map(sum, event.removed)) + sum(event.unnamed)
+        case ev.BlocksMoved():
+            counts[event.why] += len(event.from_slots) // SLOT_BYTES
+
+
+def _appended(event: ev.TokensAppended) -> int:
+    if event.counts:
+        return int(unpack_u32(event.counts).sum())
+    return len(event.handles) // HANDLE_BYTES
+
+
+def occupancy(state: CacheState) -> list[OccupancyRow]:
+    """Of each level of each window, by what its blocks are."""
+    windows = () if state.created is None else state.created.groups
+    rows = list[OccupancyRow]()
+    for created, group in zip(windows, state.groups, strict=True):
+        for name, level in zip(LEVEL_NAMES, group.levels, strict=True):
+            blank, unreferenced = len(level.blank), level.unreferenced
+            if not rows:
+                held, idle = shared_slots(state)
+                blank, unreferenced = blank - held - idle, unreferenced + idle
+            held = level.size - blank - unreferenced
+            rows.append(OccupancyRow(created.window, name, level.size, held, unreferenced, blank))
+    return rows
+
+
+TableName = Literal["requests", "blocks", "evictions", "steps"]
+_COLLECTORS: dict[TableName, type[Collector[Any]]] = {
+    "requests": Requests,
+    "blocks": Lives,
+    "evictions": Evictions,
+}
+
+
+class Log:
+    """A log directory. Each iteration, and each call, reads it anew from its first batch to its end.
+
+    Rows come as soon as they are known and are not kept: a request's when it ends, a block's when it is gone, and at
+    the end what is not over. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not follow
+    from those before them; what was read until then has been given.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        """The batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by `events.packed`."""
+        return iter(LogReader(self.path))
+
+    @property
+    def log_id(self) -> str | None:
+        """What its writer called it, in hex digits; copies have the same. None where the first batch does not say."""
+        first = next(iter(self), None)
+        events = () if first is None else first.events
+        return next((event.log_id.hex() for event in events if isinstance(event, EpochStarted)), None)
+
+    def requests(self) -> Iterator[RequestRow]:
+        """Each admission with its outcome, in the order in which they ended, and requests that were only refused."""
+        return self._rows("requests")
+
+    def block_lives(self) -> Iterator[BlockLife]:
+        """Each life of a full block in a window, in the order in which they ended."""
+        return self._rows("blocks")
+
+    def evictions(self) -> Iterator[EvictionRow]:
+        """Each removal of cached content, in order."""
+        return self._rows("evictions")
+
+    def steps(self) -> Iterator[StepRow]:
+        """Each batch, and the cache after it."""
+        return self._rows("steps")
+
+    def _rows(self, name: TableName) -> Iterator[Any]:
+        for _, rows in tables_of(self, name):
+            yield from rows
+
+
+def open_log(path: str | PathLike[str]) -> Log:
+    """Open a log for reading; a writer may be at work in it. Raises `NotALog`."""
+    directory = Path(path)
+    if not is_log(directory):
+        raise NotALog(directory)
+    return Log(directory)
+
+
+def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tuple[TableName, list[Any]]]:
+    """The rows of several tables in one pass, each list with the name of its table."""
+    collectors = {name: _COLLECTORS[name]() for name in names if name in _COLLECTORS}
+    history = HistoryFold(*collectors.values())
+    replayed = history.replayed
+    for batch in batches:
+        if collectors:
+            history.fold(batch)
+        else:
+            replayed.fold(batch, verify=False)
+        yield from _taken(collectors)
+        if "steps" in names:
+            yield "steps", [step_row(batch, replayed.state)]
+    for name, collector in collectors.items():
+        for rows in collector.remaining(history):
+            yield name, rows
+
+
+def _taken(collectors: dict[TableName, Collector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:
+    for name, collector in collectors.items():
+        if collector.rows:
+            yield name, collector.take()

@@ -1,1 +1,0 @@
-"""Orders of eviction to compare: our own, others that are known, and two that know what comes."""
