@@ -32,7 +32,6 @@ from kvcache import KVCacheConfig, PrefixIndex
 from kvcache.cli.prompts import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
 from kvcache.keep.compress import compress
-from kvcache.keep.raw_snapshot import read_snapshot
 from kvcache.keep.verify import verify
 from kvcache.publish.position import Position, PositionFile
 from kvcache.replay import replay
@@ -42,6 +41,7 @@ from kvcache.workload.mooncake import TraceError, read_trace
 from sinks.base import SinkError
 from sinks.encodings import HEADER, Frames, JSONLines
 from sinks.router.numbers import FeedNumbers
+from tests.oracles.log_files import read_snapshot
 from tests.support.logs.damaging import log_with_snapshots
 from tests.support.logs.sample_events import EVENTS
 from tests.support.places import ROOT

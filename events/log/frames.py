@@ -153,6 +153,8 @@ class Chain:
     """Payload CRC of the last frame."""
     closed: bool = False
     """The last frame ended its epoch."""
+    behind_damage: bool = False
+    """The last frame is not known, because of damage."""
 
     def refuses_segment(self, header: SegmentHeader) -> str | None:
         """Why this segment cannot be the next one; None if it can."""
@@ -162,20 +164,23 @@ class Chain:
             return "the segment belongs to another log"
         if header.epoch < self.epoch or (self.closed and header.epoch == self.epoch):
             return "the segment's epoch is over"
-        if header.previous_crc != self.crc or header.base_seq < self.seq:
+        broken = header.previous_crc != self.crc and not self.behind_damage
+        if broken or header.base_seq < self.seq:
             return "frames are missing before this segment"
         return None
 
     def enter(self, header: SegmentHeader) -> None:
-        """Go on into a segment that was not refused."""
+        """Go on into a segment."""
+        if self.behind_damage:
+            self.crc, self.seq = header.previous_crc, max(self.seq, header.base_seq)
         self.log_id, self.epoch, self.number = header.log_id, header.epoch, header.number + 1
-        self.closed = False
+        self.closed = self.behind_damage = False
 
     def refuses_frame(self, header: FrameHeader) -> str | None:
         """Why this frame cannot be the next one; None if it can."""
         if self.closed:
             return "a frame follows the end of its epoch"
-        if header.previous_crc != self.crc:
+        if header.previous_crc != self.crc and not self.behind_damage:
             return "the frame does not continue the one before"
         if header.seq != self.seq and not (header.flags & AFTER_LOSS and header.seq > self.seq):
             return f"the frame is of batch {header.seq}"
@@ -187,4 +192,4 @@ class Chain:
         """Go on over a frame that was not refused."""
         self.closed = bool(header.flags & CLOSED)
         self.seq = header.seq + (not self.closed)
-        self.crc = header.payload_crc
+        self.crc, self.behind_damage = header.payload_crc, False

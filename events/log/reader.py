@@ -13,24 +13,24 @@ snapshot before the oldest that is there. Missing segments between others are da
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from events.codec import decode_batch
-from events.errors import EventDecodeError, LogDamaged, LogOfOtherKind, LogTooNew, NotALog
-from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
+from events.errors import EventDecodeError, LogDamaged, LogError, LogOfOtherKind, LogTooNew, NotALog
+from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain, SegmentHeader
 from events.log.leases import Lease
 from events.log.segments import (
     SHORT_HEADER,
+    UNREADABLE,
     Broken,
     Frame,
     Segment,
     first_seq,
     is_log,
-    segment_name,
     segment_paths,
 )
 from events.log.snapshots import Snapshot, readable, snapshots
@@ -40,6 +40,12 @@ from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
 _POLL_SECONDS = 0.05
 Kind = Literal["cache", "feed"]
 """What a log is of: a cache, by its own manager; or what engines tell, by `kvcache tap`."""
+Step = Literal["stop", "next", "again"]
+Item = tuple[Frame | Snapshot, EventBatch | None]
+"""A frame with its batch (None: it is the mark of an orderly end), or a snapshot that stands for segments."""
+
+
+_BEFORE_ALL = (-1, "")
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class LogReader:
     was too slow): there a `Gap` in that batch says what is missing. With `state_at` reading begins with the newest
     snapshot of that batch or an earlier one, if there is one. `before`: segments from this batch on are not read.
     While it follows, it has a lease (`events.log.leases`) on what comes.
+
+    With `damaged`, which is called with each damaged place, nothing is raised for it: reading goes on behind it, with
+    the next whole frame, whatever is missing before that. `places`: which segments are read, in the order of these
+    numbers instead of those in their names.
     """
 
     def __init__(
@@ -89,6 +99,8 @@ class LogReader:
         kind: Kind | None = "cache",
         state_at: int | None = None,
         before: int | None = None,
+        damaged: Callable[[LogDamaged], None] | None = None,
+        places: Mapping[Path, int] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._follow = follow
@@ -97,7 +109,7 @@ class LogReader:
         self._poll_seconds = poll_seconds
         self._kind = kind
         self._state_at = state_at
-        self._before = before
+        self._before, self._damaged, self._places = before, damaged, places
         self.snapshot: Snapshot | None = None
         """That with which reading began, if it did not begin with the log."""
         self.chain = Chain()
@@ -109,9 +121,13 @@ class LogReader:
         self._lease: Lease | None = None
         self._place: Segment | None = None
         """Where reading is, or has ended."""
+        self.header: SegmentHeader | None = None
+        """Of the segment that is read."""
         self._epoch = -1
         """The one that reading begins with. A later one may begin below `start`, if a crash took batches back."""
         self._end: LogEnd | None = None
+        self._reached: LogEnd
+        """How the log ends if nothing follows."""
         self._last_seq: int | None = None
         self._key_bytes = NAME_BYTES
         """Of the cache created last; before any, the least that keys with names have."""
@@ -139,65 +155,93 @@ class LogReader:
         return max(left, 0)
 
     def __iter__(self) -> Iterator[EventBatch]:
-        return self._leasing() if self._follow else self._batches()
+        for _, batch in self.frames():
+            if batch is not None:
+                yield batch
 
-    def _leasing(self) -> Iterator[EventBatch]:
-        """All batches; meanwhile nobody is to remove what comes."""
-        self._lease = Lease(self.directory)
-        try:
-            yield from self._batches()
-        finally:
-            self._lease.end()
-
-    def _batches(self) -> Iterator[EventBatch]:
+    def frames(self) -> Iterator[Item]:
+        """Iterate over all frames and snapshots; while it follows, nobody is to remove what comes."""
         if not is_log(self.directory):
             raise NotALog(self.directory)
+        self._lease = Lease(self.directory) if self._follow else None
+        try:
+            yield from self._frames()
+        finally:
+            if self._lease is not None:
+                self._lease.end()
+
+    def _frames(self) -> Iterator[Item]:
         self._end = self._last_seq = self.snapshot = None
         self._key_bytes = NAME_BYTES
         self.closed, self.bytes_read = False, 0
-        end = LogEnd("open", None, self.directory, 0, 0)
+        self._reached = LogEnd("open", None, self.directory, 0, 0)
         self._hold(0)
         chain, previous, state = self._beginning()
-        while True:
+        step: Step = "next"
+        while step != "stop":
             if state is not None:
-                chain, previous = self._go_on_behind(state[0])
-                end = self._end_behind(state[0])
-                yield self._checked(state[0].path, 0, state[1])
+                snapshot, batch = state
+                chain, previous = self._go_on_behind(snapshot)
+                yield snapshot, self._checked(snapshot.path, 0, batch)
                 state = None
             if (path := self._next(previous)) is None:
                 break
-            ahead = replace(chain)
             try:
-                segment = Segment(path)
+                segment = Segment(path, is_named=self._places is None)
             except FileNotFoundError:
                 continue  # Recovery has put it aside: it held no whole frame. Or it is not kept any longer.
+            except (LogDamaged, OSError) as error:
+                self._report(error, path, chain)
+                previous = self._place_of(path)
+                continue
             with segment:
                 self._hold(first_seq(path))
                 state = self._instead_of_missing(segment, chain)
-                header = segment.header()
-                misfits = header is not None and chain.refuses_segment(header) is not None
                 # What was removed meanwhile may have been listed: what stands there now counts.
-                if state is not None or (misfits and self._behind(previous) != path):
+                if state is not None or (self._misfits(segment, chain) and self._behind(previous) != path):
                     continue
-                end, step = yield from self._segment(segment, ahead)
+                ahead = replace(chain)
+                step = yield from self._segment(segment, ahead)
             if step != "again":
-                chain, previous = ahead, path
-            if step == "stop":
-                break
-        self._end, self.chain = end, chain
+                chain, previous = ahead, self._place_of(path)
+        self._end, self.chain = self._reached, chain
+
+    def _misfits(self, segment: Segment, chain: Chain) -> bool:
+        header = self._header_of(segment)
+        return header is not None and chain.refuses_segment(header) is not None
+
+    def _header_of(self, segment: Segment) -> SegmentHeader | None:
+        """Its header; None if it has none that is whole and more can be read nevertheless."""
+        try:
+            return segment.header()
+        except (LogDamaged, OSError):
+            if self._damaged is None:
+                raise
+            return None
+
+    def _report(self, error: LogDamaged | OSError, path: Path, chain: Chain, offset: int = 0) -> None:
+        """Tell of damage; raise the error where nobody wants to hear of it."""
+        try:
+            if self._damaged is None or (isinstance(error, OSError) and error.errno not in UNREADABLE):
+                raise error
+            if isinstance(error, OSError):
+                error = LogDamaged(path, offset, chain.seq, f"it cannot be read: {error.strerror}")
+            self._damaged(error)
+        finally:
+            del error  # With its traceback it would keep itself, and the segment's memory with it.
 
     def _hold(self, first: int) -> None:
         if self._lease is not None:
             self._lease.hold(first)
 
-    def _beginning(self) -> tuple[Chain, Path | None, tuple[Snapshot, EventBatch] | None]:
+    def _beginning(self) -> tuple[Chain, tuple[int, str], tuple[Snapshot, EventBatch] | None]:
         """What the first segment wanted must continue, the one before it, and the snapshot to begin with."""
         if self._state_at is not None:
             newest = snapshots(self.directory, at_most=self._state_at, newest_first=True)
             state = next(readable(newest), None)
             if state is not None:
                 self.snapshot = state[0]
-                return Chain(), None, state
+                return Chain(), _BEFORE_ALL, state
         paths = segment_paths(self.directory) if self._start is not None else []
         first = max(sum(first_seq(path) <= (self._start or 0) for path in paths) - 1, 0)
         for at in range(first, -1, -1) if paths else ():
@@ -209,18 +253,17 @@ class LogReader:
                     chain = header.chain()
                     if not at and header.base_seq > (self._start or 0):
                         wanted = Chain(seq=self._start or 0)
-                        return chain, None, self._instead_of_missing(segment, wanted)
-                    return chain, paths[at - 1] if at else None, None
+                        return chain, _BEFORE_ALL, self._instead_of_missing(segment, wanted)
+                    return chain, self._place_of(paths[at - 1]) if at else _BEFORE_ALL, None
         gone = paths[:1] != segment_paths(self.directory)[:1] if paths else False
-        return self._beginning() if gone else (Chain(), None, None)
+        return self._beginning() if gone else (Chain(), _BEFORE_ALL, None)
 
     def _instead_of_missing(self, segment: Segment, chain: Chain) -> tuple[Snapshot, EventBatch] | None:
         """What stands for the segments before this one that are not kept any longer; None: none are missing."""
-        header = segment.header()
+        header = self._header_of(segment)
         if header is None or header.number <= chain.number:
             return None
-        paths = segment_paths(self.directory)
-        if paths and first_seq(paths[0]) < first_seq(segment.path):
+        if self._behind(_BEFORE_ALL, before=segment.path) is not None:
             return None  # Whoever removes the oldest ones leaves no hole.
         for snapshot, batch in readable(snapshots(self.directory)):
             if snapshot.header.number > chain.number:
@@ -230,31 +273,39 @@ class LogReader:
                 return snapshot, snapshot.behind_gap(min(chain.seq, snapshot.seq), batch)
         return None
 
-    def _end_behind(self, snapshot: Snapshot) -> LogEnd:
-        """How the log ends if nothing follows the snapshot."""
+    def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, tuple[int, str]]:
+        """What the segment behind it continues, and what comes before that one; the log may end there."""
         about, path, size = snapshot.about, self.directory, 0
         for path in segment_paths(self.directory)[-1:]:
             with suppress(FileNotFoundError):
                 size = path.stat().st_size
-        return LogEnd("clean" if about.closed else "open", snapshot.seq, path, size, about.next_seq)
-
-    def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, Path]:
-        """What the segment behind it continues, and what comes before that one by name."""
-        self._epoch, self.closed = snapshot.header.epoch, snapshot.about.closed
+        kind: Literal["clean", "open"] = "clean" if about.closed else "open"
+        self._reached = LogEnd(kind, snapshot.seq, path, size, about.next_seq)
+        self._epoch, self.closed = snapshot.header.epoch, about.closed
         self.bytes_read += snapshot.size
-        return snapshot.chain(), self.directory / segment_name(snapshot.seq)
+        return snapshot.chain(), (snapshot.seq + 1, "")
 
-    def _next(self, previous: Path | None) -> Path | None:
-        """The segment after this one (None: the first); following, this waits for it."""
+    def _next(self, previous: tuple[int, str]) -> Path | None:
+        """The segment behind this place; following, this waits for it."""
         while (path := self._behind(previous)) is None and self._wait():
             pass
         ends = path is not None and self._before is not None and first_seq(path) >= self._before
         return None if ends else path
 
-    def _behind(self, previous: Path | None) -> Path | None:
-        read = -1 if previous is None else first_seq(previous)
-        later = [path for path in segment_paths(self.directory) if first_seq(path) > read]
-        return later[0] if later else None
+    def _place_of(self, path: Path) -> tuple[int, str]:
+        """Where a segment stands among the others."""
+        return (first_seq(path) if self._places is None else self._places[path]), path.name
+
+    def _behind(self, place: tuple[int, str], before: Path | None = None) -> Path | None:
+        """The first segment that stands behind this place, and before that one."""
+        paths = segment_paths(self.directory)
+        if self._places is not None:
+            paths = sorted((path for path in paths if path in self._places), key=self._place_of)
+        most = None if before is None else self._place_of(before)
+        for path in paths:
+            if self._place_of(path) > place:
+                return path if most is None or self._place_of(path) < most else None
+        return None
 
     def _wait(self) -> bool:
         """Wait a little for the writer; False if nobody wants to wait on."""
@@ -263,12 +314,21 @@ class LogReader:
         time.sleep(self._poll_seconds)
         return True
 
-    def _segment(
-        self, segment: Segment, chain: Chain
-    ) -> Generator[EventBatch, None, tuple[LogEnd, Literal["stop", "next", "again"]]]:
-        """Yield the batches of one segment, then say where it ends and what to do next."""
-        if not self._enter(segment, chain):
-            return LogEnd("torn", self._last_seq, segment.path, 0, chain.seq), "stop"
+    def _segment(self, segment: Segment, chain: Chain) -> Generator[Item, None, Step]:
+        """Yield what one segment holds, then say what to do next."""
+        entered = False
+        try:
+            step = self._enter(segment, chain)
+            entered = step is None
+            return step or (yield from self._in_segment(segment, chain))
+        except OSError as error:
+            self._report(error, segment.path, chain, segment.offset if entered else 0)
+            # The segment behind it is gone on with.
+            chain.number += not entered
+            chain.behind_damage, chain.closed = True, False
+            return "next"
+
+    def _in_segment(self, segment: Segment, chain: Chain) -> Generator[Item, None, Step]:
         self._place, self.bytes_read = segment, self.bytes_read + segment.offset
         looked_again, wanted = False, self._start or 0
         while True:
@@ -279,53 +339,92 @@ class LogReader:
                 if found.header.seq >= wanted or chain.epoch != self._epoch:
                     # Of a compressed frame, with the last one in it.
                     self.bytes_read += segment.offset - found.offset
-                    if not found.header.flags & CLOSED:
-                        yield self._batch(segment, found)
+                    batch = self._batch(segment, found, chain)
+                    if batch is not None or found.header.flags & CLOSED:
+                        yield found, batch
                 continue
             if segment.renewed():
                 continue
-            has_successor = self._behind(segment.path) is not None
+            has_successor = self._behind(self._place_of(segment.path)) is not None
             is_damaged = found is not None and segment.is_damaged(found, chain, is_last=not has_successor)
             if has_successor or is_damaged:
                 # A live writer may have gone on between our two looks, so the first one proves nothing yet.
                 if not looked_again:
                     looked_again = True
-                elif found is None:
-                    return self._end_at(segment, found, chain), "next"
-                else:
-                    raise LogDamaged(segment.path, found.offset, chain.seq, found.reason)
-            elif not self._wait():
-                return self._end_at(segment, found, chain), "stop"
-            elif segment.offset == SEGMENT_HEADER_BYTES and segment.replaced():
-                return self._end_at(segment, found, chain), "again"
+                    continue
+                if found is not None and self._goes_on(segment, found, chain):
+                    continue
+                return self._ends(segment, None, chain, "next" if has_successor else "stop")
+            if not self._wait():
+                return self._ends(segment, found, chain, "stop")
+            if segment.offset == SEGMENT_HEADER_BYTES and segment.replaced():
+                return self._ends(segment, found, chain, "again")
 
-    def _enter(self, segment: Segment, chain: Chain) -> bool:
-        """Read the header. False if writing it was interrupted."""
-        header = segment.header()
-        if header is None:
-            if self._behind(segment.path) is not None:
+    def _goes_on(self, segment: Segment, found: Broken, chain: Chain) -> bool:
+        """Whether something can be read behind damage."""
+        self._report(LogDamaged(segment.path, found.offset, chain.seq, found.reason), segment.path, chain)
+        return segment.go_on_behind(found, chain)
+
+    def _enter(self, segment: Segment, chain: Chain) -> Step | None:
+        """Read the header; returns what to do instead of reading on."""
+        header, behind_damage = None, chain.behind_damage
+        try:
+            header = segment.header()
+            if header is None:
+                if self._behind(self._place_of(segment.path)) is None:  # Writing it was interrupted.
+                    self._reached = LogEnd("torn", self._last_seq, segment.path, 0, chain.seq)
+                    return "stop"
                 raise LogDamaged(segment.path, 0, chain.seq, SHORT_HEADER)
-            return False
-        refusal = chain.refuses_segment(header)
-        if refusal is not None:
-            raise LogDamaged(segment.path, 0, chain.seq, refusal)
+            refusal = chain.refuses_segment(header)
+            if refusal is not None:
+                raise LogDamaged(segment.path, 0, chain.seq, refusal)
+        except LogDamaged as error:
+            self._report(error, segment.path, chain)
+            if header is None and segment.is_headed():
+                return "next"  # What is in it belongs into another place.
+            chain.behind_damage = True
+            if header is None and (header := self._guessed(segment, chain)) is None:
+                chain.number += 1
+                return "next"
+            is_foreign = chain.log_id not in (None, header.log_id)
+            if is_foreign or header.number < chain.number or header.epoch < chain.epoch:
+                chain.behind_damage = behind_damage
+                return "next"  # It has been read, or is of another log.
         chain.enter(header)
-        return True
+        self.header = header
+        return None
 
-    def _end_at(self, segment: Segment, found: Broken | None, chain: Chain) -> LogEnd:
-        kind: Literal["clean", "open", "torn"] = "clean" if chain.closed else "open"
+    def _guessed(self, segment: Segment, chain: Chain) -> SegmentHeader | None:
+        """What a segment whose header is damaged most likely is."""
+        log_id = chain.log_id
+        for path in segment_paths(self.directory) if log_id is None else ():
+            with suppress(LogError, OSError), Segment(path) as other:
+                header = other.header()
+                log_id = log_id or (header and header.log_id)
+        return None if log_id is None else segment.guess(log_id, chain)
+
+    def _ends(self, segment: Segment, found: Broken | None, chain: Chain, step: Step) -> Step:
+        """Note where the log may end."""
+        kind: Literal["clean", "open"] = "clean" if chain.closed else "open"
         how = kind if found is None else "torn"
-        return LogEnd(how, self._last_seq, segment.path, segment.offset, chain.seq)
+        self._reached = LogEnd(how, self._last_seq, segment.path, segment.offset, chain.seq)
+        return step
 
-    def _batch(self, segment: Segment, frame: Frame) -> EventBatch:
-        header = frame.header
+    def _batch(self, segment: Segment, frame: Frame, chain: Chain) -> EventBatch | None:
+        """What a frame holds; None: it is the mark of an orderly end, or holds nothing, which was reported."""
+        header, reason = frame.header, "header and payload disagree"
+        if header.flags & CLOSED:
+            return None
         try:
             batch = decode_batch(frame.payload)
+            if batch.seq == header.seq and len(batch.events) == header.events:
+                return self._checked(segment.path, frame.offset, batch)
         except EventDecodeError as error:
-            raise LogDamaged(segment.path, frame.offset, header.seq, error.reason) from None
-        if batch.seq != header.seq or len(batch.events) != header.events:
-            raise LogDamaged(segment.path, frame.offset, header.seq, "header and payload disagree")
-        return self._checked(segment.path, frame.offset, batch)
+            reason = error.reason
+        except LogDamaged as error:
+            reason = error.reason
+        self._report(LogDamaged(segment.path, frame.offset, header.seq, reason), segment.path, chain)
+        return None
 
     def _checked(self, path: Path, offset: int, batch: EventBatch) -> EventBatch:
         reason = self._what_is_broken(path, batch)

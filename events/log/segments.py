@@ -7,12 +7,14 @@ depends on what lies behind (`Segment.is_damaged`); what is done about it is in 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 from zlib import crc32
 
 from events.errors import LogDamaged, LogOutdated, LogTooNew
@@ -25,6 +27,7 @@ from events.log.frames import (
     CLOSED,
     COMPRESSED,
     FRAME_HEADER_BYTES,
+    MAGIC,
     SEGMENT_HEADER_BYTES,
     SYNC,
     VERSION,
@@ -50,7 +53,11 @@ OUTDATED_SUFFIX = ".kvlogz"
 """Of segments that an earlier version has compressed: `kvcache log compress` converts them."""
 NOT_EXPANDED = "a compressed frame does not hold what was written"
 SHORT_HEADER = "the segment header is cut short"
+UNREADABLE = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+"""How the system says that the disk does not have what a file holds."""
 _WINDOW_BYTES = 1 << 20
+_TIMES_LOOKED_AT = 16
+"""Behind damage, payloads are looked at that together have so many times the bytes of their segment, and no more."""
 _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{OUTDATED_SUFFIX})")
 _OWN_NAME = re.compile(
@@ -112,22 +119,25 @@ class Frame:
 
 @dataclass(frozen=True)
 class Broken:
-    """No frame can be read at this place. `certain`: interrupted writing cannot have caused it."""
+    """No frame can be read at this place."""
 
     offset: int
     reason: str
-    certain: bool = False
+    what: Literal["cut", "misplaced", "nonsense"] = "cut"
+    """Not whole, which interrupted writing may have caused; or another frame; or whole, and holds no frames."""
 
 
 class Segment:
     """One segment file, open for reading; `offset` is where the next frame begins, or the compressed one that holds it.
 
+    `magic`: what it begins with. `is_named`: whether its name must be that which its header says.
+
     Opening raises LogDamaged if it is no file, LogOutdated, and OSError; reading a compressed one where that cannot be
     done, ZstdMissing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, magic: bytes = MAGIC, *, is_named: bool = True) -> None:
+        self.path, self._magic, self._is_named = path, magic, is_named
         self.offset = SEGMENT_HEADER_BYTES
         self._window = memoryview(b"")
         self._window_start = 0
@@ -137,6 +147,8 @@ class Segment:
         self._block = memoryview(b"")
         """Frames that were expanded and not read yet."""
         self._behind_block = 0
+        self._patience: int | None = None
+        """Bytes of payloads that are looked at behind damage; None: there was none yet."""
         self.descriptor = open_file(path)
 
     def __enter__(self) -> Self:
@@ -177,8 +189,8 @@ class Segment:
             return False
         try:
             copy = Segment(self.path)
-        except FileNotFoundError:
-            return False  # It is not to be kept any longer.
+        except (FileNotFoundError, LogDamaged):
+            return False  # It is not to be kept any longer, or something else has its name.
         data = copy.data(0, SEGMENT_HEADER_BYTES)
         if len(data) < SEGMENT_HEADER_BYTES or parse_segment_header(data) != self._header:
             os.close(copy.descriptor)
@@ -195,9 +207,9 @@ class Segment:
         data = self._bytes(0, SEGMENT_HEADER_BYTES)
         if len(data) < SEGMENT_HEADER_BYTES:
             return None
-        header = parse_segment_header(data)
+        header = parse_segment_header(data, self._magic)
         if header is None:
-            raise LogDamaged(self.path, 0, None, "the segment header is not intact")
+            raise LogDamaged(self.path, 0, None, "the header is not intact")
         if header.version > VERSION:
             raise LogTooNew(self.path, header.version)
         if header.event_format > FORMAT_VERSION:
@@ -206,10 +218,30 @@ class Segment:
             raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
         if header.window_log > MAX_WINDOW_LOG:
             raise LogDamaged(self.path, 0, header.base_seq, "no log refers back so far")
-        if header.base_seq != first_seq(self.path):
+        if self._is_named and header.base_seq != first_seq(self.path):
             raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
-        self._header, self._seed = header, seed_of(header.log_id, header.epoch)
+        self._assume(header)
         return header
+
+    def is_headed(self) -> bool:
+        """Whether it has a whole header, whatever that says."""
+        data = self._bytes(0, SEGMENT_HEADER_BYTES)
+        return len(data) == SEGMENT_HEADER_BYTES and parse_segment_header(data, self._magic) is not None
+
+    def _assume(self, header: SegmentHeader) -> None:
+        self._header, self._seed = header, seed_of(header.log_id, header.epoch)
+
+    def guess(self, log_id: bytes, chain: Chain) -> SegmentHeader | None:
+        """What it most likely is if its header is damaged: what follows `chain` in that epoch or the next one."""
+        for epoch in (chain.epoch, chain.epoch + 1):
+            header = SegmentHeader(
+                VERSION, FORMAT_VERSION, MAX_WINDOW_LOG, log_id, epoch, chain.number, chain.seq, chain.crc
+            )
+            self._assume(header)
+            first = self._bytes(SEGMENT_HEADER_BYTES, FRAME_HEADER_BYTES)
+            if len(first) == FRAME_HEADER_BYTES and parse_frame_header(first, self._seed) is not None:
+                return header
+        return None
 
     def read(self, chain: Chain) -> Frame | Broken | None:
         """The frame at `offset`, which must continue `chain`; both then go on. None at the end of the file."""
@@ -224,13 +256,15 @@ class Segment:
             return self._broken("a frame header is not intact")
         refusal = chain.refuses_frame(header)
         if refusal is not None:
-            return self._broken(refusal, certain=True)
+            return self._broken(refusal, "misplaced")
         payload = self._payload(start + FRAME_HEADER_BYTES, header)
         if payload is None:
             return self._broken("a frame's payload is cut short or not intact")
         if header.flags & COMPRESSED:
             return (
-                self._in_block(chain) if self._expand(header, payload) else self._broken(NOT_EXPANDED, True)
+                self._in_block(chain)
+                if self._expand(header, payload)
+                else self._broken(NOT_EXPANDED, "nonsense")
             )
         chain.follow(header)
         self.offset += FRAME_HEADER_BYTES + header.payload_bytes
@@ -257,14 +291,14 @@ class Segment:
         block = self._block
         header = parse_frame_header(block, self._seed) if len(block) >= FRAME_HEADER_BYTES else None
         if header is None or header.flags & (COMPRESSED | CLOSED):
-            return self._broken(NOT_EXPANDED, certain=True)
+            return self._broken(NOT_EXPANDED, "nonsense")
         refusal = chain.refuses_frame(header)
         if refusal is not None:
-            return self._broken(refusal, certain=True)
+            return self._broken(refusal, "nonsense")
         end = FRAME_HEADER_BYTES + header.payload_bytes
         payload = block[FRAME_HEADER_BYTES:end]
         if len(block) < end or crc32(payload) != header.payload_crc:
-            return self._broken(NOT_EXPANDED, certain=True)
+            return self._broken(NOT_EXPANDED, "nonsense")
         chain.follow(header)
         frame = Frame(header, self.offset, payload)
         self._block = block[end:]
@@ -272,10 +306,10 @@ class Segment:
             self.offset = self._behind_block
         return frame
 
-    def _broken(self, reason: str, certain: bool = False) -> Broken:
+    def _broken(self, reason: str, what: Literal["cut", "misplaced", "nonsense"] = "cut") -> Broken:
         # The next look must be at the file: recovery may cut what is broken, a writer may complete it.
         self._window = memoryview(b"")
-        return Broken(self.offset, reason, certain)
+        return Broken(self.offset, reason, what)
 
     def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
         # The size is looked at first so that a cut file does not make us ask for a gigabyte of nothing.
@@ -287,20 +321,48 @@ class Segment:
         return payload
 
     def is_damaged(self, found: Broken, chain: Chain, *, is_last: bool) -> bool:
-        """Whether what is broken was whole once; if not, it is where writing was interrupted."""
-        return not is_last or found.certain or self.synced_before_a_frame_behind(found.offset, chain.seq)
+        """Whether what is broken was whole once; if not, it is where writing was interrupted.
 
-    def synced_before_a_frame_behind(self, offset: int, seq: int) -> bool:
-        """Whether the header of a batch later than `seq` after `offset` says that all before it was on disk."""
-        position = offset + 1
-        while True:
-            chunk = self.data(position, _WINDOW_BYTES)
-            for hit in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
-                header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
-                if header is not None and header.seq > seq and header.flags & BEHIND_SYNC:
-                    return True
-            if len(chunk) < FRAME_HEADER_BYTES:
+        So it was if the header of a later batch behind it says that all before that was on disk.
+        """
+        return (
+            not is_last
+            or found.what != "cut"
+            or any(
+                header.seq > chain.seq and header.flags & BEHIND_SYNC
+                for _, header in self._headers_from(found.offset + 1)
+            )
+        )
+
+    def go_on_behind(self, found: Broken, chain: Chain) -> bool:
+        """Go on with the next whole frame behind what is damaged, which `chain` then expects; False: there is none.
+
+        Of a stream of which something is lost, nothing is whole.
+        """
+        self._block, self._stream = memoryview(b""), None
+        chain.behind_damage, chain.closed = True, False
+        if self._patience is None:
+            self._patience = _TIMES_LOOKED_AT * self.size()
+        for offset, header in self._headers_from(found.offset + (found.what != "misplaced")):
+            begins = header.flags & BEGINS_STREAM or not header.flags & COMPRESSED
+            if header.seq < chain.seq or not begins or replace(chain, seq=header.seq).refuses_frame(header):
+                continue
+            # Headers by the thousand, each for all of the segment, were not left by any accident.
+            self._patience -= header.payload_bytes
+            if self._patience < 0:
                 return False
+            if self._payload(offset + FRAME_HEADER_BYTES, header) is not None:
+                self.offset, chain.seq = offset, header.seq
+                return True
+        return False
+
+    def _headers_from(self, position: int) -> Iterator[tuple[int, FrameHeader]]:
+        """All places from there on where a whole header of a frame stands."""
+        while len(chunk := self.data(position, _WINDOW_BYTES)) >= FRAME_HEADER_BYTES:
+            for hit in _SYNC.finditer(chunk, 0, len(chunk) - FRAME_HEADER_BYTES + len(SYNC)):
+                header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
+                if header is not None:
+                    yield position + hit.start(), header
             # Chunks overlap, so that a header across their border is seen.
             position += len(chunk) - FRAME_HEADER_BYTES + 1
 
@@ -308,8 +370,11 @@ class Segment:
         """Up to `count` bytes at `offset`; fewer only at the end of the file."""
         begin = offset - self._window_start
         if begin < 0 or begin + count > len(self._window):
-            self._window = memoryview(self.data(offset, max(count, _WINDOW_BYTES)))
-            self._window_start, begin = offset, 0
+            try:
+                window = self.data(offset, max(count, _WINDOW_BYTES))
+            except OSError:
+                window = self.data(offset, count)  # Where the disk does not give back what is behind that.
+            self._window, self._window_start, begin = memoryview(window), offset, 0
         return self._window[begin : begin + count]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 from zlib import crc32
 
 import msgspec
@@ -29,13 +29,22 @@ from events.codec import decode_batch, encode_batch
 from events.errors import EventDecodeError, LogDamaged, LogTooNew
 from events.log import frames
 from events.log.durable import replace_file
-from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, Chain, FrameHeader, SegmentHeader
-from events.log.segments import SNAPSHOT_SUFFIX, Segment, first_seq, open_file, segment_paths
-from events.types import FIRST_FORMAT, FORMAT_VERSION, EventBatch, Gap
+from events.log.frames import SEGMENT_HEADER_BYTES, Chain, FrameHeader, SegmentHeader
+from events.log.segments import (
+    SHORT_HEADER,
+    SNAPSHOT_SUFFIX,
+    Broken,
+    Frame,
+    Segment,
+    first_seq,
+    segment_paths,
+)
+from events.types import FIRST_FORMAT, EventBatch, Gap
 
 MAGIC = b"KVEVSNP\0"
 UNFINISHED_SUFFIX = ".new"
 """As `replace_file` calls what is not whole yet."""
+_FRAMES = 2
 _NAME = re.compile(rf"[0-9]{{20}}\{SNAPSHOT_SUFFIX}")
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -97,12 +106,11 @@ class Snapshot:
 
     def batch(self) -> EventBatch:
         """The state. Raises LogDamaged, OSError."""
-        with _File(self.path) as file:
-            _, payload = file.frames(self.header, self.size)
-            try:
-                batch = decode_batch(payload)
-            except EventDecodeError as error:
-                raise LogDamaged(self.path, SEGMENT_HEADER_BYTES, self.seq, error.reason) from None
+        _, (_, payload), _ = _read(self.path, _FRAMES)
+        try:
+            batch = decode_batch(payload)
+        except EventDecodeError as error:
+            raise LogDamaged(self.path, SEGMENT_HEADER_BYTES, self.seq, error.reason) from None
         if batch.seq != self.seq:
             raise LogDamaged(self.path, SEGMENT_HEADER_BYTES, self.seq, "header and payload disagree")
         return batch
@@ -148,8 +156,12 @@ def readable(found: Iterator[Snapshot]) -> Iterator[tuple[Snapshot, EventBatch]]
 
 def open_snapshot(path: Path) -> Snapshot:
     """Read what a snapshot says of itself. Raises LogDamaged, LogTooNew, OSError."""
-    with _File(path) as file:
-        return file.opened()
+    header, (payload,), size = _read(path, 1)
+    try:
+        about = _decode_about(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise LogDamaged(path, SEGMENT_HEADER_BYTES, None, "it does not say what it is about") from None
+    return Snapshot(path, header, about, size)
 
 
 def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatch) -> Snapshot:
@@ -181,60 +193,22 @@ def _header_of(path: Path) -> SegmentHeader | None:
         return segment.header()
 
 
-class _File:
-    """A snapshot file, open for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = open_file(path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    def opened(self) -> Snapshot:
-        """What the file says of itself."""
-        size = os.fstat(self._descriptor).st_size
-        data = os.pread(self._descriptor, SEGMENT_HEADER_BYTES, 0)
-        whole = len(data) == SEGMENT_HEADER_BYTES
-        header = frames.parse_segment_header(data, MAGIC) if whole else None
+def _read(path: Path, count: int) -> tuple[SegmentHeader, list[memoryview], int]:
+    """The header, the payloads of so many of both frames, and the size of the file. Raises as `open_snapshot`."""
+    with Segment(path, MAGIC) as file:
+        header, payloads = file.header(), list[memoryview]()
         if header is None:
-            raise self._damaged("the header is not intact")
-        if max(header.version - frames.VERSION, header.event_format - FORMAT_VERSION) > 0:
-            raise LogTooNew(self._path, max(header.version, header.event_format))
-        if self._path.name != snapshot_name(header.base_seq):
-            raise self._damaged("the file name is not that of this snapshot")
-        _, payload = self._frame(header, SEGMENT_HEADER_BYTES, header.previous_crc, size)
-        try:
-            about = _decode_about(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._damaged("it does not say what it is about") from None
-        return Snapshot(self._path, header, about, size)
-
-    def frames(self, header: SegmentHeader, size: int) -> tuple[bytes, bytes]:
-        """The payloads of both frames."""
-        about, first = self._frame(header, SEGMENT_HEADER_BYTES, header.previous_crc, size)
-        begin = SEGMENT_HEADER_BYTES + FRAME_HEADER_BYTES + about.payload_bytes
-        state, second = self._frame(header, begin, about.payload_crc, size)
-        if begin + FRAME_HEADER_BYTES + state.payload_bytes != size:
-            raise self._damaged("something follows the state")
-        return first, second
-
-    def _frame(self, of: SegmentHeader, offset: int, crc: int, size: int) -> tuple[FrameHeader, bytes]:
-        data = os.pread(self._descriptor, FRAME_HEADER_BYTES, offset)
-        whole = len(data) == FRAME_HEADER_BYTES
-        header = frames.parse_frame_header(data, frames.seed_of(of.log_id, of.epoch)) if whole else None
-        if header is None or (header.previous_crc, header.seq) != (crc, of.base_seq):
-            raise self._damaged("a frame header is not intact")
-        begin = offset + FRAME_HEADER_BYTES
-        if header.payload_bytes > min(frames.MAX_PAYLOAD, size - begin):
-            raise self._damaged("a frame's payload is cut short")
-        payload = os.pread(self._descriptor, header.payload_bytes, begin)
-        if len(payload) != header.payload_bytes or crc32(payload) != header.payload_crc:
-            raise self._damaged("a frame's payload is not intact")
-        return header, payload
-
-    def _damaged(self, reason: str) -> LogDamaged:
-        return LogDamaged(self._path, 0, None, reason)
+            raise LogDamaged(path, 0, None, SHORT_HEADER)
+        chain = header.chain()
+        for _ in range(count):
+            chain.seq = header.base_seq
+            frame = file.read(chain)
+            if not isinstance(frame, Frame) or (frame.header.seq, frame.header.flags) != (header.base_seq, 0):
+                reason = (
+                    frame.reason if isinstance(frame, Broken) else "a frame is not the one that belongs there"
+                )
+                raise LogDamaged(path, file.offset, header.base_seq, reason)
+            payloads.append(frame.payload)
+        if count == _FRAMES and file.offset != file.size():
+            raise LogDamaged(path, file.offset, header.base_seq, "something follows the state")
+        return header, payloads, file.size()

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from events.errors import LogDamaged
 from events.log.recovery import Recovery
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, size
@@ -13,7 +14,6 @@ from kvcache.cli.progress import progress
 from kvcache.keep.losses import Loss
 from kvcache.keep.repair import repair
 from kvcache.keep.salvage import Salvaged, salvage
-from kvcache.keep.scan import Damage
 
 
 def run(args: argparse.Namespace, out: Output) -> None:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, out: Output) -> None:
         _say_salvaged(args, salvaged, out)
 
 
-def damage_json(damage: Sequence[Damage]) -> list[dict[str, Any]]:
+def damage_json(damage: Sequence[LogDamaged]) -> list[dict[str, Any]]:
     """Damaged places, for programs."""
     return [
         {"path": str(each.path), "offset": each.offset, "seq": each.seq, "reason": each.reason}

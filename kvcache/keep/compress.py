@@ -1,7 +1,7 @@
 """Compressing segments that were written otherwise: by an earlier version, without zstd, or with log.compression=none.
 
-A compressed segment takes the place of the other when all of it is on the disk and has been read back, by code that has
-no part in making it (`kvcache.keep.raw`), and found to hold the same frames. Wherever that is interrupted, one of the
+A compressed segment takes the place of the other when all of it is on the disk and has been read back and found to hold
+the same frames. Wherever that is interrupted, one of the
 two is there; the next go does the rest.
 """
 
@@ -29,11 +29,19 @@ from events.log.frames import (
     pack_frame_header,
     seed_of,
 )
-from events.log.segments import OUTDATED_SUFFIX, SEGMENT_SUFFIX, Frame, Segment, is_log, segment_paths
+from events.log.segments import (
+    OUTDATED_SUFFIX,
+    SEGMENT_SUFFIX,
+    SHORT_HEADER,
+    UNREADABLE,
+    Frame,
+    Segment,
+    is_log,
+    segment_paths,
+)
 from events.log.snapshots import UNFINISHED_SUFFIX
 from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from kvcache.errors import invariant
-from kvcache.keep import raw
 from kvcache.keep.alone import alone
 from kvcache.keep.outdated import expanded
 from kvcache.keep.writing import writing
@@ -100,7 +108,7 @@ def _attempt(work: Callable[[Path, Compressed], None], path: Path, done: Compres
     except BaseException as error:
         with suppress(OSError):
             _unfinished(path).unlink(missing_ok=True)
-        unreadable = getattr(error, "errno", None) in raw.UNREADABLE
+        unreadable = getattr(error, "errno", None) in UNREADABLE
         if not unreadable and not isinstance(error, LogDamaged | FileNotFoundError):
             raise
         done.left += path.exists()
@@ -129,17 +137,22 @@ def _restore(path: Path, done: Compressed) -> None:
 
 def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> None:
     with Segment(path) as segment:
-        _write(_unfinished(path), _portions(segment, progress))
-        before, size = segment.size(), _unfinished(path).stat().st_size
-    equal = all(one == other for one, other in zip_longest(_frames(path), _frames(_unfinished(path))))
+        header, before = segment.header(), segment.size()
+    if header is None:
+        raise LogDamaged(path, 0, None, SHORT_HEADER)
+    made = _unfinished(path)
+    _write(made, _portions(path, header, progress))
+    equal = False
+    with suppress(LogDamaged):
+        equal = all(one == other for one, other in zip_longest(_frames(path), _frames(made)))
     invariant(equal, "a compressed segment is not what it was made of")
-    _unfinished(path).replace(path)
-    sync_directory(path.parent)
     done.segments, done.bytes_before, done.bytes = (
         done.segments + 1,
         done.bytes_before + before,
-        done.bytes + size,
+        done.bytes + made.stat().st_size,
     )
+    made.replace(path)
+    sync_directory(path.parent)
 
 
 def _write(path: Path, parts: Iterable[Parts]) -> None:
@@ -156,50 +169,36 @@ def _write(path: Path, parts: Iterable[Parts]) -> None:
         os.close(descriptor)
 
 
-def _portions(segment: Segment, progress: Callable[[int], None]) -> Iterator[Parts]:
+def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]) -> Iterator[Parts]:
     """A segment's bytes, compressed. Raises LogDamaged."""
-    header = segment.header()
-    if header is None:
-        raise LogDamaged(segment.path, 0, None, "the segment has no header")
     yield [header._replace(version=VERSION, window_log=MAX_WINDOW_LOG).pack()]
-    chain, seed = header.chain(), seed_of(header.log_id, header.epoch)
+    seed = seed_of(header.log_id, header.epoch)
     block = Block(seed, MAX_WINDOW_LOG)
-    chain.enter(header)
-    while isinstance(found := segment.read(chain), Frame):
-        frame = found.header
+    for frame, payload in _frames(path):
         size = FRAME_HEADER_BYTES + frame.payload_bytes
         if (block.is_full or not block.takes(size, frame.flags)) and (portion := block.take(BEHIND_SYNC)):
             yield portion.parts
             progress(frame.seq)
         if block.takes(size, frame.flags):
-            block.add(_without_sync(frame), found.payload)
+            block.add(frame, payload)
         else:
-            yield [pack_frame_header(frame, seed), found.payload]
+            yield [pack_frame_header(frame._replace(flags=frame.flags | BEHIND_SYNC), seed), payload]
     if portion := block.take(BEHIND_SYNC):
         yield portion.parts
-    if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
-        raise LogDamaged(segment.path, segment.offset, chain.seq, "it does not hold whole frames")
+
+
+def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
+    """The frames of a segment, but for what they say of those before them."""
+    with Segment(path, is_named=False) as segment:
+        header = segment.header()
+        assert header is not None
+        chain = header.chain()
+        chain.enter(header)
+        while isinstance(found := segment.read(chain), Frame):
+            yield _without_sync(found.header), found.payload
+        if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
+            raise LogDamaged(path, segment.offset, chain.seq, "it does not hold whole frames")
 
 
 def _without_sync(header: FrameHeader) -> FrameHeader:
     return header._replace(flags=header.flags & ~BEHIND_SYNC)
-
-
-def _frames(path: Path) -> Iterator[tuple[raw.Frame, bytes | memoryview]]:
-    """The frames of a segment, but for what they say of those before them."""
-    with raw.File(path) as file:
-        header = file.header(raw.SEGMENT_MAGIC)
-        assert header is not None
-        offset = raw.HEADER_BYTES
-        while (frame := file.frame(offset, header.seed)) is not None:
-            payload = file.payload(offset, frame) or b""
-            offset += raw.FRAME_HEADER_BYTES + frame.bytes
-            block = memoryview(payload)
-            if frame.flags & raw.COMPRESSED:
-                block = memoryview(file.expanded(header, frame, payload) or b"")
-            while frame.flags & raw.COMPRESSED and (inner := raw.parse_frame(block, header.seed)) is not None:
-                end = raw.FRAME_HEADER_BYTES + inner.bytes
-                yield inner, block[raw.FRAME_HEADER_BYTES : end]
-                block = block[end:]
-            if not frame.flags & raw.COMPRESSED:
-                yield frame._replace(flags=frame.flags & ~raw.BEHIND_SYNC), block

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from events.feed_events import FeedStarted
+from events.log.frames import AFTER_LOSS, CLOSED, FrameHeader
+from events.log.snapshots import Snapshot
 from events.types import EpochStarted, EventBatch, Gap, StateExported
-from kvcache.keep.raw import AFTER_LOSS, Frame
-from kvcache.keep.raw_snapshot import RawSnapshot
-from kvcache.keep.scan import Found
 
 REASON = "lost to damage of the log's files"
 
@@ -67,17 +66,13 @@ class Continuity:
         if self._is_whole:
             self.losses.append(Loss(self.seq))
 
-    def begin(self, snapshot: RawSnapshot) -> None:
+    def begin(self, snapshot: Snapshot) -> None:
         """Go on with a snapshot, before which nothing that should be there is missing."""
-        self.seq, self._crc, self._epoch = (
-            snapshot.beside.next_seq,
-            snapshot.header.before,
-            snapshot.header.epoch,
-        )
+        header = snapshot.header
+        self.seq, self._crc, self._epoch = snapshot.about.next_seq, header.previous_crc, header.epoch
 
-    def take(self, found: Found) -> EventBatch | None:
+    def take(self, frame: FrameHeader, batch: EventBatch | None, epoch: int) -> EventBatch | None:
         """The batch as it goes on here, with a `Gap` where some are missing; None: it does not, or is a mark."""
-        frame, batch = found.frame, found.batch
         if self.continued_by(frame):
             if not self._is_whole:
                 self.losses.pop()
@@ -88,23 +83,23 @@ class Continuity:
                 self.losses.pop()  # Only the mark of an end was lost.
         else:
             self.lose()
-            batch = self._behind_loss(found, batch)
+            batch = self._behind_loss(batch, epoch)
             if batch is None:
                 self.losses[-1].left_out.append(frame.seq)
                 return None
             self.losses[-1].last = frame.seq - 1
-        self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
-        self._epoch = found.header.epoch
+        self.seq, self._crc = frame.seq + (not frame.flags & CLOSED), frame.payload_crc
+        self._epoch = epoch
         return batch
 
-    def restore(self, snapshot: RawSnapshot, *, more: bool) -> EventBatch | None:
+    def restore(self, snapshot: Snapshot, state: EventBatch, *, more: bool) -> EventBatch | None:
         """Go on with a snapshot where batches are missing before it; None: it does not tell of later ones.
 
         `more`: what was behind it is lost, too.
         """
         if self._is_whole or snapshot.seq < self.seq:
             return None
-        batch = behind_loss(snapshot.batch, self.seq, snapshot.seq)
+        batch = behind_loss(state, self.seq, snapshot.seq)
         loss = self.losses[-1]
         later = [seq for seq in loss.left_out if seq > snapshot.seq]
         loss.last, loss.left_out = snapshot.seq, [seq for seq in loss.left_out if seq <= snapshot.seq]
@@ -113,12 +108,12 @@ class Continuity:
             self.losses.append(Loss(self.seq, left_out=later))
         return batch
 
-    def continued_by(self, frame: Frame) -> bool:
+    def continued_by(self, frame: FrameHeader) -> bool:
         """Whether this is the next frame."""
         follows = frame.seq == self.seq or (frame.flags & AFTER_LOSS and frame.seq > self.seq)
-        return frame.before == self._crc and bool(follows)
+        return frame.previous_crc == self._crc and bool(follows)
 
-    def _behind_loss(self, found: Found, batch: EventBatch) -> EventBatch | None:
+    def _behind_loss(self, batch: EventBatch, epoch: int) -> EventBatch | None:
         # What the cache is like is told only where an epoch begins.
-        known = begins_epoch(batch) or found.header.epoch == self._epoch
+        known = begins_epoch(batch) or epoch == self._epoch
         return behind_loss(batch, self.seq, batch.seq - 1) if known and batch.seq > self.seq else None

@@ -8,24 +8,23 @@ missing, those behind them are of no use up to the next one with the whole state
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from events.errors import LogDamaged, LogError, LogExists, NotALog
+from events.log import LogReader
 from events.log.compressing import BLOCK_BYTES
 from events.log.durable import Lock, replace_file, sync_directory, sync_file
-from events.log.frames import Chain
+from events.log.frames import SEGMENT_HEADER_BYTES, Chain, SegmentHeader
 from events.log.output import LogOutput, Record
 from events.log.recovery import claim
-from events.log.segments import Segment, is_log
+from events.log.segments import Segment, first_seq, is_log, segment_paths
+from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from events.types import EventBatch
-from kvcache.keep import raw
 from kvcache.keep.losses import Continuity, Loss, behind_loss
-from kvcache.keep.raw_snapshot import RawSnapshot, read_snapshot
-from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.keep.writing import writing
 
 _SEGMENT_BYTES, _WINDOW = 64 << 20, 1 << MAX_WINDOW_LOG
@@ -51,7 +50,7 @@ class Salvaged:
     """That the new log has."""
     last_seq: int | None = None
     losses: list[Loss] = field(default_factory=list)
-    damage: list[Damage] = field(default_factory=list)
+    damage: list[LogDamaged] = field(default_factory=list)
     torn: bool = False
     """Whether the old log ends with a part of a batch, which was left out."""
 
@@ -83,81 +82,78 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
 
 def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
     done, continuity = Salvaged(), Continuity()
-    scan, snapshots = Scan(log, order(log)), _Snapshots(log)
-    for item in scan:
-        if isinstance(item, Damage):
-            done.damage.append(item)
-            continuity.lose()
-        elif isinstance(item, State):
-            done.batches += copy.restore(item.snapshot, continuity)
-        else:
-            for batch, header in _batches(item, continuity, snapshots):
-                done.batches += 1
-                copy.write(batch, header)
-            if item.frame.ends_epoch and continuity.seq == item.frame.seq:
-                copy.close(item.header.epoch, item.frame.seq)
-        progress(scan.seq)
-    for snapshot, batch in snapshots.behind(continuity):
-        done.batches += 1
-        copy.write(batch, snapshot.header)
+
+    def note(damage: LogDamaged) -> None:
+        done.damage.append(damage)
+        continuity.lose()
+
+    reader, snapshots = LogReader(log, kind=None, damaged=note, places=_places(log)), _Snapshots(log)
+    for read, batch in reader.frames():
+        header = reader.header
+        if isinstance(read, Snapshot):
+            assert batch is not None
+            copy.restore(read, batch, continuity)
+        elif header is not None:
+            if read.offset == SEGMENT_HEADER_BYTES and not continuity.continued_by(read.header):
+                snapshots.go_on(copy, continuity, header)
+            taken = continuity.take(read.header, batch, header.epoch)
+            if taken is not None:
+                copy.write(taken, header)
+            elif batch is None and continuity.seq == read.header.seq:
+                copy.close(header.epoch, read.header.seq)
+        progress(continuity.seq)
+    snapshots.go_on(copy, continuity)
     copy.end()
-    done.last_seq, done.losses, done.torn = copy.last_seq, continuity.losses, scan.kind == "torn"
+    done.batches, done.last_seq, done.losses = copy.batches, copy.last_seq, continuity.losses
+    done.torn = reader.end.kind == "torn"
     return done
 
 
-def _batches(
-    found: Found, continuity: Continuity, snapshots: _Snapshots
-) -> Iterator[tuple[EventBatch, raw.Header]]:
-    """What a frame adds to the copy: nothing, its batch, or a snapshot and perhaps its batch."""
-    if found.offset == raw.HEADER_BYTES and not continuity.continued_by(found.frame):
-        for snapshot, batch in snapshots.behind(continuity, found.header):
-            yield batch, snapshot.header
-    taken = continuity.take(found)
-    if taken is not None:
-        yield taken, found.header
-
-
-def order(log: Path) -> list[Path]:
-    """The segments of a log by their own numbers, whatever their names are; those of other logs left out.
+def _places(log: Path) -> dict[Path, int]:
+    """Where segments stand by their own numbers, whatever their names are; those of other logs left out.
 
     One whose header is damaged stands where its name says.
     """
-    headers = dict[Path, raw.Header | None]()
-    for path in raw.segments(log):
+    headers = dict[Path, SegmentHeader | None]()
+    for path in segment_paths(log):
         headers[path] = None
-        with suppress(LogError, OSError), raw.File(path) as file:
-            headers[path] = file.header(raw.SEGMENT_MAGIC)
+        with suppress(LogError, OSError), Segment(path, is_named=False) as segment:
+            headers[path] = segment.header()
     logs = Counter(header.log_id for header in headers.values() if header is not None)
     own = logs.most_common(1)[0][0] if logs else b""
     # Of two with one number that stays which has its own name: the other one was put there by hand.
     named = sorted(
-        headers.items(), key=lambda each: each[1] is not None and int(each[0].stem) == each[1].first
+        headers.items(), key=lambda each: each[1] is not None and first_seq(each[0]) == each[1].base_seq
     )
     numbered = {header.number: path for path, header in named if header and header.log_id == own}
-    place = {path: (header.first if header else int(path.stem)) for path, header in headers.items()}
-    kept = [path for path, header in headers.items() if header is None or path in numbered.values()]
-    return sorted(kept, key=lambda path: (place[path], path.name))
+    return {
+        path: header.base_seq if header else first_seq(path)
+        for path, header in headers.items()
+        if header is None or path in numbered.values()
+    }
 
 
 class _Snapshots:
     """What a salvaged log can go on with."""
 
     def __init__(self, log: Path) -> None:
-        self._paths = raw.snapshots(log)
-        self._newest = max([int(path.stem) for path in raw.segments(log)], default=0)
+        self._paths = snapshot_paths(log)
+        self._newest = max([first_seq(path) for path in segment_paths(log)], default=0)
 
-    def behind(
-        self, continuity: Continuity, header: raw.Header | None = None
-    ) -> Iterator[tuple[RawSnapshot, EventBatch]]:
-        """That which stands before this segment (None: the newest one), if batches are missing there."""
+    def go_on(self, copy: _Copy, continuity: Continuity, header: SegmentHeader | None = None) -> None:
+        """Add that which stands before this segment (None: the newest one), if batches are missing there."""
         for path in reversed(self._paths):
             with suppress(LogError, OSError):
-                snapshot = read_snapshot(path) if int(path.stem) >= continuity.seq else None
-                if snapshot is not None and (header is None or snapshot.continued_by(header)):
-                    batch = continuity.restore(snapshot, more=header is None and snapshot.seq < self._newest)
-                    if batch is not None:
-                        yield snapshot, batch
-                    return
+                snapshot = open_snapshot(path)
+                state = snapshot.batch() if snapshot.seq >= continuity.seq else None
+                if state is not None and (header is None or not snapshot.chain().refuses_segment(header)):
+                    more = header is None and snapshot.seq < self._newest
+                    batch = continuity.restore(snapshot, state, more=more)
+                    break
+        else:
+            return
+        if batch is not None:
+            copy.write(batch, snapshot.header)
 
 
 class _Copy:
@@ -170,46 +166,43 @@ class _Copy:
         self._records: list[Record] = []
         self._waiting = 0
         """Bytes of the records, which are to be written."""
-        self._begun: RawSnapshot | None = None
+        self._begun: tuple[Snapshot, EventBatch] | None = None
         """With which the log begins, as long as nothing stands behind it."""
         self.last_seq: int | None = None
+        self.batches = 0
 
-    def restore(self, snapshot: RawSnapshot, continuity: Continuity) -> int:
-        """Go on with a snapshot that stands for segments which are not kept; returns how many batches that has."""
+    def restore(self, snapshot: Snapshot, state: EventBatch, continuity: Continuity) -> None:
+        """Go on with a snapshot that stands for segments which are not kept."""
         if self.last_seq is None:
             continuity.begin(snapshot)
-            self._begin(snapshot)
-            return 1
+            self._begin(snapshot, state)
+            return
         continuity.lose()  # They were removed while the log was copied.
-        batch = continuity.restore(snapshot, more=False)
+        batch = continuity.restore(snapshot, state, more=False)
         if batch is not None:
             self.write(batch, snapshot.header)
-        return int(batch is not None)
 
-    def _begin(self, snapshot: RawSnapshot) -> None:
+    def _begin(self, snapshot: Snapshot, state: EventBatch) -> None:
         """Begin with a snapshot, as a log does whose beginning is not kept."""
         try:
             content = snapshot.path.read_bytes()
         except FileNotFoundError:  # By now it is not kept any longer.
-            self._write_state(snapshot)
+            self._write_state(snapshot, state)
             return
-        header, beside = snapshot.header, snapshot.beside
-        self._begun = snapshot
-        self._chain = Chain(
-            header.log_id, header.epoch, header.number, beside.next_seq, header.before, beside.closed
-        )
+        self._begun = snapshot, state
+        self._chain = snapshot.chain()
         with writing(self._directory, _ADVICE):
             replace_file(self._directory / snapshot.path.name, content)
         self.last_seq = snapshot.seq
+        self.batches = 1
 
-    def _write_state(self, snapshot: RawSnapshot) -> None:
+    def _write_state(self, snapshot: Snapshot, state: EventBatch) -> None:
         """Begin with the state of a snapshot, as a batch behind a `Gap`."""
-        batch = behind_loss(snapshot.batch, 0, snapshot.seq)
-        self._chain = Chain()
+        batch, self._chain, self.batches = behind_loss(state, 0, snapshot.seq), Chain(), 0
         if batch is not None:
             self.write(batch, snapshot.header)
 
-    def write(self, batch: EventBatch, header: raw.Header) -> None:
+    def write(self, batch: EventBatch, header: SegmentHeader) -> None:
         """Write the next batch, which is of the epoch in the header."""
         chain, self._begun = self._chain, None
         if self._output is None or header.epoch != chain.epoch:
@@ -230,6 +223,7 @@ class _Copy:
         if self._waiting >= BLOCK_BYTES:
             self._write()
         self.last_seq = batch.seq
+        self.batches += 1
 
     def _write(self) -> None:
         """Write what waits, which is compressed together."""
@@ -250,10 +244,10 @@ class _Copy:
         """Write what is left to write, and make all of it durable."""
         if self._begun is not None:
             # A log has segments: what stands for them is a batch then.
-            (self._directory / self._begun.path.name).unlink()
-            self._write_state(self._begun)
+            (self._directory / self._begun[0].path.name).unlink()
+            self._write_state(*self._begun)
         self.finish()
-        for path in raw.segments(self._directory):
+        for path in segment_paths(self._directory):
             with Segment(path) as segment, writing(self._directory, _ADVICE):
                 sync_file(segment.descriptor)
         sync_directory(self._directory)

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from events.errors import LogError, NotALog
+from events.errors import LogDamaged, LogError, NotALog
 from events.feed_events import FEED_EVENTS
-from events.log import LogEnd
-from events.log.segments import is_log
+from events.log import LogEnd, LogReader
+from events.log.segments import UNREADABLE, Frame, is_log
+from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.told.state import FeedState
 from events.types import EventBatch, PoolShared, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
-from kvcache.keep import raw
 from kvcache.keep.losses import Continuity
-from kvcache.keep.raw_snapshot import read_snapshot
-from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.replay import Replayed, fold_told
 
 
@@ -34,7 +32,7 @@ class Verified:
     """That agree."""
     unused: list[Path] = field(default_factory=list)
     """Snapshots with which no reading begins: the segments behind them are not there, or do not continue them."""
-    damage: list[Damage] = field(default_factory=list)
+    damage: list[LogDamaged] = field(default_factory=list)
     """Places in segments where something is not what was written."""
     problems: list[str] = field(default_factory=list)
     """Snapshots that are damaged or disagree, and checkpoints that disagree, in words."""
@@ -44,30 +42,25 @@ class Verified:
 def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verified:
     """Read a log from its beginning, as far as that is kept, to its end, and compare each snapshot on the way.
 
-    Nothing that writes logs has a part in the reading (`kvcache.keep.raw`); the fold is the usual one. Behind damage it
-    goes on with the next whole state. Raises NotALog, LogTooNew, `Unreplayable`, OSError.
+    Behind damage it goes on with the next whole state. Raises NotALog, LogTooNew, `Unreplayable`, OSError.
     """
     if not is_log(log):
         raise NotALog(log)
     found = Verified()
+
+    def note(damage: LogDamaged) -> None:
+        found.damage.append(damage)
+        fold.continuity.lose()
+
+    reader = LogReader(log, kind=None, damaged=note)
     fold = _Fold(found, _snapshots(log, found))
-    scan = Scan(log)
-    begins = None
-    for item in scan:
-        if isinstance(item, Damage):
-            found.damage.append(item)
-            fold.continuity.lose()
-        elif isinstance(item, State):
-            begins = item.snapshot.seq if not found.batches else begins
-            fold.continuity.begin(item.snapshot)
-            fold.apply(item.snapshot.batch)
-        else:
-            fold.take(item)
-        progress(scan.seq)
+    for read, batch in reader.frames():
+        fold.take(read, batch, reader.header.epoch if reader.header else 0)
+        progress(fold.continuity.seq)
     # One that is gone by now is not kept any longer, as what was before it.
     found.unused = [path for path in (*found.unused, *fold.snapshots.values()) if path.exists()]
     found.problems += fold.problems()
-    found.end = LogEnd(scan.kind, fold.last_seq, scan.path, scan.offset, scan.seq, begins)
+    found.end = reader.end
     return found
 
 
@@ -79,28 +72,20 @@ class _Fold:
         self.snapshots = snapshots
         """That are still to be met, by their batches."""
         self.continuity = Continuity()
-        self.last_seq: int | None = None
         self._cache, self._feed = Replayed(CacheState()), FeedState()
         self._is_feed: bool | None = None
 
-    def take(self, read: Found) -> None:
+    def take(self, read: Snapshot | Frame, batch: EventBatch | None, epoch: int) -> None:
         """Fold what was read, if it continues what was folded."""
-        if read.batch is None:
-            self.continuity.take(read)
-            return
-        self._found.batches += 1
-        self._found.events += len(read.batch.events)
-        self.last_seq = read.batch.seq
-        batch = self.continuity.take(read)
+        if batch is not None:
+            self._found.batches += 1
+            self._found.events += len(batch.events)
+        if isinstance(read, Snapshot):
+            self.continuity.begin(read)
+        else:
+            batch = self.continuity.take(read.header, batch, epoch)
         if batch is not None:
             self._apply(batch)
-
-    def apply(self, batch: EventBatch) -> None:
-        """Begin with a snapshot."""
-        self._found.batches += 1
-        self._found.events += len(batch.events)
-        self.last_seq = batch.seq
-        self._apply(batch)
 
     def _apply(self, batch: EventBatch) -> None:
         if self._is_feed is None:
@@ -114,14 +99,13 @@ class _Fold:
 
     def _compare(self, path: Path) -> None:
         try:
-            snapshot = read_snapshot(path)
+            snapshot = open_snapshot(path)
+            events = snapshot.batch().events
         except FileNotFoundError:
             return  # It is not kept any longer.
-        state = tuple(
-            [event for event in snapshot.batch.events if isinstance(event, StateExported | PoolShared)]
-        )
+        state = tuple([event for event in events if isinstance(event, StateExported | PoolShared)])
         now = (export(self._cache.state), *export_shared(self._cache.state))
-        if state == now and snapshot.beside.fingerprint == self._cache.fingerprint:
+        if state == now and snapshot.about.fingerprint == self._cache.fingerprint:
             self._found.snapshots += 1
         else:
             self._found.problems.append(
@@ -137,10 +121,11 @@ class _Fold:
 def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
     """Those that can be read and belong to the log."""
     good = {}
-    for path in raw.snapshots(log):
+    for path in snapshot_paths(log):
         try:
-            snapshot = read_snapshot(path)
-            if snapshot.is_in_use():
+            snapshot = open_snapshot(path)
+            snapshot.batch()
+            if snapshot.fits():
                 good[snapshot.seq] = path
             else:
                 found.unused.append(path)
@@ -149,7 +134,7 @@ def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
         except LogError as error:
             found.problems.append(str(error))
         except OSError as error:
-            if error.errno not in raw.UNREADABLE:
+            if error.errno not in UNREADABLE:
                 raise
             if error.filename == str(path):
                 found.problems.append(f"{path} cannot be read: {error.strerror}")

@@ -28,7 +28,7 @@ from events.log.frames import (
     seed_of,
 )
 from events.log.zstd import MAX_WINDOW_LOG, Compressor
-from kvcache.keep.scan import Damage, Found, Scan
+from tests.oracles.log_scan import Damage, Scan
 from tests.oracles.packer import frame, segment_header
 from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (
@@ -59,7 +59,11 @@ def outer(path: Path) -> list[FrameHeader]:
 
 def damage(log: Path) -> list[Damage]:
     """What the other reader finds wrong."""
-    return [each for each in Scan(log) if isinstance(each, Damage)]
+    found = [each for each in Scan(log) if isinstance(each, Damage)]
+    damaged = list[LogDamaged]()
+    list(LogReader(log, damaged=damaged.append))
+    assert [(each.path, each.offset) for each in damaged] == [(each.path, each.offset) for each in found]
+    return found
 
 
 def test_what_is_written_together_is_compressed_together(tmp_path: Path) -> None:
@@ -277,10 +281,11 @@ def test_behind_damage_a_stream_is_gone(tmp_path: Path) -> None:
     with pytest.raises(LogDamaged):
         read_log(tmp_path)
     second = int(segments(tmp_path)[1].stem)
-    found = list(Scan(tmp_path))
-    whole = [each.frame.seq for each in found if isinstance(each, Found) and each.batch is not None]
+    damaged = list[LogDamaged]()
+    whole = [each.seq for each in LogReader(tmp_path, damaged=damaged.append)]
     assert whole == [0, *range(second, len(content))]
-    assert {each.path for each in found if isinstance(each, Damage)} <= set(segments(tmp_path)[:2])
+    assert {each.path for each in damaged} <= set(segments(tmp_path)[:2])
+    damage(tmp_path)
 
 
 def test_a_block_that_failed_begins_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ from unittest.mock import patch
 
 import pytest
 
-from events import EventBatch, LogWriteFailed
+from events import EventBatch, LogDamaged, LogWriteFailed
 from events.log import LogReader, LogWriter, compressing, recorder
 from events.log.head import LogHead
 from events.log.retention import Kept
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
-from kvcache.keep.scan import Damage, Found, Scan
 from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (
     LOG_ID,
@@ -337,15 +336,14 @@ class TestFollowers:
         assert [*read, *reader] == CONTENT[:12]
 
     def test_verify_and_salvage(self, tmp_path: Path) -> None:
-        """Neither do they, which read with code of their own."""
+        """Neither do they, which read on behind damage."""
         replace = self.replaced_while_read(tmp_path / "log")
-        scan = iter(Scan(tmp_path / "log"))
-        found = [next(scan), next(scan)]
+        damage = list[LogDamaged]()
+        reader = iter(LogReader(tmp_path / "log", damaged=damage.append))
+        read = [next(reader), next(reader)]
         replace()
-        found += scan
-        assert not any(isinstance(each, Damage) for each in found)
-        read = [each.batch for each in found if isinstance(each, Found) and each.batch is not None]
-        assert read == CONTENT[:12]
+        assert [*read, *reader] == CONTENT[:12]
+        assert damage == []
 
     def test_another_segment_of_that_name(self, tmp_path: Path) -> None:
         """What has another header is no copy: it is not read on in the middle of it."""

@@ -36,7 +36,8 @@ from events import (
 from events.codec import encode_batch
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
-from events.log.segments import Segment
+from events.log.frames import Chain
+from events.log.segments import Broken, Segment
 from events.types import GroupExported, SequenceExported
 from tests.oracles.packer import frame, segment_header
 from tests.support.logs.logs import (
@@ -473,13 +474,13 @@ class TestFollowing:
         """A frame found half, with a whole one behind it a moment later, is looked at again, not called damaged."""
         cut = frame_offsets(closed_log)[1] + 50
         put(tmp_path, closed_log[:cut])
-        look = Segment.synced_before_a_frame_behind
+        look = Segment.is_damaged
 
-        def write_then_look(segment: Segment, offset: int, seq: int) -> bool:
+        def write_then_look(segment: Segment, found: Broken, chain: Chain, *, is_last: bool) -> bool:
             put(tmp_path, closed_log)
-            return look(segment, offset, seq)
+            return look(segment, found, chain, is_last=is_last)
 
-        monkeypatch.setattr(Segment, "synced_before_a_frame_behind", write_then_look)
+        monkeypatch.setattr(Segment, "is_damaged", write_then_look)
         assert read_log(tmp_path)[0] == batches(3)
 
     def test_reader_of_a_live_log_never_sees_damage(self, tmp_path: Path) -> None:

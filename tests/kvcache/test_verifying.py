@@ -1,8 +1,9 @@
-"""`verify` reads with code of its own, and finds wrong what the usual reader finds wrong, at the same place."""
+"""`verify` finds what is wrong with a log, all of it, as an oracle does that reads with code of its own."""
 
 from __future__ import annotations
 
 import ast
+import os
 import random
 import shutil
 import struct
@@ -15,21 +16,22 @@ import pytest
 
 from events.errors import LogDamaged
 from events.log import LogEnd, LogReader, LogWriter
-from events.log.segments import first_seq, segment_paths
+from events.log.segments import Segment, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
-from kvcache.keep import raw
-from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.keep.verify import verify
+from tests.oracles import log_files as raw
+from tests.oracles.log_scan import Damage, Found, Scan, State
 from tests.support.logs.damaging import CHANGES, Change, Pair, log_with_snapshots, pair, unreadable
 from tests.support.logs.kept import random_log
 from tests.support.logs.logs import batch, frame_offsets, write_log
 from tests.support.places import ROOT
 from tests.support.seeds import seeds
+from tests.support.sources import imported, parsed_file
 
 __all__ = ["pair"]
 
-READERS = ("raw.py", "raw_snapshot.py", "scan.py", "losses.py")
+ORACLE = ("log_files.py", "log_scan.py")
 TOGETHER = 5
 """Seeds of one test of random damage: in some of them it is found."""
 
@@ -50,17 +52,33 @@ def by_reader(log: Path) -> tuple[list[EventBatch], LogEnd | tuple[Path, int]]:
     return batches, reader.end
 
 
-def test_shares_no_code_with_the_writer() -> None:
-    """Of `events.log` nothing is imported by what parses, nor the codec that encodes."""
-    for name in READERS:
-        tree = ast.parse((ROOT / "kvcache" / "keep" / name).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            modules = [f"{node.module}.{node.names[0].name}"] if isinstance(node, ast.ImportFrom) else []
-            modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                assert not module.startswith(("events.log", "events.codec")), f"{name} imports {module}"
-                ours = module.split(".")[0] == "kvcache"
-                assert not ours or f"{module.split('.')[2]}.py" in READERS, f"{name} imports {module}"
+def by_tolerant_reader(log: Path) -> tuple[list[EventBatch], list[LogDamaged]]:
+    """What is read, as `verify` and `salvage` do, and what is said to be damaged."""
+    damage = list[LogDamaged]()
+    return list(LogReader(log, damaged=damage.append)), damage
+
+
+def by_oracle(log: Path) -> tuple[list[EventBatch], list[tuple[Path, int]]]:
+    """What the oracle reads, and all places where it finds damage."""
+    read, damage = list[EventBatch](), list[tuple[Path, int]]()
+    for item in Scan(log):
+        match item:
+            case State():
+                read.append(item.snapshot.batch)
+            case Found(batch=EventBatch() as whole):
+                read.append(whole)
+            case Damage():
+                damage.append((item.path, item.offset))
+    return read, damage
+
+
+def test_the_oracle_shares_no_code_with_the_log() -> None:
+    """Of `events.log` nothing is imported by it, nor the codec, nor anything of the cache."""
+    for name in ORACLE:
+        for module in imported(ast.walk(parsed_file(ROOT / "tests" / "oracles" / name))):
+            assert not module.startswith(("events.log", "events.codec", "kvcache")), (
+                f"{name} imports {module}"
+            )
 
 
 def test_whole_logs(pair: Pair) -> None:
@@ -76,7 +94,7 @@ def test_whole_logs(pair: Pair) -> None:
 @pytest.mark.parametrize("first", seeds(range(0, 40, TOGETHER), quick=1))
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_agrees_with_the_reader(pair: Pair, tmp_path: Path, change: Change, first: int) -> None:
-    """Whatever is done to the files: both read the same up to the same place, or to the same end."""
+    """Whatever is done to the files, all read the same up to the same place; `verify` and the oracle also behind it."""
     damaged = 0
     for seed in range(first, first + TOGETHER):
         rng = random.Random(seed)
@@ -90,11 +108,10 @@ def test_agrees_with_the_reader(pair: Pair, tmp_path: Path, change: Change, firs
             assert (found.damage[0].path, found.damage[0].offset) == stopped, seed
         else:
             assert found.end == stopped, seed
-        read = list[EventBatch]()
-        for item in Scan(log):
-            found_batch = item.snapshot.batch if isinstance(item, State) else getattr(item, "batch", None)
-            read += [found_batch] if found_batch is not None else []
+        read, damage = by_oracle(log)
         assert read[: len(batches)] == batches
+        assert [(each.path, each.offset) for each in found.damage] == damage, seed
+        assert found.batches == len(read), seed
     assert damaged > TOGETHER // 4
 
 
@@ -145,14 +162,15 @@ def test_many_headers_for_the_same_bytes_end(tmp_path: Path) -> None:
         packed = struct.pack("<4sIQ4I", b"\xc1\x4b\x56\x46", size, 9, 1, 4, 0, 0)
         data += packed + struct.pack("<I", crc32(packed, header.seed))
     place.write_bytes(data)
-    looked_at, payload = [0], raw.File.payload
+    looked_at, pread = [0], os.pread
 
-    def counted(file: raw.File, offset: int, frame: raw.Frame) -> bytes | None:
-        looked_at[0] += frame.bytes
-        return payload(file, offset, frame)
+    def counted(descriptor: int, count: int, offset: int) -> bytes:
+        found = pread(descriptor, count, offset)
+        looked_at[0] += len(found)
+        return found
 
-    with patch.object(raw.File, "payload", counted):
-        assert [item for item in Scan(log) if isinstance(item, Damage)]
+    with patch.object(os, "pread", counted):
+        assert by_tolerant_reader(log)[1]
     assert looked_at[0] < 20 * len(data)
 
 
@@ -178,31 +196,29 @@ def test_beside_a_writer(tmp_path: Path) -> None:
         thread.start()
         read = list[int]()
         while not done.is_set():
-            scan = Scan(tmp_path)
-            assert [item for item in scan if not isinstance(item, Found)] == []
-            read.append(scan.seq)
+            batches, damage = by_tolerant_reader(tmp_path)
+            assert damage == []
+            read.append(len(batches))
         thread.join()
     assert read == sorted(read)
-    assert sum(1 for _ in Scan(tmp_path)) == 601
+    assert len(by_tolerant_reader(tmp_path)[0]) == 600
 
 
 def test_what_a_writer_adds_at_the_last_moment(tmp_path: Path) -> None:
     """A segment that grows, and gets a successor, just when its end was found, is read on."""
     paths = segment_paths(write_log(tmp_path, [batch(seq) for seq in range(4)], segment_bytes=600))
     whole = {path: path.read_bytes() for path in paths[:2]}
-    size = raw.File.size
     paths[0].write_bytes(whole[paths[0]][: frame_offsets(whole[paths[0]])[-2]])
     for path in paths[1:]:
         path.unlink()
+    renewed = Segment.renewed
 
-    def grows(file: raw.File) -> int:
-        found = size(file)
-        if scan.seq == int(paths[1].stem) - 1:
-            for path, data in whole.items():
-                path.write_bytes(data)
-        return found
+    def grows(segment: Segment) -> bool:
+        for path, data in whole.items():
+            path.write_bytes(data)
+        return renewed(segment)
 
-    scan = Scan(tmp_path)
-    with patch.object(raw.File, "size", grows):
-        found = list(scan)
-    assert [item for item in found if not isinstance(item, Found)] == []
+    with patch.object(Segment, "renewed", grows):
+        batches, damage = by_tolerant_reader(tmp_path)
+    assert damage == []
+    assert batches[: int(paths[1].stem) + 1] == [batch(seq) for seq in range(int(paths[1].stem) + 1)]

@@ -1,7 +1,7 @@
 """Every batch is accounted for: appended = durable + in flight + dropped, of each log that a test writes.
 
 The writer's own counters are compared with what was given to it, which is counted here, and with what is in its files
-in the end, which the verifier counts, who shares no code with the writer. Subclasses of it are left alone: tests make
+in the end, which an oracle counts that shares no code with the writer. Subclasses of it are left alone: tests make
 them to meddle with what is counted.
 """
 
@@ -15,7 +15,7 @@ from unittest.mock import patch
 from events.errors import LogOutdated, LogTooNew, LogWriteFailed, ZstdMissing
 from events.log import LogWriter
 from events.types import EventBatch
-from kvcache.keep.scan import Found, Scan
+from tests.oracles.log_scan import Found, Scan
 
 _LONGEST = 4 << 20
 """Of longer logs the files are not counted: that would take longer than the tests."""

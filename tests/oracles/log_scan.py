@@ -1,4 +1,4 @@
-"""All that can be read of a log, and all places where it is damaged, told by `kvcache.keep.raw` and docs/log.md.
+"""All that can be read of a log, and all places where it is damaged, told by `tests.oracles.log_files` and docs/log.md.
 
 A reader of the log (`events.log.reader`) stops at the first damaged place. This one says where that is, too, and goes
 on behind it, with the next whole frame.
@@ -18,8 +18,8 @@ import msgspec
 from events.errors import LogDamaged, LogTooNew
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch
-from kvcache.keep import raw
-from kvcache.keep.raw_snapshot import RawSnapshot, usable_snapshots
+from tests.oracles import log_files as raw
+from tests.oracles.log_files import RawSnapshot, usable_snapshots
 
 _NOT_EXPANDED = "a compressed frame does not hold what was written"
 _SHORT = "the segment header is cut short"
@@ -226,7 +226,7 @@ class Scan:
         log_id = self._log_id or next(self._log_ids(), None)
         for epoch in (self._epoch, self._epoch + 1) if log_id is not None else ():
             assert log_id is not None
-            header = raw.Header(log_id, epoch, self._number, self.seq, self._crc or 0)
+            header = raw.Header(log_id, epoch, self._number, self.seq, self._crc or 0, raw.MAX_WINDOW)
             if file.frame(raw.HEADER_BYTES, header.seed) is not None:
                 return header
         return None
