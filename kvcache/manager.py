@@ -162,7 +162,7 @@ class KVCacheManager:
         self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
         self._monitor = Monitor(journal, self._requests_kept)
         file = getattr(self._pools, "secondary_file", None)
-        self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns, file)
+        self._steps = Steps(guard, journal, self._blocks.upkeep, transfers, readiness, wall_ns, file)
         if outputs.offer(self._monitor):
             self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
 
@@ -319,7 +319,7 @@ class KVCacheManager:
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
             with self._guard:
-                self._blocks.note_refusal(batch[refusal.index].request_id, refusal)
+                self._blocks.upkeep.note_refusal(batch[refusal.index].request_id, refusal)
             raise
         if self._salts.wanted:
             self._salts.remember(salts)
@@ -368,7 +368,7 @@ class KVCacheManager:
     def clear(self) -> None:
         """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
         with self._guard:
-            self._blocks.clear()
+            self._blocks.upkeep.clear()
         self._steps.end()
 
     # -- end of a step

@@ -23,9 +23,7 @@ from events.tokens.sequences import lengths
 from events.types import FULL, PRIMARY, SECONDARY, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import packed_handles
-from kvcache.decide.expiry import Expiry
-from kvcache.decide.interning import intern, missing_pages
-from kvcache.decide.whole_cache import WholeCache
+from kvcache.decide.upkeep import Upkeep
 from kvcache.device.readiness import Readiness
 from kvcache.errors import (
     Contradiction,
@@ -191,10 +189,10 @@ class Recorder(PositionalCalls):
         assert isinstance(group, GroupState)
         self._group, self._size, self._key_bytes = group, config.tokens_per_block, hashing.key_bytes
         self._names_given = hashing.given
-        self._whole = WholeCache(
+        self._upkeep = Upkeep(
             self.state,
             journal.emit,
-            Expiry(self.state, journal.emit, lambda: 0),
+            lambda: 0,
             config.checkpoint_spacing if outputs.log is not None else float("inf"),
         )
         self._checker = RequestChecker(
@@ -207,7 +205,7 @@ class Recorder(PositionalCalls):
             tokens_per_block=self._size,
         )
         self._monitor = Monitor(journal)
-        self._steps = Steps(self._guard, journal, self._whole, None, Readiness(None), wall_ns)
+        self._steps = Steps(self._guard, journal, self._upkeep, None, Readiness(None), wall_ns)
         if outputs.offer(self._monitor):
             self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
         self._mirror = Mirror(self.state, group, self._ids)
@@ -267,11 +265,11 @@ class Recorder(PositionalCalls):
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
             raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
-        pages = missing_pages(self.state, [request.rich] if request.rich is not None else [])
+        pages = self._upkeep.missing_pages([request.rich] if request.rich is not None else [])
         self._steps.warn_of_no_flush()
         handle = Handle(self.state.next_handle)
         with self._guard:
-            intern(self._emit, pages)
+            self._upkeep.intern(pages)
             self._ids.hold(handle, blocks, slots)
             self._fresh.add(handle)
             self._admit(handle, request.with_symbols(self.state.symbols), slots, below, free, loaded)
@@ -357,7 +355,7 @@ class Recorder(PositionalCalls):
         held, _ = shared_slots(self.state)
         left = level.available - held if available is None else checked_natural(available, "available")
         with self._guard:
-            self._whole.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
+            self._upkeep.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
 
     # -- requests run
 
@@ -709,7 +707,7 @@ class Recorder(PositionalCalls):
     def cleared(self) -> None:
         """Nothing is cached any more. What running requests hold stays theirs, without a name."""
         with self._guard:
-            self._whole.clear()
+            self._upkeep.clear()
             self._ids.forget_names()
 
     # -- steps
@@ -720,7 +718,7 @@ class Recorder(PositionalCalls):
 
         Checkpoints have it, so that `audit` says whether the log has the same.
         """
-        self._whole.engine_counts = (
+        self._upkeep.engine_counts = (
             checked_natural(prompt_tokens, "prompt_tokens"),
             checked_natural(reused_tokens, "reused_tokens"),
         )

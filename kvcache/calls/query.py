@@ -13,9 +13,9 @@ from events.tokens.rich import RichTokens
 from events.types import PRIMARY, RequestId
 from kvcache.calls.handed_out import HandedOut
 from kvcache.config import KVCacheConfig
-from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.lookup import count_blocks, lookup
+from kvcache.decide.window_manager import Plan
 from kvcache.device.readiness import Readiness
 from kvcache.errors import UnknownRequest, UsageError
 from kvcache.fold.fingerprint import fingerprint

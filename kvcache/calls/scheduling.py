@@ -12,9 +12,7 @@ import numpy as np
 
 from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
-from kvcache.decide.admission import plan
 from kvcache.decide.block_manager import BlockManager
-from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.errors import UsageError
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.sequence import Sequence
@@ -46,32 +44,18 @@ class Scheduling:
         more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         checked, size = self._checked(request), self._state.tokens_per_block
         total = checked.num_tokens + more_tokens
-        planned = plan(self._blocks.windows, self._blocks.cross, checked)
+        claims = self._blocks.claims()
+        planned = self._blocks.plan(checked, claims)
         reusable, held, needed, completion = {}, {}, {}, {}
-        for window, each in zip(self._blocks.windows, planned.windows, strict=True):
-            claims = window.claims()
-            claims.add(each.found, each.claimed, each.new_blocks)
-            idle = window.primary.available - claims.available
+        windows, plans = (*self._blocks.windows, *self._blocks.cross), planned.windows + planned.cross
+        for window, each, claim in zip(windows, plans, claims, strict=True):
+            idle = window.primary.available - claim.available
             # What lies in secondary is held by nobody: who takes it brings it back.
             primary, secondary = each.primary // size, each.secondary // size
             reusable[window.window], held[window.window] = primary + secondary, primary - idle
-            needed[window.window] = claims.needed + idle
-            full = (planned.reused_tokens - planned.reused_partial) // size
-            more = window.blocks_for(total) - full - each.new_blocks
-            if isinstance(window, SlidingWindowManager):
-                reused, length = planned.reused_tokens, full + each.new_blocks
-                left, kept = min(window.sliding.first_seen(reused), full), window.kept_of(each.claimed, total)
-                more = window.blocks_to_come(
-                    checked.num_tokens, reused, total, length, left, kept, checked.reserve_tokens
-                )
-            completion[window.window] = needed[window.window] + more
-        for cross, each in zip(self._blocks.cross, planned.cross, strict=True):
-            claims = cross.claims()
-            claims.add(each.found, each.claimed, each.new_blocks)
-            idle = cross.primary.available - claims.available
-            reusable[cross.window] = (each.primary + each.secondary) // size
-            held[cross.window] = each.primary // size - idle
-            needed[cross.window] = completion[cross.window] = claims.needed + idle
+            needed[window.window] = completion[window.window] = claim.needed + idle
+        for window in self._blocks.windows:
+            completion[window.window] += window.blocks_to_complete(planned, total)
         return Demand(planned.reused_tokens, reusable, held, needed, completion, planned.reused_input[1])
 
     @exclusive
@@ -106,7 +90,7 @@ class Scheduling:
         checked = self._checked(request)
         if not self._reuse:
             return None
-        planned = plan(self._blocks.windows, (), checked)
+        planned = self._blocks.plan(checked, self._blocks.claims())
         size = self._state.tokens_per_block
         reused = (planned.reused_tokens - planned.reused_partial) // size
         last = (checked.num_tokens - 1) // size

@@ -6,58 +6,208 @@ nothing. `emit` applies each event and passes it on.
 
 from __future__ import annotations
 
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import cached_property
+from itertools import accumulate
 
 from events import types as ev
-from events.ids import numbers_left
-from events.packed import SLOT_BYTES
-from events.types import RequestId
-from kvcache.decide.admission import Plan, admit, fitting
-from kvcache.decide.encoders import release_input, store_input
-from kvcache.decide.forking import fork, needed_blocks, own_blocks, rewind
-from kvcache.decide.growth import Growth
-from kvcache.decide.interning import intern, missing_pages
+from events.ids import Handle, numbers_left
+from events.packed import SLOT_BYTES, TOKEN_BYTES
+from events.tokens.sequences import lengths
+from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, AllocateReason, Event, RequestId
+from kvcache.config import KVCacheConfig
+from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch, packed_handles
+from kvcache.decide.eviction_order import ORDERS, EvictionOrder
+from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.decide.pins import Pins
-from kvcache.decide.priorities import change_blocks
-from kvcache.decide.retention import lasts_a_time
-from kvcache.errors import OutOfNumbers, UsageError
+from kvcache.decide.sliding_window import SlidingWindowManager
+from kvcache.decide.upkeep import Upkeep
+from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowManager, WindowPlan
+from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError, shown
 from kvcache.fold.check import check
+from kvcache.fold.matching import in_all
 from kvcache.fold.pin import Pin
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.state import CacheState
+from kvcache.inputs.arguments import checked_request_id
 from kvcache.inputs.requests import CheckedRequest
-from kvcache.results import StoreResult
+from kvcache.layout import Bound
+from kvcache.results import Replacement, StoreResult
+from kvcache.sizes import primary_settings
 
+EVICT_AHEAD_SHARE = 16
+"""Blocks that are evicted ahead (`EvictionOrder.ahead`) are at most this part of the primary slots, so that a small
+cache does not lose what it could still reuse."""
 _KEPT_NUMBERS = 1 << 36
 """Transfer ids that are kept for sequences that run when admission ends."""
 
 
-class BlockManager(Growth):
-    """Decides for the whole cache: what one call does happens in all windows, or in none."""
+class BlockManager:
+    """Decides for the whole cache: what one call does happens in all windows, or in none.
 
-    # -- admission
+    What concerns no sequence alone is in `upkeep`.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        state: CacheState,
+        emit: Callable[[Event], None],
+        *,
+        recorded: bool,
+        monotonic_ns: Callable[[], int],
+        order: type[EvictionOrder] | None = None,
+    ) -> None:
+        self._config, self._state, self._emit = config, state, emit
+        # Where no log keeps them, there are no checkpoints.
+        spacing = config.checkpoint_spacing if recorded else math.inf
+        self.upkeep = Upkeep(state, emit, monotonic_ns, spacing)
+        self._expiry = self.upkeep.expiry
+        self._decoding: DecodeBatch | None = None
+        order = order or ORDERS[config.eviction_policy]
+        self._ahead = order.ahead
+        managers: list[FullAttentionManager | SlidingWindowManager] = [
+            SlidingWindowManager(state, group, emit, config)
+            if isinstance(group, SlidingGroup)
+            else FullAttentionManager(state, group, emit, config, order)
+            for group in state.groups
+        ]
+        self.windows = tuple([each for each in managers if each.window != CROSS_WINDOW])
+        self.cross = tuple([each for each in managers if each.window == CROSS_WINDOW])
+        """What decides for cross attention, if the model has any."""
+        self._sliding = [each for each in self.windows if isinstance(each, SlidingWindowManager)]
+        self._blocks_for = self.windows[0].blocks_for
+
+    def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
+        """The refusal of a call, beginning with its entry `index`."""
+        windows = [window.window for window in (*self.windows, *self.cross)][: len(needed)]
+        return OutOfBlocks(index, needed, available, windows, primary_settings(self._config))
+
+    def check(self) -> None:
+        """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
+        check(self._state)
+        for window in (*self.windows, *self.cross):
+            window.check()
+        self._expiry.check()
+        self._pinned.check()
+        batch = self._decoding
+        if batch is not None and self._state.running.handles == batch.handles:
+            batch.check()
+
+    # -- which sequences run
+
+    def sequence(self, request_id: RequestId) -> Sequence:
+        """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
+        if type(request_id) is not str and type(request_id) is not int:
+            request_id = checked_request_id(request_id)
+        handle = self._state.handles.get(request_id)
+        if handle is None:
+            raise UnknownRequest(checked_request_id(request_id))
+        return self._state.sequences[handle]
+
+    def running(self, request_ids: list[RequestId]) -> list[Sequence]:
+        """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
+        handles, sequences = self._state.handles, self._state.sequences
+        if not PLAIN_IDS.issuperset(map(type, request_ids)):
+            request_ids = [checked_request_id(request_id) for request_id in request_ids]
+        try:
+            running = list(map(sequences.__getitem__, map(handles.__getitem__, request_ids)))
+        except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
+            running = [self.sequence(request_id) for request_id in request_ids]
+        if len(set(running)) != len(running):
+            raise UsageError("a call names a sequence twice: counts say how many tokens each one gets")
+        return running
+
+    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
+        """The sequences that get one token each: the batch of the last step, if they are the same."""
+        batch = self._decoding
+        # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
+        # Types before ids, for what is no id may equal one.
+        if (
+            batch is None
+            or self._state.running.handles != batch.handles
+            or batch.kinds != list(map(type, request_ids))
+            or batch.ids != request_ids
+        ):
+            windows = [window.window for window in self._sliding]
+            size = self._state.tokens_per_block
+            batch = DecodeBatch(request_ids, self.running(request_ids), size, limit.tokens, windows)
+        if num_tokens != len(batch.ids):
+            raise InvalidTokens(
+                f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
+            )
+        if batch.at_limit:
+            raise limit.exceeded_by(limit.tokens + 1)
+        self._decoding = batch
+        return batch
+
+    def refuse_without_slots(self, sequences: Items[Sequence]) -> None:
+        """Raise `UsageError` for a sequence of which not all tokens have slots yet."""
+        for sequence in sequences:
+            slots = self.slots_of(sequence)
+            if slots < sequence.num_tokens:
+                raise UsageError(
+                    f"request {shown(sequence.request_id)} has slots for {slots} of its {sequence.num_tokens} tokens: "
+                    "reserve slots for the others first"
+                )
+
+    def slots_of(self, sequence: Sequence) -> int:
+        """For how many tokens a sequence has slots."""
+        return len(sequence.tables[0]) * self._state.tokens_per_block
+
+    # -- admission: read once what each request takes, then emit it
+
+    def claims(self) -> list[Claims]:
+        """What a batch takes of each window, cross attention last, before anything is counted."""
+        return [window.claims() for window in (*self.windows, *self.cross)]
+
+    def plan(self, request: CheckedRequest, claims: list[Claims]) -> Plan:
+        """Match a request, and count what it takes. A prompt's last token is always computed, so it is never reused."""
+        windows, size = self.windows, self._state.tokens_per_block
+        stop = len(request.symbols) - TOKEN_BYTES
+        matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
+        common, tokens = in_all(matches, size, windows[0].key_bytes)
+        num_tokens = request.num_tokens
+        if request.reserve_tokens is not None:
+            num_tokens = min(num_tokens, tokens + request.reserve_tokens)
+        new_blocks = self._blocks_for(num_tokens) - common[0].blocks
+        plans = tuple(
+            [
+                window.plan(found, tokens, new_blocks, each)
+                for window, found, each in zip(windows, common, claims, strict=False)
+            ]
+        )
+        inputs: tuple[WindowPlan, ...] = ()
+        encoder = request.encoder
+        if encoder is not None and self.cross:
+            (cross,) = self.cross
+            # An input's last token is reused as well.
+            found = cross.match(encoder.namespace, encoder.tokens, len(encoder.tokens))
+            more = self._blocks_for(encoder.num_tokens) - found.blocks
+            inputs = (cross.plan(found, found.blocks * size, more, claims[-1]),)
+        source = plans[0].source
+        return Plan(request, plans, inputs, tokens, 0 if source is None else source.num_tokens)
+
+    def _fitting(self, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
+        """Plans for a batch, what all that fit take per window, and the index of the first that does not."""
+        plans, claims = list[Plan](), self.claims()
+        for index, request in enumerate(requests):
+            plans.append(self.plan(request, claims))
+            for claim in claims:
+                if claim.needed > claim.available:
+                    return plans, claims, index
+        return plans, claims, None
 
     def count_fitting(self, requests: list[CheckedRequest]) -> int:
         """Length of the longest prefix of the batch that fits."""
         requests = requests[: self._numbers_left()]
-        _, _, misfit = fitting(self.windows, self.cross, requests)
+        _, _, misfit = self._fitting(requests)
         return len(requests) if misfit is None else misfit
-
-    def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
-        """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole, and `OutOfNumbers`."""
-        if len(requests) > self._numbers_left():
-            raise OutOfNumbers
-        plans, claims, misfit = fitting(self.windows, self.cross, requests)
-        if misfit is not None:
-            needed, available = zip(*((claim.needed, claim.available) for claim in claims), strict=True)
-            raise self._out_of_blocks(misfit, needed, available)
-        rich = [request.rich for request in requests if request.rich is not None]
-        if rich:
-            intern(self._emit, missing_pages(self._state, rich))
-            plans = [each.with_symbols(self._state.symbols) for each in plans]
-        stated = [request.retention for request in requests if request.retention is not None]
-        time = self._expiry.told(begins=any(map(lasts_a_time, stated)))
-        admitted = admit(self._state, self.windows, self.cross, self._emit, plans, claims, time)
-        return list(zip(admitted, plans, strict=True))
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
@@ -65,59 +215,357 @@ class BlockManager(Growth):
         left = min(numbers_left(state.next_handle), numbers_left(state.next_transfer) - _KEPT_NUMBERS)
         return max(0, left // (1 + len(self.cross)))
 
-    # -- a running sequence
+    def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
+        """Admit a batch whole; raises `OutOfBlocks` if it does not fit, and `OutOfNumbers`.
+
+        Its matches are all claimed before anything is evicted, so one request of a batch never evicts what another one
+        was going to reuse.
+        """
+        if len(requests) > self._numbers_left():
+            raise OutOfNumbers
+        plans, claims, misfit = self._fitting(requests)
+        if misfit is not None:
+            raise self._out_of_blocks(
+                misfit, [claim.needed for claim in claims], [claim.available for claim in claims]
+            )
+        rich = [request.rich for request in requests if request.rich is not None]
+        if rich:
+            self.upkeep.intern(self.upkeep.missing_pages(rich))
+            # What had no symbols before can match nothing.
+            symbols = self._state.symbols
+            plans = [each._replace(request=each.request.with_symbols(symbols)) for each in plans]
+        stated = [request.retention for request in requests if request.retention is not None]
+        time = self._expiry.for_event(begins=any(map(_lasts_a_time, stated)))
+        sequences = [self._add(each, time) for each in plans]
+        for window, claim in zip(self.windows, claims, strict=False):
+            self._give_blocks(window, sequences, [each.windows[window.index] for each in plans], claim.needed)
+        for window in self.cross:
+            inputs = [each.encoder for each in sequences if each.encoder is not None]
+            self._give_blocks(window, inputs, [each.cross[0] for each in plans], claims[-1].needed)
+        for each, sequence in zip(plans, sequences, strict=True):
+            for window in self.windows if sequence.retention is not None else ():
+                window.restate(sequence, 0, each.reused_tokens // window.tokens_per_block)
+        return list(zip(sequences, plans, strict=True))
+
+    def _add(self, plan: Plan, time: int) -> Sequence:
+        """Emit a sequence, at a time (0: nothing is kept for a time), and let it hold what it reuses."""
+        handle, request = Handle(self._state.next_handle), plan.request
+        self._emit(
+            ev.SequenceAdded(
+                handle=handle,
+                request_id=request.request_id,
+                namespace=request.namespace,
+                num_tokens=request.num_tokens,
+                tokens=request.symbols,
+                reused=plan.reused_tokens,
+                reused_primary=tuple([each.primary for each in plan.windows]),
+                reused_secondary=tuple([each.secondary for each in plan.windows]),
+                reused_partial=plan.reused_partial,
+                resumed=request.resumed,
+                retention=request.retention,
+                clock=time,
+            )
+        )
+        sequence = self._state.sequences[handle]
+        # The widest first: it holds most of the blocks, and so gives their names.
+        for window in reversed(self.windows) if plan.reused_tokens else ():
+            for blocks in plan.windows[window.index].claimed:
+                window.claim(sequence, blocks)
+        for window, each in zip(self.cross, plan.cross, strict=True):
+            encoder = self._add_input(window, sequence, plan, each)
+            for blocks in each.claimed:
+                window.claim(encoder, blocks)
+        return sequence
+
+    def _add_input(self, cross: WindowManager, reader: Sequence, plan: Plan, own: WindowPlan) -> Sequence:
+        """Emit the encoder's input of a request that was admitted.
+
+        An input is a sequence of its own in the group of cross attention, padded to whole blocks, that the request's
+        sequence and its branches read. So it is matched, stored, evicted and brought back like any other; it never
+        grows.
+        """
+        handle, given = Handle(self._state.next_handle), plan.request.encoder
+        assert given is not None
+        self._emit(
+            ev.EncoderAdded(
+                handle=handle,
+                sequence=reader.handle,
+                group=cross.index,
+                namespace=given.namespace,
+                num_tokens=given.num_tokens,
+                tokens=given.tokens,
+                reused_primary=own.primary // cross.tokens_per_block,
+                reused_secondary=own.secondary // cross.tokens_per_block,
+            )
+        )
+        return self._state.sequences[handle]
+
+    def _give_blocks(
+        self, window: WindowManager, sequences: list[Sequence], plans: list[WindowPlan], needed: int
+    ) -> None:
+        """Give the sequences of a batch the blocks of one window that they have not claimed."""
+        sources = [each.source for each in plans if each.source is not None]
+        spared = [source.slot for source in sources if source.level == SECONDARY] if sources else ()
+        window.free_up(needed, sequences[0].handle, spared)
+        if sources:
+            unread = {source.slot for source in sources if source.level == PRIMARY}
+            for each, sequence in zip(plans, sequences, strict=True):
+                if each.source is not None:
+                    window.copy_partial(sequence, each.source, unread)
+        for each, sequence in zip(plans, sequences, strict=True):
+            count = each.new_blocks - (each.source is not None)
+            if count:
+                window.allocate(packed_handles([sequence]), count, [count], AllocateReason.PROMPT)
+            if each.secondary:
+                window.onboard(sequence)
+
+    # -- storing what is computed
+
+    def compute(self, sequence: Sequence, num_tokens: int) -> list[Replacement]:
+        """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
+        if num_tokens > sequence.computed:
+            self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
+        replaced = self._store(sequence)
+        self._detach([sequence])
+        return replaced
 
     def store_input(self, encoder: Sequence) -> StoreResult:
-        """The engine has written all K/V of an encoder's input."""
+        """The engine has written all K/V of an encoder's input: its blocks become reusable."""
         (cross,) = self.cross
-        return store_input(cross, self._emit, encoder)
+        if encoder.computed < encoder.num_tokens:
+            self._emit(ev.ContextComputed(handle=encoder.handle, num_tokens=encoder.num_tokens))
+        replaced = cross.store(encoder)
+        return StoreResult(encoder.stored_blocks, replaced)
 
-    def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
-        """Change the priority of the cached blocks that overlap its tokens [start, stop).
+    def _store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
+        """Make what is computed reusable; returns what the sequence's tables point at instead."""
+        replaced: list[Replacement] = []
+        for window in self.windows:
+            replaced += window.store(sequence, partial=partial)
+        return replaced
 
-        Returns of how many blocks it has changed, in the window with the most.
-        """
-        first, last = start // self._state.tokens_per_block, self._blocks_for(stop)
-        if start >= stop:
-            return 0
-        return max(
-            change_blocks(window, self._emit, sequence, (first, last), priority, None, ev.UpdateReason.SET)
-            for window in self.windows
+    def _detach(self, sequences: list[Sequence]) -> None:
+        """Release what sliding windows have left behind."""
+        for window in self._sliding:
+            window.detach(sequences, [each.num_next for each in sequences], self._expiry.for_event())
+
+    # -- tokens arrive
+
+    def step(self, batch: DecodeBatch, tokens: bytes) -> dict[RequestId, StoreResult]:
+        """Append one token to each sequence of the batch."""
+        if not batch.ids:
+            return {}
+        if not batch.even:
+            self._decoding = None
+            return self._append(batch.sequences, tokens, None)
+        replaced: dict[Sequence, list[Replacement]] = {}
+        due, handles = batch.due, b""
+        if due is not None:
+            handles = packed_handles(due)
+            self._grow(batch.sequences, due, handles, None)
+        self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
+        if due is not None:
+            for window in self.windows:
+                for sequence, blocks in window.store_filled(due, handles):
+                    replaced.setdefault(sequence, []).extend(blocks)
+        if self._sliding:
+            for number, sliding in enumerate(self._sliding):
+                leaving = batch.leaving(number)
+                if leaving:
+                    sliding.detach(leaving, lengths(leaving), self._expiry.for_event())
+        batch.advance()
+        return _changed(replaced) if replaced else {}
+
+    def append(
+        self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: Bound, *, draft: bool
+    ) -> dict[RequestId, StoreResult]:
+        """Append several tokens to each sequence; none may get longer than `limit`. Of drafts nothing is stored."""
+        for sequence, count in zip(sequences, counts, strict=True):
+            if sequence.num_tokens + count > limit.tokens:
+                raise limit.exceeded_by(sequence.num_tokens + count)
+        return self._append(sequences, tokens, counts, draft=draft) if sequences else {}
+
+    def _append(
+        self, sequences: list[Sequence], tokens: bytes, counts: array[int] | None, *, draft: bool = False
+    ) -> dict[RequestId, StoreResult]:
+        """None: one token each."""
+        wanted = [
+            self._blocks_for(sequence.num_tokens + count)
+            for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True)
+        ]
+        filling: list[Sequence] = []
+        if not draft:
+            filling = [
+                each
+                for each, blocks in zip(sequences, wanted, strict=True)
+                if each.computed < each.num_tokens - 1 or blocks > self._blocks_for(each.num_tokens)
+            ]
+        self._resize(sequences, wanted, AllocateReason.DECODE)
+        self._emit(
+            ev.TokensAppended(
+                handles=packed_handles(sequences),
+                counts=b"" if counts is None else counts.tobytes(),
+                tokens=tokens,
+                draft=draft,
+            )
         )
+        changed = _changed({sequence: self._store(sequence) for sequence in filling})
+        self._detach(sequences)
+        return changed
+
+    # -- slots for them
+
+    def reserve(self, sequences: list[Sequence], counts: array[int], limit: Bound) -> None:
+        """Have slots for so many tokens to come of each sequence, or for the next ones of a prompt without."""
+        wanted = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            stop = sequence.num_tokens + count
+            if self.slots_of(sequence) < sequence.num_tokens:
+                stop = max(self.slots_of(sequence), min(sequence.computed + count, sequence.num_tokens))
+            elif stop > limit.tokens:
+                raise limit.exceeded_by(stop)
+            wanted.append(self._blocks_for(stop))
+        self._resize(sequences, wanted, AllocateReason.RESERVE)
+
+    def _resize(self, sequences: list[Sequence], wanted: Items[int], why: AllocateReason) -> None:
+        """Have so many blocks for each sequence of a call, or refuse for all: some return theirs, then others grow."""
+        growing: list[Sequence] = []
+        taken, surplus = list[int](), list[tuple[Sequence, int]]()
+        for sequence, blocks in zip(sequences, wanted, strict=True):
+            more = blocks - len(sequence.tables[0])
+            if more > 0:
+                growing.append(sequence)
+                taken.append(more)
+            elif more < 0:
+                surplus.append((sequence, -more))
+        if surplus:
+            self._refuse_beyond(sequences, growing, taken, sum(blocks for _, blocks in surplus))
+            self._return(surplus)
+        if growing:
+            self._grow(sequences, growing, packed_handles(growing), taken, why)
+
+    def _return(self, surplus: Items[tuple[Sequence, int]]) -> None:
+        """Give back so many blocks of each of these sequences, the last ones."""
+        handles = packed_handles([sequence for sequence, _ in surplus])
+        counts = array("I", [blocks for _, blocks in surplus]).tobytes()
+        for window in self.windows:
+            slots = array("i")
+            for sequence, blocks in surplus:
+                slots += sequence.tables[window.index][: -blocks - 1 : -1]
+            self._emit(
+                ev.BlocksReturned(handles=handles, counts=counts, group=window.index, slots=slots.tobytes())
+            )
+
+    def _grow(
+        self,
+        sequences: list[Sequence],
+        growing: list[Sequence],
+        handles: bytes,
+        blocks: list[int] | None,
+        why: AllocateReason = AllocateReason.DECODE,
+    ) -> None:
+        """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
+        needed = len(growing) if blocks is None else sum(blocks)
+        if needed > min([len(window.primary.blank) for window in self.windows]):
+            self._refuse_beyond(sequences, growing, blocks)
+            for window in self.windows:
+                if needed > len(window.primary.blank):
+                    size, left = window.primary.size, window.primary.available
+                    ahead = min(self._ahead, size // EVICT_AHEAD_SHARE, left)
+                    window.free_up(max(needed, ahead), growing[0].handle)
+        for window in self.windows:
+            window.allocate(handles, needed, blocks, why)
+
+    def _refuse_beyond(
+        self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None, returned: int = 0
+    ) -> None:
+        """Raise `OutOfBlocks` if these blocks (None: one each) cannot be had when so many have been returned."""
+        taken = list(accumulate(blocks or [1] * len(growing)))
+        available = [window.primary.available + returned for window in self.windows]
+        if taken and taken[-1] > min(available):
+            first = growing[bisect_right(taken, min(available))]
+            raise self._out_of_blocks(sequences.index(first), taken[-1:] * len(available), available)
+
+    # -- forking and rewinding
+    #
+    # An engine may have computed more than counts as computed: the last token, drafts, all of a prompt. The next
+    # `add_tokens` makes it count, so a block that takes another one's place gets all tokens of that.
 
     def fork(self, parent: Sequence, request_id: RequestId) -> StoreResult:
-        """Branch a sequence, after storing what it has computed; returns what that changed in its tables."""
-        needed = own_blocks(parent, self._state.tokens_per_block)
-        available = tuple(window.primary.available for window in self.windows)
+        """Branch a sequence, after storing what it has computed; returns what that changed in its tables.
+
+        The branch holds what is computed, and gets copies of its own of the block computed in part and those after it.
+        """
+        first = parent.computed // self._state.tokens_per_block
+        needed = len(self._own_blocks(parent, parent.num_tokens, first))
+        available = [window.primary.available for window in self.windows]
         if needed > min(available):
-            raise self._out_of_blocks(0, (needed,) * len(available), available)
+            raise self._out_of_blocks(0, [needed] * len(available), available)
         if not self._numbers_left():
             raise OutOfNumbers
-        replaced = self._store_in_all(parent)
-        fork(self._state, self.windows, self._emit, parent, request_id)
+        replaced, child = self._store(parent), Handle(self._state.next_handle)
+        self._emit(ev.SequenceForked(handle=parent.handle, child=child, request_id=request_id))
+        for window in self.windows:
+            sources = self._sources(window, parent, parent.num_tokens, first)
+            window.free_up(len(sources), child)
+            window.copy_blocks(self._state.sequences[child], sources, AllocateReason.FORK)
         return StoreResult(parent.stored_blocks, replaced)
 
     def refuse_rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Raise `UsageError` where a window has let go of what the last token that is left sees."""
+        """Raise `UsageError` where a window has released what the last token that is left sees."""
         computed = min(sequence.computed, num_tokens - 1)
         for sliding in self._sliding:
-            if sliding.sliding.first_seen(computed) < sequence.detached[sliding.index]:
+            if sliding.group.first_seen(computed) < sequence.detached[sliding.index]:
                 raise UsageError(
                     f"the window of {sliding.window} tokens has let go of blocks that token {computed} sees: rewind "
                     "less far, or remove the sequence and add it again"
                 )
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back all but the first tokens of a sequence."""
-        needed, available = [], []
+        """Take back all but the first tokens of a sequence: where its last block is cached, it gets a copy of it."""
+        sources, freed, available = [], [], []
         for window in self.windows:
             first = window.first_to_leave(sequence, num_tokens)
-            freed = len(window.freed_by(sequence, first)) // SLOT_BYTES + window.released_by(sequence, first)
-            needed.append(max(0, needed_blocks(sequence, num_tokens, window.tokens_per_block) - first))
-            available.append(window.primary.available + freed)
+            sources.append(self._sources(window, sequence, num_tokens, first))
+            freed.append(window.freed_by(sequence, first))
+            more = len(freed[-1]) // SLOT_BYTES + window.released_by(sequence, first)
+            available.append(window.primary.available + more)
+        needed = list(map(len, sources))
         if any(more > there for more, there in zip(needed, available, strict=True)):
             raise self._out_of_blocks(0, needed, available)
-        rewind(self._state, self.windows, self._emit, sequence, num_tokens, self._expiry.told())
+        freed += [b""] * len(self.cross)
+        time = self._expiry.for_event()
+        self._emit(
+            ev.SequenceRewound(handle=sequence.handle, num_tokens=num_tokens, freed=tuple(freed), clock=time)
+        )
+        for window, copied in zip(self.windows, sources, strict=True):
+            window.free_up(len(copied), sequence.handle)
+            window.copy_blocks(sequence, copied, AllocateReason.REWIND)
+
+    def _own_blocks(self, sequence: Sequence, num_tokens: int, first: int) -> range:
+        """The blocks of a sequence's first tokens from the block `first` on, without those reserved for others."""
+        return range(first, min(self._blocks_for(num_tokens), len(sequence.tables[0])))
+
+    def _sources(
+        self, window: WindowManager, sequence: Sequence, num_tokens: int, first: int
+    ) -> list[CopySource]:
+        """These blocks, to be copied."""
+        size = window.tokens_per_block
+        return [
+            window.source_of_own(sequence, block, min(size, num_tokens - block * size))
+            for block in self._own_blocks(sequence, num_tokens, first)
+        ]
+
+    # -- how blocks are kept
+
+    def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
+        """Change the priority of the cached blocks that overlap its tokens [start, stop).
+
+        Returns of how many blocks it has changed, in the window with the most.
+        """
+        first, last = start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0
+        how = priority, None, ev.UpdateReason.SET
+        return max([window.change_priority(sequence, first, last, *how) for window in self.windows])
 
     def pin(self, sequence: Sequence, start: int, stop: int) -> int:
         """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""
@@ -134,14 +582,19 @@ class BlockManager(Growth):
         return self._state.pins
 
     def unpin(self, number: int) -> None:
-        """Let go of what a pin holds."""
-        self._pinned.unpin(number, self._expiry.told())
+        """Release what a pin holds."""
+        self._pinned.unpin(number, self._expiry.for_event())
+
+    # -- the end
 
     def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
-        """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
+        """End a sequence; with `store`, all that it computed stays reusable, its partial last block too.
+
+        With the last sequence that reads an encoder's input, that ends, too.
+        """
         if store:
-            self._store_in_all(sequence, partial=True)
-        clock = self._expiry.told()
+            self._store(sequence, partial=True)
+        clock, encoder = self._expiry.for_event(), sequence.encoder
         self._emit(
             ev.SequenceRemoved(
                 handle=sequence.handle,
@@ -153,18 +606,25 @@ class BlockManager(Growth):
                 clock=clock,
             )
         )
-        if self.cross:
-            release_input(self.cross, self._emit, sequence.encoder, clock, store=store)
+        for window in self.cross:
+            if encoder is not None and not encoder.holders:
+                if store:
+                    window.store(encoder)
+                freed = window.freed_by(encoder)
+                self._emit(
+                    ev.EncoderRemoved(handle=encoder.handle, group=window.index, freed=freed, clock=clock)
+                )
 
-    # -- the whole cache
 
-    def check(self) -> None:
-        """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
-        check(self._state)
-        for window in (*self.windows, *self.cross):
-            window.order.check()
-        self._expiry.check()
-        self._pinned.check()
-        batch = self._decoding
-        if batch is not None and self._state.running.handles == batch.handles:
-            batch.check()
+def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:
+    """The sequences whose tables point at other blocks in some window, after all windows have stored."""
+    return {
+        sequence.request_id: StoreResult(sequence.stored_blocks, blocks)
+        for sequence, blocks in replaced.items()
+        if blocks
+    }
+
+
+def _lasts_a_time(retention: ev.Retention) -> bool:
+    """Whether anything of a request is to be kept for a time only."""
+    return retention.duration > 0 or any(each.duration for each in retention.ranges)

@@ -178,6 +178,22 @@ class LeastRecentlyUsed(EvictionOrder):
             )
 
 
+class ReuseLevels(LeastRecentlyUsed):
+    """Lower priority first, then what was released longest ago, credit included, then the deepest.
+
+    Credits are in the state of windows that count uses (`kvcache.fold.counting_group`); elsewhere there are none, and
+    this is `LeastRecentlyUsed`.
+    """
+
+    def key(self, run: Run) -> Any:
+        """By turn. Two runs with one turn may be those of two releases, which are not to go in turns."""
+        return (run.priority, run.turn, run.released_at, -run.end)
+
+
+ORDERS: dict[str, type[EvictionOrder]] = {"lru": LeastRecentlyUsed, "levels": ReuseLevels}
+"""By the setting `eviction_policy`."""
+
+
 def refuse_no_order(order: object) -> None:
     """Raise `UsageError` for what is no class of orders."""
     if not (isinstance(order, type) and issubclass(order, EvictionOrder)) or isabstract(order):

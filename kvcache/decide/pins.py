@@ -1,4 +1,4 @@
-"""Pinning blocks of a sequence, and letting go of them."""
+"""Pinning blocks of a sequence, and releasing them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.types import Event
-from kvcache.decide.sliding_manager import SlidingWindowManager
-from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.decide.window_manager import WindowManager
 from kvcache.errors import PinsExceeded, invariant
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
@@ -23,7 +22,7 @@ class Pins:
 
     def __init__(
         self,
-        windows: Items[WindowBlockManager],
+        windows: Items[WindowManager],
         state: CacheState,
         emit: Callable[[Event], None],
         share: float,
@@ -53,8 +52,7 @@ class Pins:
                 overlaps = start < min(stop, window.blocks_for(sequence.num_tokens))
                 start, stop = 0, len(part.tables[window.index]) * overlaps
             end = min(stop, part.path_ends[window.index].end)
-            sliding = isinstance(window, SlidingWindowManager)
-            first = max(start, sequence.detached[window.index]) if sliding else 0
+            first = window.first_pinned(sequence, start)
             own = part.tables[window.index][first:end] if start < end else array("i")
             pinned = int(np.count_nonzero(counts) + np.count_nonzero(counts[own] == 0))
             most = int(self._share * window.primary.size)
@@ -69,7 +67,7 @@ class Pins:
         return number
 
     def unpin(self, number: int, clock: int) -> None:
-        """Let go of what a pin holds."""
+        """Release what a pin holds."""
         state, held = self._state, self._state.pins[number]
         freed = []
         for group, slots in zip(state.groups, held.slots, strict=True):

@@ -1,4 +1,4 @@
-"""Decisions for one attention window: what to store, and what becomes blank. Reads state, emits events.
+"""Decisions for one attention window, as far as full attention and sliding windows decide alike.
 
 `emit` applies an event at once, so each decision sees the effect of the one before. Whether everything will fit
 is counted before the first event of a call; after that no step can fail.
@@ -6,126 +6,437 @@ is counted before the first event of a call; after that no step can fail.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 from events import types as ev
-from events.ids import BlockIndex
-from events.packed import NAME_BYTES, TOKEN_BYTES
-from events.types import PRIMARY, SECONDARY
-from kvcache.decide.claims import BlockNames
+from events.ids import BlockIndex, Handle, LevelIndex, Slot
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.tokens.names import chain_symbols
+from events.types import CROSS, PRIMARY, SECONDARY, Event, Namespace
+from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import packed_handles
-from kvcache.decide.window_admission import WindowAdmission
-from kvcache.fold.matching import covered, covered_child, match
+from kvcache.fold.contents import AnyGroup
+from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import CheckedRequest
 from kvcache.results import Replacement
 
 
-class WindowBlockManager(WindowAdmission):
-    """Decides for the blocks of one window."""
+class BlockNames(NamedTuple):
+    """Consecutive cached blocks at one level, shallowest first."""
+
+    level: LevelIndex
+    first: int
+    """Blocks before them in the prompt."""
+    slots: array[int]
+    names: bytes
+
+
+class CopySource(NamedTuple):
+    """A block whose first `num_tokens` tokens are to be copied."""
+
+    level: LevelIndex
+    slot: Slot
+    num_tokens: int
+    kept: Kept
+    """How the source is kept."""
+    cached: bool = True
+
+
+class WindowPlan(NamedTuple):
+    """What admitting one request takes from one window: values, which stay as they are while events are applied."""
+
+    claimed: list[BlockNames]
+    """The cached blocks to hold."""
+    new_blocks: int
+    """Blocks that are not cached."""
+    source: CopySource | None
+    """The block to copy the start of."""
+    primary: int
+    """Tokens in full blocks that the sequence takes from primary."""
+    secondary: int
+    """Tokens in full blocks that it takes from secondary."""
+
+
+class Plan(NamedTuple):
+    """What admitting one request takes: values only."""
+
+    request: CheckedRequest
+    windows: tuple[WindowPlan, ...]
+    cross: tuple[WindowPlan, ...]
+    """The same of cross attention; none where the model has no encoder."""
+    reused_tokens: int
+    """Leading tokens that all windows have, those of a copied block too."""
+    reused_partial: int
+    """Tokens reused from the start of a copied block."""
+
+    @property
+    def reused(self) -> tuple[int, int, int]:
+        """Tokens reused from primary in all windows, from secondary in some, and from the start of a copied block."""
+        tokens, partial = self.reused_tokens, self.reused_partial
+        secondary = max([each.secondary for each in self.windows]) if tokens else 0
+        return tokens - partial - secondary, secondary, partial
+
+    @property
+    def reused_input(self) -> tuple[int, int]:
+        """Tokens of the encoder's input, and how many leading ones of these are reused."""
+        if self.request.encoder is None:
+            return 0, 0
+        num_tokens = self.request.encoder.num_tokens
+        return num_tokens, min(num_tokens, self.cross[0].primary + self.cross[0].secondary)
+
+
+class KeptRow(NamedTuple):
+    """Consecutive cached blocks of a sequence that are kept alike."""
+
+    level: LevelIndex
+    kept: Kept
+    slots: array[int]
+    names: bytes
+
+
+class Claims(ABC):
+    """What the requests of a batch hold together in one window: each cached block counts once, whoever claims it."""
+
+    def __init__(self, available: int) -> None:
+        self.needed = 0
+        """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
+        self.available = available
+        """Primary slots that can be had, less those of claimed blocks."""
+
+    @abstractmethod
+    def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
+        """Count the cached blocks of one more request."""
+
+
+class WindowManager(ABC):
+    """Decides for the blocks of one window. Reads state, emits events.
+
+    | called for | methods |
+    |---|---|
+    | an admission: read | `match`, `plan` |
+    | an admission: emit | `claim`, `free_up`, `copy_partial`, `allocate`, `onboard`, `restate` |
+    | new tokens | `free_up`, `allocate`, `store_filled`, `store` |
+    | forks and rewinds | `first_to_leave`, `source_of_own`, `copy_blocks`, `freed_by`, `released_by` |
+    | questions of schedulers | `blocks_to_grow`, `blocks_to_complete` |
+    """
+
+    group: AnyGroup
+    """The state decided about."""
+
+    def __init__(
+        self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
+    ) -> None:
+        self._state, self.group, self._emit = state, group, emit
+        self.index, self.window = group.index, group.window
+        self.primary, self.tokens_per_block = group.levels[PRIMARY], state.tokens_per_block
+        self._reuse = config.enable_block_reuse
+        self._partial_reuse = config.enable_partial_reuse and group.kind != CROSS and state.tokens_recorded
+        self._offload_min_priority = config.secondary_offload_min_priority
+        self._offloads = group.levels[SECONDARY].size > 0
+        self.key_bytes = state.hashing.key_bytes
+        self._chain, self._rich = state.hashing.chain, state.rich
+        self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
+        self._known_keys = self.key_bytes if self.index else 0
+        """When decoding has filled a block: key bytes of that block that the first window has made."""
+        self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
+        """And where the key of the block before is, among the sequence's."""
+
+    # -- what each kind of window decides
+
+    @abstractmethod
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
+        """The longest cached prefix of ``symbols[:stop]`` (bytes)."""
+
+    @abstractmethod
+    def claims(self) -> Claims:
+        """Of a batch of which nothing is counted yet."""
+
+    @abstractmethod
+    def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
+        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
+
+    @abstractmethod
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
+        """Blocks that a sequence needs at most, besides those that it has, to grow by so many tokens, one by one.
+
+        A prompt that has slots for a part of its tokens gets the others by chunks of at most `chunk` tokens (None: at
+        once).
+        """
+
+    @abstractmethod
+    def blocks_to_complete(self, plan: Plan, total: int) -> int:
+        """The same of a prompt from its admission on, until it has so many tokens."""
+
+    @abstractmethod
+    def released_by(self, sequence: Sequence, first: int) -> int:
+        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+
+    @abstractmethod
+    def first_pinned(self, sequence: Sequence, first: int) -> int:
+        """The first block to pin where those from the block `first` on are to be found again."""
+
+    @abstractmethod
+    def _store_path(
+        self, sequence: Sequence, first: int, full: int, stop: int, replaced: list[Replacement]
+    ) -> None:
+        """Make the blocks from `first` up to `full` reusable, and what is behind them up to the token `stop`."""
+
+    @abstractmethod
+    def _kept_rows(
+        self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+    ) -> Iterator[KeptRow]:
+        """The cached blocks from `first` up to `last` that the sequence holds and that are kept so that it changes."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `InvariantViolated` if another block would be evicted next than the right one."""
+
+    # -- reading
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def plan(self, found: GroupMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
+        """What reusing so many tokens of a match takes, which is counted in `claims`."""
+        claimed, blocks = self._claimed(found, num_tokens), [0, 0]
+        claims.needed += new_blocks
+        claims.add(found, claimed)
+        for each in claimed:
+            blocks[each.level] += len(each.slots) * self.tokens_per_block
+        source = None if found.partial is None else self._source(found.partial)
+        return WindowPlan(claimed, new_blocks, source, *blocks)
+
+    def _claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
+        """The blocks to hold in order to reuse so many tokens of a match: a row for each change of level.
+
+        Noted by slots at once: claiming one request's blocks splits runs that another one's match may name.
+        """
+        rows: list[list[Piece]] = []
+        for piece in found.pieces(num_tokens, self.key_bytes) if found.runs else ():
+            if rows and rows[-1][0].level == piece.level:
+                rows[-1].append(piece)
+            else:
+                rows.append([piece])
+        claimed: list[BlockNames] = []
+        for row in rows:
+            level, first, slots, keys, _ = row[0]
+            if len(row) > 1:
+                slots = array("i", b"".join([piece.slots for piece in row]))
+                keys = b"".join([piece.keys for piece in row])
+            claimed.append(BlockNames(level, first, slots, names_of_keys(keys, self.key_bytes)))
+        return claimed
+
+    def _source(self, found: PartialMatch) -> CopySource:
+        """Where a partial match lies now."""
+        level, slot = found.block.level, Slot(found.block.slots[0])
+        return CopySource(level, slot, found.num_tokens, self.group.kept_in(level, slot))
+
+    def source_of_own(self, sequence: Sequence, block: int, num_tokens: int) -> CopySource:
+        """The beginning of a block in a sequence's table."""
+        slot = Slot(sequence.tables[self.index][block])
+        if self.group.is_cached(PRIMARY, slot):
+            return CopySource(PRIMARY, slot, num_tokens, self.group.kept_in(PRIMARY, slot))
+        how = kept(sequence, self.index, block, self.tokens_per_block)
+        return CopySource(PRIMARY, slot, num_tokens, how, cached=False)
+
+    def first_to_leave(self, sequence: Sequence, num_tokens: int) -> int:
+        """The first block that a sequence releases when all but so many tokens are taken back."""
+        blocks = min(sequence.computed, num_tokens - 1) // self.tokens_per_block
+        needed = min(self.blocks_for(num_tokens), len(sequence.tables[self.index]))
+        return self.group.first_to_leave(sequence, blocks, needed)
+
+    def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
+        """The slots from the block `first` on that become blank when the sequence releases them, deepest first."""
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
+        own = sequence.tables[self.index][cached:][::-1]
+        shared = self.group.shared
+        if shared:
+            own = array("i", [slot for slot in own if slot not in shared])
+        return own.tobytes()
+
+    # -- blocks for a sequence
+
+    def claim(self, sequence: Sequence, blocks: BlockNames, replaced: bytes = b"") -> None:
+        """Let a sequence hold cached blocks of its prompt, instead of own ones that are `replaced` (deepest first)."""
+        self._emit(
+            ev.BlocksReused(
+                handle=sequence.handle,
+                group=self.index,
+                level=blocks.level,
+                first_block=BlockIndex(blocks.first),
+                slots=blocks.slots.tobytes(),
+                names=self._names_before(sequence, blocks) + blocks.names,
+                replaced=replaced,
+            )
+        )
+
+    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
+        """Names of the sequence's blocks before these that no event has given: with full attention there are none."""
+        return b""
+
+    def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
+        """Copy the start of a block into a new one of the sequence.
+
+        A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch:
+        nothing may overwrite one before it was read.
+        """
+        slot: int = source.slot
+        if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
+            unread.discard(slot)
+            target = slot
+        else:
+            target = next(free for free in reversed(self.primary.blank) if free not in unread)
+        block = len(sequence.tables[self.index])
+        handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
+        self._emit(
+            ev.BlocksAllocated(
+                handles=handles, counts=b"", group=self.index, slots=slots, why=ev.AllocateReason.COPY
+            )
+        )
+        self._copy(sequence, source, target, block)
+
+    def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: ev.AllocateReason) -> None:
+        """Give a sequence copies of its own, behind the blocks that it has, of blocks that others may read."""
+        if len(sources) == 1:
+            self.copy_partial(sequence, sources[0], {each.slot for each in sources if each.cached})
+        elif sources:
+            first, count = len(sequence.tables[self.index]), len(sources)
+            self.allocate(packed_handles([sequence]), count, [count], why)
+            targets = sequence.tables[self.index][first:]
+            # Of what the copies inherit the last one's is kept: that of the block that is stored next.
+            for block in reversed(range(count)):
+                self._copy(sequence, sources[block], targets[block], first + block)
+
+    def _copy(self, sequence: Sequence, source: CopySource, target: int, block: int) -> None:
+        self._emit(
+            ev.BlocksCopied(
+                handle=sequence.handle,
+                group=self.index,
+                source_level=source.level,
+                source=source.slot,
+                target=Slot(target),
+                num_tokens=source.num_tokens,
+                block=BlockIndex(block),
+                transfer=self._state.next_transfer,
+                priority=source.kept.priority,
+                duration=source.kept.duration,
+            )
+        )
+
+    def allocate(
+        self, handles: bytes, needed: int, counts: Items[int] | None, why: ev.AllocateReason
+    ) -> None:
+        """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
+        slots = self.primary.peek(needed).tobytes()
+        packed = b"" if counts is None else array("I", counts).tobytes()
+        self._emit(ev.BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
+
+    def onboard(self, sequence: Sequence) -> None:
+        """Bring the secondary blocks that the sequence claimed to primary, if no other one of its batch has."""
+        waiting = self._state.awaiting_onboard.get(self.index, ())
+        for row in [list(places.items()) for each, places in waiting if each is sequence]:
+            # What is left of a row may have gaps, where another sequence has brought some of its blocks.
+            for _, part in groupby(enumerate(row), lambda item: item[0] - item[1][1]):
+                blocks = [place for _, place in part]
+                first, slots = blocks[0][1], array("i", [slot for slot, _ in blocks])
+                size = self.key_bytes
+                names = names_of_keys(bytes(sequence.keys[first * size : (first + len(slots)) * size]), size)
+                found = BlockNames(SECONDARY, first, slots, names)
+                self._move_up(sequence, found, self.primary.peek(len(slots)).tobytes(), ev.MoveReason.ONBOARD)
+
+    def _move_up(self, sequence: Sequence, blocks: BlockNames, to_slots: bytes, why: ev.MoveReason) -> None:
+        """Move secondary blocks of a sequence's prompt to primary; what was computed again needs no copy."""
+        self._emit(
+            ev.BlocksMoved(
+                group=self.index,
+                names=blocks.names,
+                from_level=SECONDARY,
+                from_slots=blocks.slots.tobytes(),
+                to_level=PRIMARY,
+                to_slots=to_slots,
+                why=why,
+                transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
+                handle=sequence.handle,
+                first_block=BlockIndex(blocks.first),
+            )
+        )
 
     # -- storing
 
     def store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
-        """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them)."""
-        swaps: list[Replacement] = []
+        """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them).
+
+        Where another sequence has stored them first, hold its copies instead, kept as this one states; returns which.
+        """
+        replaced: list[Replacement] = []
         if not self._reuse:
-            return swaps
-        size, computed = self.tokens_per_block, sequence.computed
-        full = computed // size
+            return replaced
+        size, computed, end = self.tokens_per_block, sequence.computed, sequence.path_ends[self.index].end
+        full, first = computed // size, max(end, sequence.detached[self.index])
         stop = computed if partial and self._partial_reuse else full * size
-        tail = sequence.path_ends[self.index]
-        first = tail.end
         if self.group.shared:
             own = self._own_blocks(sequence.tables[self.index], first)
             full, stop = min(full, own), min(stop, own * size)
-        if first < full and tail.children:
-            first += self._adopt(sequence, first, full, swaps)
-        if first * size < stop:
-            self._store_new(sequence, first, stop)
-        return swaps
+        self._store_path(sequence, first, full, stop, replaced)
+        if sequence.retention is not None:
+            self.restate(sequence, end, sequence.path_ends[self.index].end)
+        return replaced
+
+    def _own_blocks(self, table: array[int], first: int) -> int:
+        """Blocks before the first one that another sequence holds without a name: it must stay without."""
+        shared = self.group.shared
+        return next((block for block in range(first, len(table)) if table[block] in shared), len(table))
 
     def store_filled(
-        self, sequences: list[Sequence], handles: bytes, same: ev.BlocksFilled | None = None
-    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
-        """The usual case of `store`, many at a time: decoding has filled one block behind what a sequence had cached.
+        self, sequences: list[Sequence], handles: bytes
+    ) -> list[tuple[Sequence, list[Replacement]]]:
+        """Store the block that decoding has filled of each of these; `handles` are theirs.
 
-        `handles` are those of the sequences. Returns those for which this is not the case, for whom nothing was done;
-        and what was emitted if that was one event for all: the next window takes it as `same`, for it stores blocks of
-        the same sequences and names.
+        Returns what `store` does, of those for which it was called. In a step of decoding many sequences fill a block,
+        nearly always one that nobody knows. One `BlocksFilled` says so of all that are kept alike, if all of this
+        holds; a sequence of which something does not is stored by `store`, in the order of the call.
+
+        | of the window or the sequence | because `BlocksFilled` |
+        |---|---|
+        | blocks are reused, and none is shared without a name | looks at no table for a block that must not be named |
+        | it has one block that is computed and not stored, the last but one | stores one block |
+        | its path ends in a run that it alone makes longer (`_growing`) | makes that run longer and none new |
+        | none of its tokens stands for an item or has an extra id | has names of plain tokens |
+        | its names end with the block before, or this one if the first window has made it | has no other names |
         """
-        if not self._reuse or self._group.shared:
-            return list(sequences), None
-        if self._state.all_kept_alike:
-            event = self._fill_alike(sequences, same) if same is not None else None
-            return ([], event) if event is not None else self._fill(sequences, handles)
-        alike: dict[tuple[int, int], list[Sequence]] = {}
-        index, size = self.index, self.tokens_per_block
-        how: tuple[int, int]
-        for sequence in sequences:
-            retention, block = sequence.retention, sequence.path_ends[index].end
-            if retention is None and not sequence.inherited:
-                how = DEFAULT
-            elif retention is not None and block * size >= sequence.num_prompt_tokens:
-                how = (retention.priority, retention.duration)
-            else:
-                how = kept(sequence, index, block, size)
-            if how in alike:
-                alike[how].append(sequence)
-            else:
-                alike[how] = [sequence]
-        others = [
-            other
-            for how, several in alike.items()
-            for other in self._fill(several, packed_handles(several), *how)[0]
-        ]
-        if len(alike) > 1 and others:
-            # Who comes first stores, and the next one finds it.
-            left = set(others)
-            others = [sequence for sequence in sequences if sequence in left]
-        return others, None
-
-    def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
-        """Store what an earlier window has stored; None: not all of these sequences go on here as they do there."""
-        index, slots, grows = self.index, array("i"), self._growing() if self._slides else None
-        for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
-            tail, table = sequence.path_ends[index], sequence.tables[index]
-            if tail.end != block:
-                return None
-            if not (tail.grows(DEFAULT_PRIORITY, 0) if grows is None else grows(table, block)):
-                return None
-            slots.append(table[block])
-        event = ev.BlocksFilled(
-            handles=same.handles,
-            group=index,
-            blocks=same.blocks,
-            parents=same.parents,
-            keys=b"",
-            slots=slots.tobytes(),
-            priority=same.priority,
-            duration=same.duration,
+        if not self._reuse or self.group.shared:
+            return [(sequence, self.store(sequence)) for sequence in sequences]
+        alike: dict[Kept, list[Sequence]] = {DEFAULT: sequences}
+        if not self._state.all_kept_alike:
+            alike = {}
+            for sequence in sequences:
+                block = sequence.path_ends[self.index].end
+                how = kept(sequence, self.index, block, self.tokens_per_block)
+                alike.setdefault(how, []).append(sequence)
+        left: set[Sequence] = set()
+        for how, several in alike.items():
+            left |= self._fill(several, handles if several is sequences else packed_handles(several), how)
+        return (
+            [(sequence, self.store(sequence)) for sequence in sequences if sequence in left] if left else []
         )
-        self._emit(event)
-        return event
 
-    def _growing(self) -> Callable[[array[int], int], bool]:
-        """Whether a sequence with this table may extend what is cached by this block, asked once of each sequence that
-        fills one. Where no window slides, that with which its path ends knows.
-        """
-        raise NotImplementedError("of sliding windows only")
-
-    def _fill(
-        self, sequences: list[Sequence], handles: bytes, priority: int = DEFAULT_PRIORITY, duration: int = 0
-    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
-        """`store_filled` of blocks that are to be kept alike."""
+    def _fill(self, sequences: list[Sequence], handles: bytes, how: Kept) -> set[Sequence]:
+        """Store blocks that are to be kept alike by one event, as `store_filled` says; returns the sequences left."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
-        grows = self._growing() if self._slides else None
+        grows, (priority, duration) = self._growing(), how
         blocks, slots = array("I"), array("i")
-        parents, keys, others = [], [], []
+        parents, keys, left = [], [], set[Sequence]()
         for sequence in sequences:
             tail, table = sequence.path_ends[index], sequence.tables[index]
             block = tail.end
@@ -135,7 +446,7 @@ class WindowBlockManager(WindowAdmission):
                 or (rich and sequence.handle in rich)
                 or (key_bytes and len(sequence.keys) != block * key_bytes + known)
             ):
-                others.append(sequence)
+                left.add(sequence)
                 continue
             blocks.append(block)
             slots.append(table[block])
@@ -145,84 +456,50 @@ class WindowBlockManager(WindowAdmission):
                 if not known:
                     symbols = sequence.packed(block * size, block * size + size)
                     keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
-        if not slots:
-            return others, None
-        if others:
-            left = set(others)
+        if left:
             handles = packed_handles([each for each in sequences if each not in left])
-        event = ev.BlocksFilled(
-            handles=handles,
-            group=index,
-            blocks=blocks.tobytes(),
-            parents=b"".join(parents),
-            keys=b"".join(keys),
-            slots=slots.tobytes(),
-            priority=priority,
-            duration=duration,
-        )
-        self._emit(event)
-        return others, None if others else event
+        if slots:
+            self._emit(
+                ev.BlocksFilled(
+                    handles=handles,
+                    group=index,
+                    blocks=blocks.tobytes(),
+                    parents=b"".join(parents),
+                    keys=b"".join(keys),
+                    slots=slots.tobytes(),
+                    priority=priority,
+                    duration=duration,
+                )
+            )
+        return left
 
-    def _own_blocks(self, table: array[int], first: int) -> int:
-        """Blocks before the first one that another sequence holds without a name: it must stay without."""
-        shared = self._group.shared
-        for index in range(first, len(table)):
-            if table[index] in shared:
-                return index
-        return len(table)
+    def _growing(self) -> Callable[[array[int], int], bool] | None:
+        """Whether a sequence with this table may extend what is cached by this block, asked once of each that fills
+        one. None: the end of its path knows.
+        """
+        return None
 
-    def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Replacement]) -> int:
-        """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
-        size, tail = self.tokens_per_block, sequence.path_ends[self.index]
-        if sequence.packed(first * size, (first + 1) * size) not in tail.children:
-            return 0
-        symbols = sequence.packed(first * size, full * size)
-        found = match(self.group.tree, tail, symbols, len(symbols), partial=False)
-        for blocks in self.claimed(found, 0):
-            self._take_stored(sequence, blocks, swaps)
-        return found.blocks
-
-    def _take_stored(self, sequence: Sequence, blocks: BlockNames, swaps: list[Replacement]) -> None:
+    def _take_stored(self, sequence: Sequence, blocks: BlockNames, replaced: list[Replacement]) -> None:
         """Hold another sequence's blocks instead of own ones; what lies in secondary moves to these."""
-        self.adopted = True
         first, last = blocks.first, blocks.first + len(blocks.slots)
         own = sequence.tables[self.index][first:last]
         if blocks.level == SECONDARY:
             self._move_up(sequence, blocks, own.tobytes(), ev.MoveReason.RECOMPUTED)
             return
         places = zip(range(first, last), own, blocks.slots, strict=True)
-        swaps += [Replacement(*place, self.window) for place in places]
-        self._emit(
-            ev.BlocksReused(
-                handle=sequence.handle,
-                group=self.index,
-                level=PRIMARY,
-                first_block=BlockIndex(first),
-                slots=blocks.slots.tobytes(),
-                names=self._names_before(sequence, blocks) + blocks.names,
-                replaced=own[::-1].tobytes(),
-            )
-        )
+        replaced += [Replacement(*place, self.window) for place in places]
+        self.claim(sequence, blocks, own[::-1].tobytes())
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Store the blocks from `first` up to the token `stop`, behind the path that the sequence holds."""
-        size = self.tokens_per_block
-        if sequence.path_ends[self.index].children:
-            head = sequence.packed(first * size, min(stop, (first + 1) * size))
-            if not self._make_way(sequence, head):
-                return
-        self._emit_stored(sequence, first, stop)
-
-    def _emit_stored(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`: by an event for each row that is to be kept alike."""
         if sequence.retention is None and not sequence.inherited:
-            self._emit_row(sequence, first, stop, DEFAULT)  # nearly always
+            self._store_row(sequence, first, stop, DEFAULT)  # nearly always
             return
         size = self.tokens_per_block
         for begin, end, how in rows(sequence, self.index, first, -(-stop // size), size):
-            self._emit_row(sequence, begin, min(end * size, stop), how)
+            self._store_row(sequence, begin, min(end * size, stop), how)
 
-    def _emit_row(self, sequence: Sequence, first: int, stop: int, how: Kept) -> None:
+    def _store_row(self, sequence: Sequence, first: int, stop: int, how: Kept) -> None:
         """Names are made that no other window has needed yet."""
         size, key_bytes = self.tokens_per_block, self.key_bytes
         last, known = -(-stop // size), sequence.keys
@@ -251,26 +528,80 @@ class WindowBlockManager(WindowAdmission):
             )
         )
 
-    def _make_way(self, sequence: Sequence, head: bytes) -> bool:
-        """Whether a new block is to be stored beside its siblings; a shorter one that it covers is removed."""
-        tail = sequence.path_ends[self.index]
-        if covered(tail, head):
-            return False  # a block that begins with these tokens serves as well
-        shorter = covered_child(tail, head)
-        if shorter is not None:
-            self.evictor.remove_tail(shorter, 1, ev.RemoveReason.SUPERSEDED, sequence.handle)
-        return True
+    # -- how blocks are kept
 
-    def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
-        """The slots from the block `first` on that become blank when the sequence lets go of them, deepest first."""
-        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
-        own = sequence.tables[self.index][cached:][::-1]
-        shared = self._group.shared
-        if shared:
-            own = array("i", [slot for slot in own if slot not in shared])
-        return own.tobytes()
+    def restate(self, sequence: Sequence, first: int, last: int) -> None:
+        """Keep the cached blocks of its prompt from `first` up to `last` as the request states, where it does."""
+        retention, size = sequence.retention, self.tokens_per_block
+        last = min(last, self.blocks_for(sequence.num_prompt_tokens))
+        for stated in () if retention is None else retention.ranges:
+            begin = max(-(-stated.start // size), first)
+            end = last if stated.stop is None else min(-(-stated.stop // size), last)
+            how = stated.priority, stated.duration, ev.UpdateReason.RETENTION
+            self.change_priority(sequence, begin, end, *how)
 
-    def released_by(self, sequence: Sequence, first: int) -> int:
-        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
-        path = self.group.path(sequence.path_ends[self.index])
-        return sum(max(0, run.end - max(run.start, first)) for run in path if run.refs == 1)
+    def change_priority(
+        self,
+        sequence: Sequence,
+        first: int,
+        last: int,
+        priority: int,
+        duration: int | None,
+        why: ev.UpdateReason,
+    ) -> int:
+        """Give a sequence's cached blocks from `first` up to `last` a priority, and keep them for a time (None: for as
+        long as before); returns how many changed.
+
+        One event for each row of blocks that were kept alike. All are noted first: applying one splits and joins runs.
+        """
+
+        def changes(old: Kept) -> bool:
+            return old.priority != priority or (duration is not None and old.duration != duration)
+
+        found = list(self._kept_rows(sequence, first, last, changes)) if first < last else []
+        for level, old, slots, names in found:
+            self._emit(
+                ev.BlocksUpdated(
+                    group=self.index,
+                    level=level,
+                    slots=slots.tobytes(),
+                    names=names,
+                    old_priority=old.priority,
+                    priority=priority,
+                    handle=sequence.handle,
+                    why=why,
+                    duration=duration,
+                )
+            )
+        return sum(len(row.slots) for row in found)
+
+    # -- evicting
+
+    def _offload_blocks(self, slots: array[int], names: bytes, handle: Handle | None) -> None:
+        self._emit(
+            ev.BlocksMoved(
+                group=self.index,
+                names=names,
+                from_level=PRIMARY,
+                from_slots=slots.tobytes(),
+                to_level=SECONDARY,
+                to_slots=self.group.levels[SECONDARY].peek(len(slots)).tobytes(),
+                why=ev.MoveReason.OFFLOAD,
+                transfer=self._state.next_transfer,
+                handle=handle,
+            )
+        )
+
+    def _remove_blocks(
+        self, level: int, slots: array[int], names: bytes, why: ev.RemoveReason, handle: Handle | None
+    ) -> None:
+        self._emit(
+            ev.BlocksRemoved(
+                group=self.index,
+                level=LevelIndex(level),
+                slots=slots.tobytes(),
+                names=names,
+                why=why,
+                handle=handle,
+            )
+        )

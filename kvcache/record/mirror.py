@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from events.ids import LevelIndex
 from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, RequestId
-from kvcache.decide.eviction import last_names
+from kvcache.decide.full_attention import last_names
 from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece, match

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from events.diagnostics import get_logger
 from events.types import SECONDARY, EventBatch, TokensAppended
-from kvcache.decide.whole_cache import WholeCache
+from kvcache.decide.upkeep import Upkeep
 from kvcache.device.checking import CheckingCopier
 from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import TransferEngine
@@ -40,13 +40,13 @@ class Steps:
         self,
         guard: Guard,
         journal: Journal,
-        blocks: WholeCache,
+        upkeep: Upkeep,
         transfers: TransferEngine | None,
         readiness: Readiness,
         wall_ns: Callable[[], int],
         secondary_file: SecondaryFile | None = None,
     ) -> None:
-        self._guard, self._journal, self._blocks = guard, journal, blocks
+        self._guard, self._journal, self._upkeep = guard, journal, upkeep
         self._transfers, self._readiness, self._wall_ns = transfers, readiness, wall_ns
         self._state: CacheState = journal.state
         self._secondary_file = secondary_file
@@ -91,12 +91,12 @@ class Steps:
         checksums = self._checksums(landed)
         with self._guard:
             if landed:
-                self._blocks.land(landed, b"".join([each for _, _, each in checksums]))
+                self._upkeep.land(landed, b"".join([each for _, _, each in checksums]))
             if self._checking is not None:
                 for each in checksums:
                     self._checking.landed(*each)
             if failed:
-                self._readiness.lose(failed, self._blocks.fail(failed))
+                self._readiness.lose(failed, self._upkeep.fail(failed))
                 if self._checking is not None:
                     self._checking.begin(self._state)
             if engine is not None:
@@ -121,9 +121,9 @@ class Steps:
         """End a step. Raises `events.LogWriteFailed` while the disk refuses a log that the engine waits for."""
         if self._state.transfers:
             self.record_copies()
-        if self._blocks.upkeep_due:
+        if self._upkeep.due:
             with self._guard:
-                self._blocks.upkeep()
+                self._upkeep.run()
         batch = self._flush()
         self._look_at = UNFLUSHED_STEPS
         if self._tell_time is not None and batch is not None:
@@ -147,7 +147,7 @@ class Steps:
             # Who does not want to wait for copies any longer still wants what has happened recorded.
             if self._guard.failure is None:
                 with self._guard:
-                    self._blocks.checkpoint()
+                    self._upkeep.checkpoint()
                 self._journal.outputs.make_room()
                 self._flush()
 

@@ -18,8 +18,7 @@ from events.types import PRIMARY, AnyEvent, EndReason, Event, MoveReason, Namesp
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.lookup import count_blocks
-from kvcache.decide.sliding_manager import SlidingWindowManager
-from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.decide.window_manager import WindowManager
 from kvcache.errors import UsageError, invariant
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
@@ -242,7 +241,7 @@ class Unstored:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._windows: tuple[WindowBlockManager | SlidingWindowManager, ...] = ()
+        self._windows: tuple[WindowManager, ...] = ()
 
     def begin(self) -> None:
         """The state has begun anew."""
@@ -257,7 +256,7 @@ class Unstored:
             return True
         return False
 
-    def _made(self) -> tuple[WindowBlockManager | SlidingWindowManager, ...]:
+    def _made(self) -> tuple[WindowManager, ...]:
         assert self._state.created is not None
         config = KVCacheConfig.model_validate_json(self._state.created.config)
         self._windows = BlockManager(config, self._state, _refuse, recorded=False, monotonic_ns=int).windows

@@ -30,8 +30,7 @@ from events.types import (
     SequenceRemoved,
 )
 from kvcache.config import KVCacheConfig
-from kvcache.decide.eviction_order import EvictionOrder
-from kvcache.decide.reuse_levels import ORDERS
+from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.errors import OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.sequence import Sequence
 from kvcache.inputs.requests import Request

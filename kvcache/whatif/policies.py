@@ -21,8 +21,7 @@ from events.errors import type_and_place
 from events.packed import NAME_BYTES, names_of_keys
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import PRIMARY
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed, refuse_no_order
-from kvcache.decide.reuse_levels import ORDERS
+from kvcache.decide.eviction_order import ORDERS, EvictionOrder, LeastRecentlyUsed, refuse_no_order
 from kvcache.errors import CapacityError, ConfigError, UsageError, invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run

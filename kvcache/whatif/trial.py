@@ -16,7 +16,7 @@ from typing import Any
 from events.log import LogEnd, LogReader
 from kvcache.audit.fleet import deaf_children
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
-from kvcache.decide.reuse_levels import ORDERS
+from kvcache.decide.eviction_order import ORDERS
 from kvcache.errors import InternalError
 from kvcache.settings.sources import Values, merged
 from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded

@@ -12,6 +12,7 @@ import pytest
 
 from events.types import BlocksMoved, BlocksRemoved, MoveReason, RemoveReason
 from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
+from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.errors import InvariantViolated, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.group_state import GroupState
@@ -216,7 +217,8 @@ def test_evicting_many_at_once_is_evicting_one_after_the_other(seed: int, second
     pair = [
         cache(primary_blocks=60, secondary_blocks=secondary_blocks, max_sequence_length=120) for _ in range(2)
     ]
-    one_by_one = blocks_of(pair[1]).windows[0].evictor
+    (one_by_one,) = blocks_of(pair[1]).windows
+    assert isinstance(one_by_one, FullAttentionManager)
     one_by_one.evict_together = lambda victims, handle: False  # type: ignore[method-assign]
     counts = [0, 0]
     for step in range(25):

@@ -425,7 +425,7 @@ def with_images() -> KVCacheManager:
     for number in range(3):
         image = MultimodalItem(bytes([number]) * 32, 1, 2)
         serve(manager, f"image {number}", [1, 2, 3, 4], multimodal=[image])
-    blocks_of(manager).clear()
+    blocks_of(manager).upkeep.clear()
     return manager
 
 
@@ -490,7 +490,7 @@ RECORDED = {LoadFailed, *(kind for kind in AnyEvent.__args__ if kind.__module__ 
 
 
 def checkpoint_due(manager: KVCacheManager) -> KVCacheManager:
-    blocks_of(manager).checkpoint_due = 1
+    blocks_of(manager).upkeep.checkpoint_due = 1
     return manager
 
 

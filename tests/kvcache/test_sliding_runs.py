@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from events.types import PRIMARY, RemoveReason
-from kvcache.decide.sliding_manager import SlidingWindowManager
+from kvcache.decide.sliding_window import SlidingWindowManager
 from kvcache.errors import InvariantViolated
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
@@ -47,7 +47,7 @@ def test_sliding_leaves_a_handful_of_runs(primary_blocks: int, together: int) ->
     assert isinstance(window, SlidingWindowManager)
     assert sequence.detached == [BLOCKS - 16]
     assert len(group.tree.runs) <= 4
-    assert window.sliding_order.queued <= 4 * primary_blocks + 2 * 1024
+    assert window.order.queued <= 4 * primary_blocks + 2 * 1024
     manager.check()
 
 
@@ -64,7 +64,7 @@ def test_what_is_held_again_and_again_is_queued_a_bounded_number_of_times() -> N
         manager.add_sequence(number, [1] * 32)
         manager.store_context_blocks(number, 32)
         manager.remove_sequence(number)
-        assert window.sliding_order.queued <= 4 * 64 + 2 * 1024 + 16
+        assert window.order.queued <= 4 * 64 + 2 * 1024 + 16
     manager.check()
 
 
@@ -81,7 +81,7 @@ def test_spared_blocks_are_passed_over() -> None:
         manager.remove_sequence(name)
     (window,) = blocks_of(manager).windows
     assert isinstance(window, SlidingWindowManager)
-    order, evict = window.sliding_order, window.sliding_evictor.remove
+    order, evict = window.order, window.remove
     by_key = sorted((*order.key(slot), slot) for slot in range(5))
     first, second, third, *later = [slot for *_, slot in by_key]
     for spares, wanted, expected in (

@@ -32,7 +32,7 @@ from events.types import (
     UpdateReason,
 )
 from kvcache.config import KVCacheConfig
-from kvcache.decide import growth
+from kvcache.decide import block_manager
 from kvcache.errors import (
     DuplicateRequest,
     KVCacheError,
@@ -574,5 +574,5 @@ def explore(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symbols_module, "FORGET_ABOVE", 3)
-        patch.setattr(growth, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
+        patch.setattr(block_manager, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
         run_state_machine_as_test(machine, settings=chosen)

@@ -1,0 +1,377 @@
+"""Decisions for a sliding window: what to match across holes, fill, hold, release and evict.
+
+Any block that no sequence holds can go, and takes nothing with it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Items
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.ids import Handle, LevelIndex
+from events.packed import names_of_keys
+from events.types import PRIMARY, SECONDARY, Event, Namespace, RemoveReason
+from kvcache.config import KVCacheConfig
+from kvcache.decide.decoding import packed_handles
+from kvcache.decide.release_order import ReleaseOrder
+from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
+from kvcache.fold.matching import GroupMatch, covered, covered_child
+from kvcache.fold.places import DEPTH_BITS, HOLE, indexes
+from kvcache.fold.prefix_tree import Node, Run, common_bytes
+from kvcache.fold.retention import Kept
+from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_matching import SlidingMatch
+from kvcache.fold.state import CacheState
+from kvcache.results import Replacement
+
+
+class PlaceClaims(Claims):
+    """Counts block by block: requests of a batch may claim different parts of one prefix."""
+
+    def __init__(self, group: SlidingGroup) -> None:
+        super().__init__(group.levels[PRIMARY].available)
+        self._group = group
+        self._before: list[npt.NDArray[np.intp]] = []
+        """Places that the first request claims."""
+        self._is_claimed: npt.NDArray[np.bool_] | None = None
+        """By place; a batch of one request, the usual one, needs none."""
+
+    def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
+        """Count the cached blocks of one more request."""
+        if self._before and self._is_claimed is None:
+            self._is_claimed = np.zeros(len(self._group.refs), np.bool_)
+            self._is_claimed[np.concatenate(self._before)] = True
+        for blocks in claimed:
+            at = indexes(blocks.slots)
+            if blocks.level == SECONDARY:
+                at += self._group.levels[PRIMARY].size
+            if self._is_claimed is None:
+                self._before.append(at)
+            else:
+                at = at[~self._is_claimed[at]]
+                self._is_claimed[at] = True
+            if blocks.level == SECONDARY:
+                self.needed += len(at)
+            else:
+                self.available -= len(at) - int(np.count_nonzero(self._group.views["refs"][at]))
+
+
+class SlidingWindowManager(WindowManager):
+    """Decides for a window in which a sequence holds what its next token sees."""
+
+    group: SlidingGroup
+
+    def __init__(
+        self, state: CacheState, group: SlidingGroup, emit: Callable[[Event], None], config: KVCacheConfig
+    ) -> None:
+        super().__init__(state, group, emit, config)
+        self.order = group.watcher = ReleaseOrder(group)
+
+    # -- reading
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
+        """The known prefix of ``symbols[:stop]`` (bytes), of which the window may have parts only."""
+        stop = stop if self._reuse else 0
+        return SlidingMatch(self.group, namespace, symbols, stop, partial=self._partial_reuse)
+
+    def claims(self) -> Claims:
+        """Of a batch of which nothing is counted yet."""
+        return PlaceClaims(self.group)
+
+    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
+        known = len(sequence.keys) // self.key_bytes if self.key_bytes else blocks.first
+        if known >= blocks.first:
+            return b""
+        run, _ = self.group.find(self.group.places(blocks.level, blocks.slots[:1])[0])
+        return names_of_keys(self.group.keys_between(run, known, blocks.first), self.key_bytes)
+
+    def released_by(self, sequence: Sequence, first: int) -> int:
+        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        first, end = self.first_pinned(sequence, first), sequence.path_ends[self.index].end
+        return sum(self.group.refs[slot] == 1 for slot in sequence.tables[self.index][first:end])
+
+    def first_pinned(self, sequence: Sequence, first: int) -> int:
+        """The first one from there on that the window has not left behind."""
+        return max(first, sequence.detached[self.index])
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if another block would be evicted next than the right one."""
+        self.order.check()
+
+    # -- how far a sequence can grow
+
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
+        """Blocks that a sequence needs at most, besides those that it has, to grow by so many tokens, one by one."""
+        length, left = len(sequence.tables[self.index]), sequence.detached[self.index]
+        total = sequence.num_tokens + num_tokens
+        cached = max(sequence.path_ends[self.index].end, left)
+        last, refs, table = self.group.first_seen(total - 1), self.group.refs, sequence.tables[self.index]
+        # Blocks that the window leaves behind meanwhile, and that do not come free.
+        kept = sum(refs[slot] > 1 for slot in table[left : min(cached, last)])
+        kept += sum(slot in self.group.shared for slot in table[cached:last])
+        return self._blocks_to_come(sequence.num_tokens, sequence.computed, total, length, left, kept, chunk)
+
+    def blocks_to_complete(self, plan: Plan, total: int) -> int:
+        """The same of a prompt from its admission on, until it has so many tokens."""
+        reused, own = plan.reused_tokens, plan.windows[self.index]
+        full = (reused - plan.reused_partial) // self.tokens_per_block
+        left, last = min(self.group.first_seen(reused), full), self.group.first_seen(total - 1)
+        rows = [each.slots[: max(0, last - each.first)] for each in own.claimed if each.level == PRIMARY]
+        kept = sum(self.group.refs[slot] > 0 for row in rows for slot in row)
+        now, chunk = plan.request.num_tokens, plan.request.reserve_tokens
+        return self._blocks_to_come(now, reused, total, full + own.new_blocks, left, kept, chunk)
+
+    def _blocks_to_come(
+        self, now: int, computed: int, total: int, length: int, left: int, kept: int, chunk: int | None
+    ) -> int:
+        """Blocks that a sequence of `now` tokens takes at most, one after the other, until it has `total`.
+
+        It has `length` blocks, of which the window has left the first `left`; `kept` others stay with somebody else
+        when the window leaves them. Where it has slots for a part of its prompt only, it gets the others for chunks of
+        at most `chunk` tokens (None: all at once).
+        """
+        size, window = self.tokens_per_block, self.window
+        # A new block is taken before that is released which the window has left.
+        most, stored = self.blocks_for(window) + 1, left
+        if length * size < now:
+            ahead = min(now - computed, now if chunk is None else chunk)
+            # A chunk and what its first token sees begin and end inside of blocks.
+            most = max(most, self.blocks_for(window + ahead - 2) + 1)
+            # The last chunk, which need not be stored before the next token comes, begins here at the earliest.
+            last = max(computed, (self.blocks_for(now) - 1) * size + 1 - ahead)
+            stored = max(left, (last + 1 - window) // size)
+        most = max(most, self.blocks_for(min(now + 1, total)) - stored)
+        return max(0, min(self.blocks_for(total) - length, most + kept - (length - left)))
+
+    # -- releasing
+
+    def detach(self, sequences: Items[Sequence], ends: Items[int], time: int) -> None:
+        """Release what the window of these sequences has left behind, at a time.
+
+        `ends` says of each how many tokens there are up to the next one that is computed (`Sequence.num_next`).
+        """
+        index, size, window = self.index, self.tokens_per_block, self.window
+        leaving, counts, slots = [], array("I"), array("i")
+        uncached: list[array[int]] = []
+        for sequence, num_next in zip(sequences, ends, strict=True):
+            first = sequence.detached[index]
+            # The next token to be computed sees what lies in the window before it.
+            last = (num_next - window) // size
+            if last <= first:
+                continue
+            leaving.append(sequence)
+            counts.append(last - first)
+            table, end = sequence.tables[index], sequence.path_ends[index].end
+            if last == first + 1:
+                slots.append(table[first])
+            else:
+                slots += table[first:last]
+            if end < last:
+                uncached.append(table[max(end, first) : last])
+        if leaving:
+            self._emit(
+                ev.BlocksDetached(
+                    handles=packed_handles(leaving),
+                    # One each is left out: decoding, nearly always.
+                    counts=counts.tobytes() if len(slots) > len(leaving) else b"",
+                    group=index,
+                    slots=slots.tobytes(),
+                    freed=self._unshared(uncached).tobytes() if uncached else b"",
+                    clock=time,
+                )
+            )
+
+    def _unshared(self, rows: list[array[int]]) -> array[int]:
+        """Of the uncached slots that sequences release, one after the other, those that nobody else holds then."""
+        holders, freed = self.group.shared.copy(), array("i")
+        for row in rows:
+            for slot in row:
+                if holders.get(slot, 1) == 1:
+                    freed.append(slot)
+                else:
+                    holders[slot] -= 1
+        return freed
+
+    # -- storing
+
+    def _growing(self) -> Callable[[array[int], int], bool]:
+        runs, positions = self.group.tree.runs, self.group.positions
+        longer: set[int] = set()
+
+        def grows(table: array[int], block: int) -> bool:
+            """Whether a block makes a run longer behind which nothing hangs, and that no other one makes longer."""
+            before = table[block - 1] if block else DETACHED
+            run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
+            if run is None or run.end != block or run.children or run.partial or run.id in longer:
+                return False
+            longer.add(run.id)
+            return True
+
+        return grows
+
+    def _store_path(
+        self, sequence: Sequence, first: int, full: int, stop: int, replaced: list[Replacement]
+    ) -> None:
+        if first < full:
+            self._store_full(sequence, first, full, replaced)
+        if full * self.tokens_per_block < stop:
+            self._store_partial(sequence, full, stop)
+
+    def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
+        """Store full blocks; where one is cached already, hold that one."""
+        known = self._known(sequence, first, full)
+        at, slot_of = first, self.group.slot_of
+        while at < full:
+            row = known[at - first :]
+            place = row[0] if row else HOLE
+            if place == HOLE:
+                missing = next((n for n, other in enumerate(row) if other != HOLE), full - at)
+                self._store_new(sequence, at, (at + missing) * self.tokens_per_block)
+                at += missing
+                continue
+            level = slot_of(place)[0]
+            alike = 0
+            while alike < len(row) and row[alike] != HOLE and slot_of(row[alike])[0] == level:
+                alike += 1
+            slots = array("i", [slot_of(other)[1] for other in row[:alike]])
+            names = self.group.names_of(row[:alike])
+            self._take_stored(sequence, BlockNames(LevelIndex(level), at, slots, names), replaced)
+            at += alike
+
+    def _known(self, sequence: Sequence, first: int, full: int) -> array[int]:
+        """The places of the sequence's blocks from `first` on, as far as their content is known.
+
+        Shorter blocks that these make useless are removed.
+        """
+        size, block_bytes = self.tokens_per_block, self.group.tree.block_bytes
+        node, at, depth = self.group.position(sequence, first)
+        known, useless = array("i"), array("i")
+        if depth < first:
+            return known  # nobody knows what is before it
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            if not node.children:
+                return known  # nothing follows, as behind most prompts
+            if self.group.content(sequence, first, first + 1, size) not in node.children:
+                full = first + 1  # a prompt that begins otherwise, and is too long to be copied for nothing
+        content = self.group.content(sequence, first, full, size)
+        while len(known) < full - first:
+            done = len(known) * block_bytes
+            length = len(node.slots) if isinstance(node, Run) else 0
+            if at == length:
+                useless.extend(self._covered_by(node, at, content[done : done + block_bytes]))
+                child = node.children.get(content[done : done + block_bytes])
+                if child is None:
+                    break
+                node, at = child, 0
+            assert isinstance(node, Run)
+            same = common_bytes(node, content, done, len(content), at * block_bytes) // block_bytes
+            known += node.slots[at : at + same]
+            at += same
+            if at < len(node.slots) and len(known) < full - first:
+                useless.extend(self._covered_by(node, at, content[len(known) * block_bytes :][:block_bytes]))
+                break
+        self._supersede(useless, sequence.handle)
+        return known
+
+    def _store_partial(self, sequence: Sequence, full: int, stop: int) -> None:
+        """Store the block behind the full ones, unless a cached one that begins with its tokens serves as well."""
+        if max(sequence.path_ends[self.index].end, sequence.detached[self.index]) != full:
+            return
+        head = sequence.packed(full * self.tokens_per_block, stop)
+        node, at, depth = self.group.position(sequence, full)
+        if depth == full:
+            if self._begins(node, at, head):
+                return
+            self._supersede(self._covered_by(node, at, head), sequence.handle)
+        self._store_new(sequence, full, stop)
+
+    def _begins(self, node: Node, at: int, head: bytes) -> bool:
+        """Whether a cached block at this position begins with these tokens."""
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            return covered(node, head)
+        begin = at * self.group.tree.block_bytes
+        return node.slots[at] != HOLE and node.symbols[begin : begin + len(head)] == head
+
+    def _covered_by(self, node: Node, at: int, head: bytes) -> array[int]:
+        """The place of the shorter block at this position that a block of this content makes useless."""
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            shorter = covered_child(node, head)
+            return array("i") if shorter is None else shorter.slots[:]
+        if not node.partial or at < len(node.slots) - 1:
+            return array("i")
+        content = node.symbols[at * self.group.tree.block_bytes :]
+        return node.slots[at:] if len(content) < len(head) and head.startswith(content) else array("i")
+
+    def _supersede(self, places: array[int], handle: Handle | None) -> None:
+        """Drop shorter blocks, at whatever levels they lie, that a stored one makes useless."""
+        for level in (PRIMARY, SECONDARY) if places else ():
+            part = array("i", [place for place in places if self.group.slot_of(place)[0] == level])
+            if part:
+                self.remove(part, RemoveReason.SUPERSEDED, handle)
+
+    # -- how blocks are kept
+
+    def _kept_rows(
+        self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+    ) -> Iterator[KeptRow]:
+        """A sequence holds what its window has not left behind, each block with a priority of its own."""
+        table = sequence.tables[self.index]
+        held = range(self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end))
+        for old, alike in groupby((table[block] for block in held), self.group.kept_at):
+            if changes(old):
+                slots = array("i", alike)
+                yield KeptRow(PRIMARY, old, slots, self.group.names_of(slots))
+
+    # -- evicting
+
+    def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
+        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
+        short = needed - len(self.primary.blank)
+        if short <= 0:
+            return
+        victims, priorities = self.order.take(PRIMARY, short), self.group.priorities
+        kept = len(victims)
+        if self._offloads:
+            lowest = self._offload_min_priority
+            kept = next((n for n, place in enumerate(victims) if priorities[place] >= lowest), kept)
+        if kept:
+            self.remove(victims[:kept], RemoveReason.CAPACITY, handle)
+        if kept < len(victims):
+            spared = self.group.places(SECONDARY, array("i", spares)) if spares else ()
+            self._offload_or_drop(victims[kept:], handle, spared)
+
+    def _offload_or_drop(self, victims: array[int], handle: Handle | None, spares: Collection[int]) -> None:
+        """Move blocks to secondary as far as it has room, or has something lower in the same order."""
+        secondary, order = self.group.levels[SECONDARY], self.order
+        while victims:
+            room = len(secondary.blank)
+            if not room:
+                lower = order.take(SECONDARY, len(victims), order.key(victims[0]), spares)
+                room = len(lower)
+                if lower:
+                    self.remove(lower, RemoveReason.CAPACITY, handle)
+            if room:
+                going = victims[:room]
+                self._offload_blocks(going, self.group.names_of(going), handle)
+            else:
+                lowest = order.lowest(SECONDARY, spares)
+                higher = (
+                    n for n, place in enumerate(victims) if lowest is not None and order.key(place) > lowest
+                )
+                room = next(higher, len(victims))
+                self.remove(victims[:room], RemoveReason.CAPACITY, handle)
+            victims = victims[room:]
+
+    def remove(self, places: array[int], why: RemoveReason, handle: Handle | None) -> None:
+        """Drop blocks of one level."""
+        level = self.group.slot_of(places[0])[0]
+        begin = self.primary.size if level else 0
+        slots = array("i", [place - begin for place in places]) if begin else places
+        self._remove_blocks(level, slots, self.group.names_of(places), why, handle)

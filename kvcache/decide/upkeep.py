@@ -1,0 +1,266 @@
+"""What is decided about a cache as a whole, whoever decides about its sequences: the time, what expires, symbols that
+nothing uses, checkpoints, copies that ended, and clearing it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from events import types as ev
+from events.ids import GroupIndex, LevelIndex
+from events.packed import names_of_keys
+from events.tokens import symbols
+from events.tokens.rich import RichTokens
+from events.types import Event, RequestId, SymbolPage
+from kvcache.errors import OutOfBlocks, OutOfSymbols, invariant
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.state import CacheState
+
+GIVEN_UP = "given up, since another copy failed"
+"""Why a `TransferFailed` names a copy of which nothing is known."""
+AT_ONCE = 1024
+"""Blocks that expire in one step: many retentions may end at the same time, and a step is not to wait for all."""
+_FEW_ENTRIES = 1024
+"""Up to so many entries nobody looks whether they still describe something."""
+_END_NS = 2**62 - 1
+"""Time stands still there, after some 146 years: with the longest duration behind it, it is still an int64."""
+
+
+class _Alike(NamedTuple):
+    """What one event says of all blocks that expire."""
+
+    group: int
+    level: int
+    priority: int
+
+
+class Expiry:
+    """The time of the cache, and blocks whose time is over: they get the default priority, and go last among those.
+
+    The fold says when a block will expire; an entry that describes nothing any more is dropped when it comes up.
+    `monotonic_ns` says how time goes on. One that raises stands still.
+    """
+
+    def __init__(
+        self, state: CacheState, emit: Callable[[Event], None], monotonic_ns: Callable[[], int]
+    ) -> None:
+        self._state, self._emit, self._monotonic_ns = state, emit, monotonic_ns
+        self._began: int | None = None
+        """What the clock showed when the cache was created: known once it has answered."""
+        self.now()
+        self._slots = sum(level.size for group in state.groups for level in group.levels)
+        for index, group in enumerate(state.groups):
+            group.timed = partial(self._note, index)
+        self.waiting = self._entries()
+        """When, group, and the id of a run, or a place."""
+
+    # -- the time
+
+    def now(self) -> int:
+        """Nanoseconds since the cache was created, while it has run."""
+        clock = self._state.clock
+        try:
+            read = int(self._monotonic_ns())
+        except Exception:  # noqa: BLE001  a clock of somebody else's
+            return max(clock, 1)
+        if self._began is None:
+            self._began = read - clock
+        return max(min(read - self._began, _END_NS), clock, 1)
+
+    def for_event(self, *, begins: bool = False) -> int:
+        """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
+        return self.now() if begins or self._state.clock else 0
+
+    # -- what expires
+
+    def _note(self, group: int, expiry: int, number: int) -> None:
+        heappush(self.waiting, (expiry, group, number))
+        if len(self.waiting) > max(_FEW_ENTRIES, 4 * self._slots):
+            self.waiting = self._entries()
+
+    def _entries(self) -> list[tuple[int, int, int]]:
+        """Of all that expires."""
+        entries: list[tuple[int, int, int]] = []
+        for index, group in enumerate(self._state.groups):
+            if isinstance(group, SlidingGroup):
+                places = group.views["expiries"].nonzero()[0].tolist()
+                entries += [(group.expiries[place], index, place) for place in places]
+            else:
+                runs = group.tree.runs.values()
+                entries += [(run.expiry, index, run.id) for run in runs if run.expiry]
+        heapify(entries)
+        return entries
+
+    @property
+    def due(self) -> bool:
+        """Whether the time of some block may be over; this is asked at every step."""
+        return self.waiting[0][0] <= self.now() if self.waiting else False
+
+    def expire(self) -> None:
+        """Record whose time is over: by one event for all that were kept alike.
+
+        Of more than `AT_ONCE` blocks only those whose time was over first, and what expires with the last one of these.
+        So it does not matter how blocks are cut into runs, and in which order runs are found.
+        """
+        now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
+        blocks = last = 0
+        while self.waiting and self.waiting[0][0] <= (now if blocks < AT_ONCE else last):
+            expiry, index, number = heappop(self.waiting)
+            group = self._state.groups[index]
+            run = None
+            if isinstance(group, SlidingGroup):
+                if group.expiries[number] != expiry:
+                    continue
+                alike = _Alike(index, group.slot_of(number)[0], group.priorities[number])
+            else:
+                run = group.tree.runs.get(number)
+                if run is None or run.expiry != expiry:
+                    continue
+                alike = _Alike(index, run.level, run.priority)
+            if number not in over[alike]:
+                over[alike][number], last = run, expiry
+                blocks += len(run.slots) if run is not None else 1
+        # All are noted before the first is emitted: that joins runs.
+        for event in [self._event(alike, over[alike], now) for alike in sorted(over)]:
+            self._emit(event)
+
+    def _event(self, alike: _Alike, over: dict[int, Run | None], now: int) -> ev.BlocksUpdated:
+        group = self._state.groups[alike.group]
+        if isinstance(group, SlidingGroup):
+            places = array("i", sorted(over, key=lambda place: (group.depth(place), place)))
+            begin = group.levels[0].size if alike.level else 0
+            slots, names = array("i", [place - begin for place in places]), group.names_of(places)
+        else:
+            runs = sorted((run for run in over.values() if run is not None), key=lambda run: run.slots[0])
+            slots = array("i", b"".join([run.slots for run in runs]))
+            names = names_of_keys(b"".join([run.keys for run in runs]), group.tree.key_bytes)
+        return ev.BlocksUpdated(
+            group=GroupIndex(alike.group),
+            level=LevelIndex(alike.level),
+            slots=slots.tobytes(),
+            names=names,
+            old_priority=alike.priority,
+            priority=DEFAULT_PRIORITY,
+            why=ev.UpdateReason.EXPIRED,
+            duration=0,
+            clock=now,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if something would not expire."""
+        invariant(set(self.waiting) >= set(self._entries()), "a block would not expire in time")
+
+
+class Upkeep:
+    """Decides what concerns no sequence alone."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        emit: Callable[[Event], None],
+        monotonic_ns: Callable[[], int],
+        checkpoint_spacing: float,
+    ) -> None:
+        self._state, self._emit = state, emit
+        self.expiry = Expiry(state, emit, monotonic_ns)
+        slots = sum(level.size for group in state.groups for level in group.levels)
+        self.checkpoint_due = checkpoint_spacing * slots
+        """Blocks changed since the last checkpoint after which there should be another."""
+        self.engine_counts: tuple[int, ...] = ()
+        """As in `Checkpoint`."""
+
+    def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
+        """Record that a request did not fit: once until it is admitted, however often it is tried."""
+        if request_id not in self._state.refused:
+            self._emit(
+                ev.AdmissionRefused(request_id=request_id, needed=refusal.needed, available=refusal.available)
+            )
+
+    def clear(self) -> None:
+        """Drop what no sequence holds, and the names of the rest."""
+        groups = self._state.groups
+        removed = tuple((group.levels[0].unreferenced, group.levels[1].unreferenced) for group in groups)
+        unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
+        self._emit(ev.CacheCleared(removed=removed, unnamed=unnamed))
+
+    # -- copies that ended
+
+    def land(self, transfers: Items[int], checksums: bytes = b"") -> None:
+        """These copies are complete. `checksums` are as in `TransferLanded`."""
+        self._emit(ev.TransferLanded(transfers=array("q", transfers).tobytes(), checksums=checksums))
+
+    def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
+        """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
+
+        What rests on a failed copy could be told only by an account of all that was copied and computed since. So
+        nothing is told apart: all outstanding copies are given up. Returns the sequences that begin again.
+        """
+        known, reasons = dict(failed), dict[str, list[int]]()
+        for transfer in self._state.transfers:
+            reasons.setdefault(known.get(transfer, GIVEN_UP), []).append(transfer)
+        for reason, transfers in reasons.items():
+            self._emit(ev.TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
+        self.clear()
+        return [sequence for sequence in self._state.sequences.values() if not sequence.holders]
+
+    # -- the end of a step
+
+    @property
+    def due(self) -> bool:
+        """Whether `run` would do anything; this is asked at every step."""
+        state, expiry = self._state, self.expiry
+        if state.changed_blocks >= self.checkpoint_due or (expiry.waiting and expiry.due):
+            return True
+        return bool(state.symbols.pages) and state.symbols.crowded
+
+    def run(self) -> None:
+        """What is over expires; a checkpoint once enough blocks have changed; drop symbols that nothing uses."""
+        state = self._state
+        if self.expiry.due:
+            self.expiry.expire()
+        if state.changed_blocks >= self.checkpoint_due:
+            self.checkpoint()
+        if state.symbols.crowded:
+            unused = sorted(state.symbols.pages.keys() - state.used_pages())
+            self._emit(ev.SymbolsForgotten(array("I", unused).tobytes()))
+
+    def checkpoint(self) -> None:
+        """Record the fingerprint."""
+        cached = [[0, 0] for _ in self._state.groups]
+        for counts, group in zip(cached, self._state.groups, strict=True):
+            for level, slots, _, _ in group.cached():
+                counts[level] += len(slots)
+        self._emit(
+            ev.Checkpoint(
+                fingerprint=fingerprint(self._state),
+                num_sequences=len(self._state.handles),
+                num_cached=tuple((primary, secondary) for primary, secondary in cached),
+                engine_counts=self.engine_counts,
+            )
+        )
+
+    # -- symbols of new prompts
+
+    def missing_pages(self, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
+        """What must be interned before these prompts are admitted; raises `OutOfSymbols`."""
+        table = self._state.symbols
+        pages = table.missing(prompts)
+        available = symbols.MAX_PAGES - len(table.pages)
+        if len(pages) > available:
+            raise OutOfSymbols(len(pages), available)
+        return pages
+
+    def intern(self, pages: tuple[SymbolPage, ...]) -> None:
+        """Add pages, if there are any to add."""
+        if pages:
+            self._emit(ev.SymbolsInterned(pages))
