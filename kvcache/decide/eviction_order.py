@@ -1,21 +1,39 @@
-"""Which blocks of one window are evicted next.
+"""Which blocks of one window are evicted next: `EvictionOrder` with full attention, `ReleaseOrder` in a sliding window.
 
-Only the last block of a *leaf* can go: a run that no sequence holds and that has no child in its level. An order hears
-from the fold which runs those are, and decides between them by what the state says of them, so that a manager that goes
-on from an exported state decides alike.
+Both hear from the fold what can be evicted and decide by what the state says of it, so that a manager that goes on from
+an exported state decides alike. Both answer the same questions, of what their windows evict:
+
+| | with full attention | in a sliding window |
+|---|---|---|
+| evicts | the last blocks of a *leaf*: an unreferenced run without a child in its level | any unreferenced block |
+| `next(level, spares)` | the run whose last block goes next | the place that goes next |
+| `lowest(level, count)` | the runs that go next, and how many blocks of each | the places that go next |
+| `precedes(one, other)` | whether one goes first | whether one goes first |
+| `check()` | that nothing was missed | that nothing was missed |
+
+In a tree an eviction makes candidates, for the run above becomes a leaf; in a sliding window none changes the others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
 from inspect import isabstract
+from itertools import compress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from events.types import PRIMARY, SECONDARY
 from kvcache.errors import UsageError, invariant
 from kvcache.fold.group_state import GroupState
+from kvcache.fold.places import FEW, indexes
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.fold.watcher import Watcher
 
 _Entry = tuple[Any, int, int]
@@ -27,7 +45,8 @@ class EvictionOrder(Watcher, ABC):
 
     ahead = 64
     """Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting
-    one or two of its own."""
+    one or two of its own. With 32 sequences in a full cache a step takes 84 us without, 68 with 8, 64 with 32, 59 with
+    64 and 57 with 256 (with a secondary level 130, 86, 80, 60 and 59)."""
 
     @abstractmethod
     def __init__(self, group: GroupState) -> None: ...
@@ -86,7 +105,7 @@ class LeastRecentlyUsed(EvictionOrder):
         entry = (self.key(run), run.slots[-1], run.id)
         if not heap or heap[0][2] != run.id:
             heappush(heap, entry)
-            if len(heap) > 4 * len(self._runs) + 64:
+            if len(heap) > 4 * len(self._runs):
                 self._compact(run.level)
         elif len(heap) > 2 and entry < heap[1] and entry < heap[2]:
             heap[0] = entry  # the one that is being evicted got shorter, and is still the next
@@ -133,7 +152,21 @@ class LeastRecentlyUsed(EvictionOrder):
         return run
 
     def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
-        """The runs that go next, and how many blocks of each."""
+        """The runs that go next, and how many blocks of each.
+
+        They are as if taken one after the other, though nothing is evicted in between. Two leaves with a parent:
+
+                     ┌ c (key 1)         c goes whole; p has one child left
+            p (key 3)┤                   d goes whole; p has none left, so that it will be a leaf: its key 3
+                     └ d (key 2)         limits the rest. e goes only after p, so the answer is [c, d].
+            e (key 4)
+
+        Invariant: when a leaf is taken whole, a new candidate can appear only in its parent, once all its children in
+        this level are among those taken. The parent's key then bounds what may follow, as that run is not in the heap
+        yet; every entry below the bound keeps its turn, for no key of another run changes by an eviction. A run stays
+        the next one while it gets shorter, for no two leaves have one release stamp (a release is of one path): each is
+        taken from once. O(found · log entries); stale entries are dropped on the way.
+        """
         heap = self._heaps[level]
         found: dict[int, tuple[Run, int]] = {}
         entries: list[_Entry] = []
@@ -200,3 +233,301 @@ def refuse_no_order(order: object) -> None:
         raise UsageError(
             "eviction_order must be a class derived from kvcache.decide.eviction_order.EvictionOrder"
         )
+
+
+Key = tuple[int, int, int]
+"""Priority, release stamp, depth."""
+
+
+class _Queue:
+    """Blocks of one priority, as they were released."""
+
+    __slots__ = ("depths", "head", "places", "stamps")
+
+    def __init__(self) -> None:
+        self.places, self.stamps, self.depths = array("i"), array("q"), array("q")
+        """Depths only of what is in secondary."""
+        self.head = 0
+        """Entries before it are stale."""
+
+    def pass_over(self, head: int) -> None:
+        """Everything before `head` is stale."""
+        self.head = head
+        if 2 * head > len(self.places):
+            for column in (self.places, self.stamps, self.depths):
+                del column[:head]
+            self.head = 0
+
+    def keep(self, there: npt.NDArray[np.bool_]) -> None:
+        """Of the entries from `head` on keep those where this is so; all others are stale."""
+        self.places = _chosen(self.places[self.head :], there)
+        self.stamps = _chosen(self.stamps[self.head :], there)
+        if self.depths:
+            self.depths = _chosen(self.depths[self.head :], there)
+        self.head = 0
+
+    def append(self, places: array[int], stamps: array[int], depths: array[int] | None) -> bool:
+        """Append entries; False: they are not in order, or should have come earlier.
+
+        In primary, where blocks come as they are released, only the stamps can be out of order.
+        """
+        last = self.stamps[-1] if self.stamps else 0
+        if stamps[0] < last or (depths is not None and not self._in_order(_view(stamps), _view(depths))):
+            return False
+        self.places += places
+        self.stamps += stamps
+        if depths is not None:
+            self.depths += depths
+        return True
+
+    def _in_order(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> bool:
+        if self.stamps and (stamps[0], depths[0]) < (self.stamps[-1], self.depths[-1]):
+            return False
+        later, deeper = stamps[1:] > stamps[:-1], depths[1:] > depths[:-1]
+        return bool((later | ((stamps[1:] == stamps[:-1]) & deeper)).all())
+
+    def up_to(self, limit: tuple[int, int]) -> int:
+        """The first entry that is not before this release stamp and depth."""
+        stamp, depth = limit
+        begin, end = (int(np.searchsorted(_view(self.stamps), stamp, side)) for side in ("left", "right"))
+        return begin + int(np.searchsorted(_view(self.depths)[begin:end], depth))
+
+
+class ReleaseOrder(Watcher):
+    """Lower priority first, then what was released longest ago, then the shallowest.
+
+    Blocks are released in this order, and go to secondary in it, so a queue per level and priority needs no sorting: a
+    release is appended. Entries are never changed: those of blocks that were held again, evicted or moved since are
+    stale, and passed over when their turn comes. What is released in primary, a few blocks at nearly every step, is
+    only noted, and queued all together when something is to be evicted.
+    """
+
+    def __init__(self, group: SlidingGroup) -> None:
+        self._group = group
+        self._queues: list[dict[int, _Queue]] = [{}, {}]
+        self._queued = [0, 0]
+        self._noted, self._noted_stamps = array("i"), array("q")
+        """Primary blocks that were released and are not queued yet, and when: a place that has another stamp by then
+        has been held or given away since."""
+        for level in (0, 1):
+            self._rebuild(level)
+
+    def key(self, place: int) -> Key:
+        """Lower goes first."""
+        group = self._group
+        return group.priorities[place], group.released_at[place], group.depth(place)
+
+    @property
+    def queued(self) -> int:
+        """Entries of all queues, stale ones too, and of those that are to be queued."""
+        queues = [queue for queues in self._queues for queue in queues.values()]
+        return sum(len(queue.places) for queue in queues) + len(self._noted)
+
+    # -- what happens
+
+    def released(self, level: int, places: array[int]) -> None:
+        """Make these blocks candidates."""
+        if level != PRIMARY:
+            self._queue(level, places, _gathered(self._group.views["released_at"], indexes(places)))
+            return
+        released_at = self._group.released_at
+        self._noted += places
+        if len(places) <= FEW:
+            self._noted_stamps.extend([released_at[place] for place in places])
+        else:
+            self._noted_stamps.frombytes(self._group.views["released_at"][indexes(places)].tobytes())
+        if len(self._noted) > self._group.levels[PRIMARY].size:
+            self._queue_noted()
+
+    def cleared(self) -> None:
+        """Forget all candidates."""
+        self._queues, self._queued = [{}, {}], [0, 0]
+        self._noted, self._noted_stamps = array("i"), array("q")
+
+    def _queue_noted(self) -> None:
+        if self._noted:
+            places, stamps = self._noted, self._noted_stamps
+            self._noted, self._noted_stamps = array("i"), array("q")
+            self._queue(PRIMARY, places, stamps)
+
+    def _queue(self, level: int, places: array[int], stamps: array[int]) -> None:
+        if self._queued[level] + len(places) > 4 * self._group.levels[level].size:
+            self._forget_stale(level)
+        self._queued[level] += len(places)
+        if not self._append(level, places, stamps):
+            self._rebuild(level)
+
+    def _forget_stale(self, level: int) -> None:
+        queues = self._queues[level]
+        for queue in queues.values():
+            queue.keep(self._still(level, queue, queue.head, len(queue.places)))
+        self._queued[level] = sum(len(queue.places) for queue in queues.values())
+
+    def _append(self, level: int, places: array[int], stamps: array[int]) -> bool:
+        """Append blocks to their queues; False: one should have come earlier."""
+        if not places:
+            return True
+        depths = None
+        if level == SECONDARY:
+            depths = array("q", self._group.depths_at(indexes(places)).tobytes())
+        if self._group.kept_alike:
+            return self._queue_of(level, DEFAULT_PRIORITY).append(places, stamps, depths)
+        priorities = self._group.views["priorities"][indexes(places)]
+        for priority in np.unique(priorities).tolist():
+            part = priorities == priority
+            of_part = None if depths is None else _chosen(depths, part)
+            queue = self._queue_of(level, priority)
+            if not queue.append(_chosen(places, part), _chosen(stamps, part), of_part):
+                return False
+        return True
+
+    def _queue_of(self, level: int, priority: int) -> _Queue:
+        queue = self._queues[level].get(priority)
+        if queue is None:
+            queue = self._queues[level][priority] = _Queue()
+        return queue
+
+    def _rebuild(self, level: int) -> None:
+        """Queue all candidates anew."""
+        columns, primary = self._group.views, self._group.levels[PRIMARY].size
+        idle = np.flatnonzero((columns["positions"] >= 0) & (columns["refs"] == 0))
+        idle = idle[(idle >= primary) == level]
+        if level == PRIMARY:
+            self._noted, self._noted_stamps = array("i"), array("q")
+        keys = self._group.depths_at(idle), columns["released_at"][idle], columns["priorities"][idle]
+        order = np.lexsort(keys)
+        self._queues[level], self._queued[level] = {}, len(idle)
+        idle = idle[order]
+        places = array("i", idle.astype(np.int32).tobytes())
+        in_order = self._append(level, places, _gathered(columns["released_at"], idle))
+        invariant(in_order, "what was sorted is not in order")
+
+    # -- what goes next
+
+    def next(self, level: int, spares: Collection[int] = ()) -> int | None:
+        """The place of the block that goes next, but for those in `spares`."""
+        if level == PRIMARY:
+            self._queue_noted()
+        queues = self._queues[level]
+        for priority in sorted(queues):
+            places, _ = self._first(level, queues[priority], 1, len(queues[priority].places), spares)
+            if places:
+                return places[0]
+        return None
+
+    def lowest(
+        self, level: int, count: int, before: int | None = None, spares: Collection[int] = ()
+    ) -> array[int]:
+        """The places of the blocks that go next, in their order, for a caller that evicts them all.
+
+        At most so many, those that go before the block at the place `before`; places in `spares` are passed over.
+        """
+        if level == PRIMARY:
+            self._queue_noted()
+        found, queues = array("i"), self._queues[level]
+        below = None if before is None else self.key(before)
+        for priority in sorted(queues):
+            if len(found) == count or (below is not None and priority > below[0]):
+                break
+            queue = queues[priority]
+            limited = below is not None and priority == below[0]
+            stop = queue.up_to(below[1:]) if below is not None and limited else len(queue.places)
+            places, head = self._first(level, queue, count - len(found), stop, spares)
+            queue.pass_over(head)
+            found += places
+        return found
+
+    def precedes(self, place: int, other: int) -> bool:
+        """Whether a block, perhaps of another level, goes before the other, or neither before the other."""
+        return self.key(place) <= self.key(other)
+
+    def _first(
+        self, level: int, queue: _Queue, wanted: int, stop: int, spares: Collection[int]
+    ) -> tuple[array[int], int]:
+        """The first blocks of a queue up to the entry `stop`, and the first entry that is of use without them.
+
+            queue   s s s A s S B C D ...    s: stale; S: in `spares`; wanted: 2
+                    ^head                    found: A, B
+                              ^ of use from S on, which goes next when it is spared no more; else from C on
+
+        Entries are looked at in slices, each as long as what is missing, a margin, and all that was looked at before:
+        so a slice at least doubles what has been seen. Invariant: `found` are the first blocks of ``queue[head:begin]``
+        that are neither stale nor spared, and all entries before the one returned are stale as soon as those are
+        evicted. O(entries up to there), each of which is passed over once by all calls together.
+        """
+        found, begin, spared = array("i"), queue.head, None
+        while begin < stop and len(found) < wanted:
+            missing = wanted - len(found)
+            end = min(stop, begin + missing + FEW + begin - queue.head)
+            places, there = queue.places[begin:end], self._still(level, queue, begin, end)
+            if np.count_nonzero(there) < len(there):
+                places = _chosen(places, there)
+            if spares:
+                free = [place not in spares for place in places]
+                if spared is None and not all(free):
+                    spared = begin + free.index(False)  # or behind, where stale ones were passed over
+                places = array("i", compress(places, free))
+            if len(places) > missing:
+                end = begin + (missing if len(places) == len(there) else int(there.nonzero()[0][missing]))
+            found += places[:missing]
+            begin = end
+        return found, begin if spared is None else min(begin, spared)
+
+    def _still(self, level: int, queue: _Queue, begin: int, end: int) -> npt.NDArray[np.bool_]:
+        """Which of some entries are not stale: those whose place has the stamp with which they were queued.
+
+            entry (place 7, stamp 40)   place 7 has stamp 40   still there
+                                        place 7 has stamp 0    held again, or not cached
+                                        place 7 has stamp 55   held and released since, or given away: a later entry
+
+        Stamps are never used twice, so one alone tells a release. In secondary it does not tell the block: what a
+        release has left at one place may have moved off, and another block of the *same* release may have come there.
+        Blocks of one release differ in depth, so that is compared, too. O(entries), without a loop.
+        """
+        at = indexes(queue.places[begin:end])
+        there: npt.NDArray[np.bool_] = self._group.views["released_at"][at] == _view(queue.stamps[begin:end])
+        if level == SECONDARY:
+            there &= self._group.depths_at(at) == _view(queue.depths[begin:end])
+        return there
+
+    def check(self) -> None:
+        """Compare the queues of each level with all candidates; changes nothing."""
+        group = self._group
+        for queues, begin, level in zip(
+            self._queues, (0, group.levels[PRIMARY].size), group.levels, strict=True
+        ):
+            places = range(begin, begin + level.size)
+            idle = sorted(place for place in places if group.positions[place] >= 0 and not group.refs[place])
+            queued = array("i")
+            for priority, queue in queues.items():
+                depths = queue.depths if level.index == SECONDARY else [0] * len(queue.places)
+                entries = list(zip(queue.stamps, depths, strict=True))
+                missed = self._still(level.index, queue, 0, queue.head)
+                invariant(not missed.any(), "a block cannot be evicted: passed over")
+                there = self._still(level.index, queue, queue.head, len(entries))
+                left = _chosen(queue.places[queue.head :], there)
+                keys = [self.key(place) for place in left]
+                invariant(
+                    entries == sorted(entries) and keys == sorted(keys),
+                    "another block would be evicted than the lowest in order",
+                )
+                alike = all(group.priorities[place] == priority for place in left)
+                invariant(alike, "a block is queued with another priority than it has")
+                queued += left
+            if level.index == PRIMARY:
+                noted = zip(self._noted, self._noted_stamps, strict=True)
+                queued.extend([place for place, stamp in noted if group.released_at[place] == stamp])
+            invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
+
+
+def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[int]:
+    return array("q", column[at].tobytes())
+
+
+def _chosen(column: array[int], there: npt.NDArray[np.bool_]) -> array[int]:
+    """The entries of a column where this is so."""
+    return array(column.typecode, _view(column)[there].tobytes())
+
+
+def _view(column: array[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(column, np.int64 if column.typecode == "q" else np.int32)

@@ -19,7 +19,7 @@ from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, Namespace, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import packed_handles
-from kvcache.decide.release_order import ReleaseOrder
+from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.matching import GroupMatch, covered, covered_child
 from kvcache.fold.places import DEPTH_BITS, HOLE, indexes
@@ -336,7 +336,7 @@ class SlidingWindowManager(WindowManager):
         short = needed - len(self.primary.blank)
         if short <= 0:
             return
-        victims, priorities = self.order.take(PRIMARY, short), self.group.priorities
+        victims, priorities = self.order.lowest(PRIMARY, short), self.group.priorities
         kept = len(victims)
         if self._offloads:
             lowest = self._offload_min_priority
@@ -353,17 +353,19 @@ class SlidingWindowManager(WindowManager):
         while victims:
             room = len(secondary.blank)
             if not room:
-                lower = order.take(SECONDARY, len(victims), order.key(victims[0]), spares)
-                room = len(lower)
-                if lower:
-                    self.remove(lower, RemoveReason.CAPACITY, handle)
+                going = order.lowest(SECONDARY, len(victims), victims[0], spares)
+                room = len(going)
+                if going:
+                    self.remove(going, RemoveReason.CAPACITY, handle)
             if room:
                 going = victims[:room]
                 self._offload_blocks(going, self.group.names_of(going), handle)
             else:
-                lowest = order.lowest(SECONDARY, spares)
+                lower = order.next(SECONDARY, spares)
                 higher = (
-                    n for n, place in enumerate(victims) if lowest is not None and order.key(place) > lowest
+                    n
+                    for n, place in enumerate(victims)
+                    if lower is not None and not order.precedes(place, lower)
                 )
                 room = next(higher, len(victims))
                 self.remove(victims[:room], RemoveReason.CAPACITY, handle)

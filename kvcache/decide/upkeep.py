@@ -29,9 +29,8 @@ from kvcache.fold.state import CacheState
 GIVEN_UP = "given up, since another copy failed"
 """Why a `TransferFailed` names a copy of which nothing is known."""
 AT_ONCE = 1024
-"""Blocks that expire in one step: many retentions may end at the same time, and a step is not to wait for all."""
-_FEW_ENTRIES = 1024
-"""Up to so many entries nobody looks whether they still describe something."""
+"""Blocks that expire in one step: many retentions may end at the same time, and a step is not to wait for all. So many
+prompts of one block take 4.5 ms."""
 _END_NS = 2**62 - 1
 """Time stands still there, after some 146 years: with the longest duration behind it, it is still an int64."""
 
@@ -85,7 +84,7 @@ class Expiry:
 
     def _note(self, group: int, expiry: int, number: int) -> None:
         heappush(self.waiting, (expiry, group, number))
-        if len(self.waiting) > max(_FEW_ENTRIES, 4 * self._slots):
+        if len(self.waiting) > 4 * self._slots:
             self.waiting = self._entries()
 
     def _entries(self) -> list[tuple[int, int, int]]:
