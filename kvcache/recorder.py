@@ -22,7 +22,6 @@ from events.tokens.names import NAMED_BY_ENGINE, chain_symbols
 from events.tokens.sequences import lengths
 from events.types import FULL, PRIMARY, SECONDARY, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import packed_handles
 from kvcache.decide.upkeep import Upkeep
 from kvcache.device.readiness import Readiness
 from kvcache.errors import (
@@ -37,7 +36,7 @@ from kvcache.fold.check import check
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece
 from kvcache.fold.positional_fold import shared_slots
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, packed_handles
 from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import (

@@ -20,7 +20,7 @@ from events.packed import SLOT_BYTES, TOKEN_BYTES
 from events.tokens.sequences import lengths
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, AllocateReason, Event, RequestId
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch, packed_handles
+from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.decide.pins import Pins
@@ -31,7 +31,7 @@ from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequ
 from kvcache.fold.check import check
 from kvcache.fold.matching import in_all
 from kvcache.fold.pin import Pin
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
@@ -236,7 +236,9 @@ class BlockManager:
             plans = [each._replace(request=each.request.with_symbols(symbols)) for each in plans]
         stated = [request.retention for request in requests if request.retention is not None]
         time = self._expiry.for_event(begins=any(map(_lasts_a_time, stated)))
-        sequences = [self._add(each, time) for each in plans]
+        sequences = list[Sequence]()
+        for each in plans:
+            sequences.append(self._add(each, time))
         for window, claim in zip(self.windows, claims, strict=False):
             self._give_blocks(window, sequences, [each.windows[window.index] for each in plans], claim.needed)
         for window in self.cross:
@@ -315,7 +317,8 @@ class BlockManager:
         for each, sequence in zip(plans, sequences, strict=True):
             count = each.new_blocks - (each.source is not None)
             if count:
-                window.allocate(packed_handles([sequence]), count, [count], AllocateReason.PROMPT)
+                slots = window.primary.peek(count)
+                window.allocate(packed_handles([sequence]), slots, [count], AllocateReason.PROMPT)
             if each.secondary:
                 window.onboard(sequence)
 
@@ -474,7 +477,7 @@ class BlockManager:
                     ahead = min(self._ahead, size // EVICT_AHEAD_SHARE, left)
                     window.free_up(max(needed, ahead), growing[0].handle)
         for window in self.windows:
-            window.allocate(handles, needed, blocks, why)
+            window.allocate(handles, window.primary.peek(needed), blocks, why)
 
     def _refuse_beyond(
         self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None, returned: int = 0

@@ -6,13 +6,12 @@ and not for every token: a step in which nothing fills costs a list comparison a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Items
 
 from events.tokens.sequences import lengths
 from events.types import RequestId
 from kvcache.errors import invariant
-from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding
+from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding, packed_handles
 
 PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
@@ -92,8 +91,3 @@ class DecodeBatch:
     def advance(self) -> None:
         """Every sequence got its token."""
         self._steps += 1
-
-
-def packed_handles(sequences: Items[Sequence]) -> bytes:
-    """Handles as a column of an event."""
-    return array("q", [each.handle for each in sequences]).tobytes()

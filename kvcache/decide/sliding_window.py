@@ -18,14 +18,13 @@ from events.ids import Handle, LevelIndex
 from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, Namespace, RemoveReason
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import packed_handles
 from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.matching import GroupMatch, covered, covered_child
 from kvcache.fold.places import DEPTH_BITS, HOLE, indexes
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.retention import Kept
-from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sequence import DETACHED, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState

@@ -18,13 +18,12 @@ from events import types as ev
 from events.ids import BlockIndex, Handle, LevelIndex, Slot
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
-from events.types import CROSS, PRIMARY, SECONDARY, Event, Namespace
+from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import packed_handles
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, packed_handles
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest
 from kvcache.results import Replacement
@@ -297,22 +296,17 @@ class WindowManager(ABC):
         else:
             target = next(free for free in reversed(self.primary.blank) if free not in unread)
         block = len(sequence.tables[self.index])
-        handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
-        self._emit(
-            ev.BlocksAllocated(
-                handles=handles, counts=b"", group=self.index, slots=slots, why=ev.AllocateReason.COPY
-            )
-        )
+        self.allocate(packed_handles([sequence]), array("i", [target]), None, AllocateReason.COPY)
         self._copy(sequence, source, target, block)
 
-    def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: ev.AllocateReason) -> None:
+    def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: AllocateReason) -> None:
         """Give a sequence copies of its own, behind the blocks that it has, of blocks that others may read."""
         if len(sources) == 1:
             self.copy_partial(sequence, sources[0], {each.slot for each in sources if each.cached})
         elif sources:
             first, count = len(sequence.tables[self.index]), len(sources)
-            self.allocate(packed_handles([sequence]), count, [count], why)
-            targets = sequence.tables[self.index][first:]
+            targets = self.primary.peek(count)
+            self.allocate(packed_handles([sequence]), targets, [count], why)
             # Of what the copies inherit the last one's is kept: that of the block that is stored next.
             for block in reversed(range(count)):
                 self._copy(sequence, sources[block], targets[block], first + block)
@@ -334,12 +328,15 @@ class WindowManager(ABC):
         )
 
     def allocate(
-        self, handles: bytes, needed: int, counts: Items[int] | None, why: ev.AllocateReason
+        self, handles: bytes, slots: array[int], counts: Items[int] | None, why: AllocateReason
     ) -> None:
-        """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
-        slots = self.primary.peek(needed).tobytes()
+        """Append blank slots to the tables of these sequences: so many each, or one each."""
         packed = b"" if counts is None else array("I", counts).tobytes()
-        self._emit(ev.BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
+        self._emit(
+            ev.BlocksAllocated(
+                handles=handles, counts=packed, group=self.index, slots=slots.tobytes(), why=why
+            )
+        )
 
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary, if no other one of its batch has."""

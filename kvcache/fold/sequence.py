@@ -122,6 +122,11 @@ class Sequence(SequenceTokens):
         return self if self.tables[group] or self.encoder is None else self.encoder
 
 
+def packed_handles(sequences: Items[Sequence]) -> bytes:
+    """Handles as a column of an event."""
+    return array("q", [each.handle for each in sequences]).tobytes()
+
+
 def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
     """Whether the next token of each of these is appended as always: all before it count as computed, and have just
     the slots that they need.
