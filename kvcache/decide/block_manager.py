@@ -14,6 +14,9 @@ from collections.abc import Sequence as Items
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from events import types as ev
 from events.ids import Handle, numbers_left
 from events.packed import SLOT_BYTES, TOKEN_BYTES
@@ -23,11 +26,19 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
-from kvcache.decide.pins import Pins
 from kvcache.decide.sliding_window import SlidingWindowManager
 from kvcache.decide.upkeep import Upkeep
 from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowManager, WindowPlan
-from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError, shown
+from kvcache.errors import (
+    InvalidTokens,
+    OutOfBlocks,
+    OutOfNumbers,
+    PinsExceeded,
+    UnknownRequest,
+    UsageError,
+    invariant,
+    shown,
+)
 from kvcache.fold.check import check
 from kvcache.fold.matching import in_all
 from kvcache.fold.pin import Pin
@@ -94,7 +105,8 @@ class BlockManager:
         for window in (*self.windows, *self.cross):
             window.check()
         self._expiry.check()
-        self._pinned.check()
+        pairs = zip(self._pinned, self._count_pins(), strict=True)
+        invariant(all(np.array_equal(*pair) for pair in pairs), "pinned blocks are miscounted")
         batch = self._decoding
         if batch is not None and self._state.running.handles == batch.handles:
             batch.check()
@@ -520,7 +532,7 @@ class BlockManager:
         for sliding in self._sliding:
             if sliding.group.first_seen(computed) < sequence.detached[sliding.index]:
                 raise UsageError(
-                    f"the window of {sliding.window} tokens has let go of blocks that token {computed} sees: rewind "
+                    f"the window of {sliding.window} tokens has released blocks that token {computed} sees: rewind "
                     "less far, or remove the sequence and add it again"
                 )
 
@@ -570,23 +582,67 @@ class BlockManager:
         how = priority, None, ev.UpdateReason.SET
         return max([window.change_priority(sequence, first, last, *how) for window in self.windows])
 
-    def pin(self, sequence: Sequence, start: int, stop: int) -> int:
-        """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""
-        blocks = start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0
-        return self._pinned.pin(sequence, blocks)
+    # -- pins
 
-    @cached_property
-    def _pinned(self) -> Pins:
-        return Pins((*self.windows, *self.cross), self._state, self._emit, self._config.max_pinned_share)
+    def pin(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number.
+
+        With full attention those before them as well: no block is reached without them. Raises `PinsExceeded` if more
+        than the share of a window's blocks were pinned then.
+        """
+        blocks = range(start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0)
+        slots = []
+        for window, counts in zip((*self.windows, *self.cross), self._pinned, strict=True):
+            own = self._to_pin(window, sequence, blocks)
+            pinned = int(np.count_nonzero(counts) + np.count_nonzero(counts[own] == 0))
+            most = int(self._config.max_pinned_share * window.primary.size)
+            if pinned > most:
+                raise PinsExceeded(pinned, most, window.window)
+            slots.append(own)
+        number = self._state.next_pin
+        packed = tuple([own.tobytes() for own in slots])
+        self._emit(ev.BlocksPinned(pin=number, handle=sequence.handle, slots=packed))
+        for counts, own in zip(self._pinned, slots, strict=True):
+            counts[own] += 1
+        return number
+
+    def _to_pin(self, window: WindowManager, sequence: Sequence, blocks: range) -> array[int]:
+        """The slots that a pin of these blocks of a sequence holds in a window."""
+        part, start, stop = sequence.part_in(window.index), blocks.start, blocks.stop
+        table = part.tables[window.index]
+        if part is not sequence:
+            # What is pinned is of use only with all that an encoder has made of its input.
+            overlaps = start < min(stop, self._blocks_for(sequence.num_tokens))
+            start, stop = 0, len(table) * overlaps
+        end = min(stop, part.path_ends[window.index].end)
+        return table[window.first_pinned(sequence, start) : end] if start < end else array("i")
+
+    def unpin(self, number: int) -> None:
+        """Release what a pin holds."""
+        held, freed, pinned = self._state.pins[number], [], self._pinned
+        for group, slots in zip(self._state.groups, held.slots, strict=True):
+            blank = () if held.named else [slot for slot in slots if slot not in group.shared]
+            freed.append(array("i", blank)[::-1].tobytes())
+        self._emit(ev.BlocksUnpinned(pin=number, freed=tuple(freed), clock=self._expiry.for_event()))
+        for counts, slots in zip(pinned, held.slots, strict=True):
+            counts[slots] -= 1
 
     @property
     def pins(self) -> dict[int, Pin]:
         """By their numbers."""
         return self._state.pins
 
-    def unpin(self, number: int) -> None:
-        """Release what a pin holds."""
-        self._pinned.unpin(number, self._expiry.for_event())
+    @cached_property
+    def _pinned(self) -> list[npt.NDArray[np.int64]]:
+        """Per window and slot how many pins hold it, so that a pin costs what it holds, however many there are."""
+        return self._count_pins()
+
+    def _count_pins(self) -> list[npt.NDArray[np.int64]]:
+        counts = [np.zeros(group.levels[PRIMARY].size, np.int64) for group in self._state.groups]
+        for pin in self._state.pins.values():
+            for of_group, slots in zip(counts, pin.slots, strict=True):
+                of_group[slots] += 1
+        return counts
 
     # -- the end
 

@@ -1,6 +1,6 @@
 """Which blocks of one window are evicted next: `EvictionOrder` with full attention, `ReleaseOrder` in a sliding window.
 
-Both hear from the fold what can be evicted and decide by what the state says of it, so that a manager that goes on from
+Both watch the fold for what can be evicted and decide by what the state says of it, so that a manager that goes on from
 an exported state decides alike. Both answer the same questions, of what their windows evict:
 
 | | with full attention | in a sliding window |
@@ -41,7 +41,7 @@ _Entry = tuple[Any, int, int]
 
 
 class EvictionOrder(Watcher, ABC):
-    """Names the next victims; made for the state of one window, and told from then on what changes in it."""
+    """Names the next victims; made for the state of one window, whose changes it watches from then on."""
 
     ahead = 64
     """Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting
@@ -63,7 +63,7 @@ class EvictionOrder(Watcher, ABC):
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
         """How many of the last `count` blocks of the next run go before any other run's, and before `other`: all of
-        them, unless an order tells the blocks of a run apart.
+        them, unless an order ranks the blocks of a run one by one.
         """
         return count
 
@@ -73,7 +73,7 @@ class EvictionOrder(Watcher, ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `InvariantViolated` if a run was not heard of, or would go out of turn."""
+        """Raise `InvariantViolated` if a run was missed, or would go out of turn."""
 
 
 class LeastRecentlyUsed(EvictionOrder):
@@ -91,7 +91,7 @@ class LeastRecentlyUsed(EvictionOrder):
                 self.evictable(run)
 
     def key(self, run: Run) -> Any:
-        """Lower goes first. May depend on the run's level, priority, release and end, and on what the order has heard.
+        """Lower goes first. May depend on the run's level, priority, release and end, and on what the order has seen.
 
         Not on where it begins: runs are joined and split without a word.
         """
@@ -201,7 +201,7 @@ class LeastRecentlyUsed(EvictionOrder):
             known = [run for entry in heap if (run := self._described(entry, level)) is not None]
             invariant(
                 {run.id for run in leaves} == {run.id for run in known},
-                "a block cannot be evicted: unheard of",
+                "a block cannot be evicted: it was missed",
             )
             first = min(heap, default=None, key=lambda entry: (self._described(entry, level) is None, entry))
             lowest = min(map(self.key, leaves), default=None)
@@ -480,8 +480,8 @@ class ReleaseOrder(Watcher):
                                         place 7 has stamp 0    held again, or not cached
                                         place 7 has stamp 55   held and released since, or given away: a later entry
 
-        Stamps are never used twice, so one alone tells a release. In secondary it does not tell the block: what a
-        release has left at one place may have moved off, and another block of the *same* release may have come there.
+        Stamps are never used twice, so one alone identifies a release. In secondary it does not identify the block:
+        what a release has left at one place may have moved off, and another block of the *same* release may have come.
         Blocks of one release differ in depth, so that is compared, too. O(entries), without a loop.
         """
         at = indexes(queue.places[begin:end])
@@ -517,7 +517,7 @@ class ReleaseOrder(Watcher):
             if level.index == PRIMARY:
                 noted = zip(self._noted, self._noted_stamps, strict=True)
                 queued.extend([place for place, stamp in noted if group.released_at[place] == stamp])
-            invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
+            invariant(sorted(queued) == idle, "a block cannot be evicted: it was missed")
 
 
 def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[int]:

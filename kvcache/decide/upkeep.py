@@ -201,8 +201,8 @@ class Upkeep:
     def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
         """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
 
-        What rests on a failed copy could be told only by an account of all that was copied and computed since. So
-        nothing is told apart: all outstanding copies are given up. Returns the sequences that begin again.
+        What rests on a failed copy would show only in an account of all that was copied and computed since. So all
+        outstanding copies are given up. Returns the sequences that begin again.
         """
         known, reasons = dict(failed), dict[str, list[int]]()
         for transfer in self._state.transfers:
