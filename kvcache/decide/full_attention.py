@@ -13,12 +13,12 @@ import numpy as np
 
 from events.ids import Handle
 from events.packed import NAME_BYTES, names_between, names_of_keys
-from events.types import PRIMARY, SECONDARY, Event, Namespace, RemoveReason
+from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.matching import GroupMatch, PathMatch, covered, covered_child, match
+from kvcache.fold.matching import GroupMatch, covered, covered_child, match
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.retention import Kept
 from kvcache.fold.sequence import Sequence
@@ -65,13 +65,6 @@ class FullAttentionManager(WindowManager):
         self.order = group.watcher = order(group)
 
     # -- reading
-
-    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
-        """The longest cached prefix of ``symbols[:stop]`` (bytes)."""
-        if not self._reuse:
-            return PathMatch()
-        tree = self.group.tree
-        return match(tree, tree.roots.get(namespace), symbols, stop, partial=self._partial_reuse)
 
     def claims(self) -> Claims:
         """Of a batch of which nothing is counted yet."""

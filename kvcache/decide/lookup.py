@@ -8,11 +8,9 @@ from typing import Any
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import CROSS, SECONDARY, Namespace
+from kvcache.decide.window_manager import match_in
 from kvcache.errors import Unsupported
-from kvcache.fold.group_state import GroupState
-from kvcache.fold.matching import GroupMatch, Piece, in_all, match
-from kvcache.fold.sliding_group import SlidingGroup
-from kvcache.fold.sliding_matching import SlidingMatch
+from kvcache.fold.matching import GroupMatch, Piece, in_all
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import EncoderInput
 from kvcache.results import Match, MatchedBlock
@@ -50,27 +48,21 @@ def _match(
     if not state.tokens_recorded:
         symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
-    found: list[GroupMatch] = []
-    for group in state.groups:
-        if group.kind == CROSS:
-            continue
-        if isinstance(group, SlidingGroup):
-            found.append(SlidingMatch(group, namespace, symbols, stop, partial=partial))
-        else:
-            tree = group.tree
-            found.append(match(tree, tree.roots.get(namespace), symbols, stop, partial=partial))
+    found = [
+        match_in(group, namespace, symbols, stop, partial=partial)
+        for group in state.groups
+        if group.kind != CROSS
+    ]
     return in_all(found, state.tokens_per_block, state.hashing.key_bytes)
 
 
 def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
     """What an encoder's input would reuse, as fields of a `Match`."""
     group, namespace, symbols = state.groups[-1], encoder.namespace, encoder.tokens
-    assert isinstance(group, GroupState)
     if not state.tokens_recorded:
         size = state.tokens_per_block * TOKEN_BYTES
         symbols = state.hashing.chain(namespace, state.root_key(namespace), symbols, size)
-    tree = group.tree
-    path = match(tree, tree.roots.get(namespace), symbols, len(symbols), partial=False)
+    path = match_in(group, namespace, symbols, len(symbols), partial=False)
     pieces = path.pieces(0, state.hashing.key_bytes)
     blocks = [block for piece in pieces for block in _blocks(piece, state.tokens_per_block, group.window)]
     reused = min(encoder.num_tokens, path.blocks * state.tokens_per_block)

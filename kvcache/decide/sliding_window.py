@@ -16,7 +16,7 @@ import numpy.typing as npt
 from events import types as ev
 from events.ids import Handle, LevelIndex
 from events.packed import names_of_keys
-from events.types import PRIMARY, SECONDARY, Event, Namespace, RemoveReason
+from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
@@ -26,7 +26,6 @@ from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.retention import Kept
 from kvcache.fold.sequence import DETACHED, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
-from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 
@@ -74,11 +73,6 @@ class SlidingWindowManager(WindowManager):
         self.order = group.watcher = ReleaseOrder(group)
 
     # -- reading
-
-    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
-        """The known prefix of ``symbols[:stop]`` (bytes), of which the window may have parts only."""
-        stop = stop if self._reuse else 0
-        return SlidingMatch(self.group, namespace, symbols, stop, partial=self._partial_reuse)
 
     def claims(self) -> Claims:
         """Of a batch of which nothing is counted yet."""

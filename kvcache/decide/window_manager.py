@@ -21,9 +21,11 @@ from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
 from kvcache.fold.contents import AnyGroup
-from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
+from kvcache.fold.matching import GroupMatch, PartialMatch, Piece, match
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
 from kvcache.fold.sequence import Sequence, packed_handles
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest
 from kvcache.results import Replacement
@@ -152,10 +154,6 @@ class WindowManager(ABC):
     # -- what each kind of window decides
 
     @abstractmethod
-    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
-        """The longest cached prefix of ``symbols[:stop]`` (bytes)."""
-
-    @abstractmethod
     def claims(self) -> Claims:
         """Of a batch of which nothing is counted yet."""
 
@@ -204,6 +202,11 @@ class WindowManager(ABC):
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.tokens_per_block)
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
+        """What can be reused of ``symbols[:stop]`` (bytes)."""
+        stop = stop if self._reuse else 0
+        return match_in(self.group, namespace, symbols, stop, partial=self._partial_reuse)
 
     def plan(self, found: GroupMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
         """What reusing so many tokens of a match takes, which is counted in `claims`."""
@@ -602,3 +605,16 @@ class WindowManager(ABC):
                 handle=handle,
             )
         )
+
+
+def match_in(
+    group: AnyGroup, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool
+) -> GroupMatch:
+    """The longest prefix of ``symbols[:stop]`` (bytes) that a group has; a sliding window may have parts of it only.
+
+    `partial` asks for the leading tokens of one more block as well.
+    """
+    if isinstance(group, SlidingGroup):
+        return SlidingMatch(group, namespace, symbols, stop, partial=partial)
+    tree = group.tree
+    return match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
