@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from events.feed.inventory import Inventory
-from events.formats.trtllm_lines import PIECE_BYTES, DictLines
+from events.formats.trtllm import PIECE_BYTES, EventDicts
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.router.feed import FeedBatch, FeedState, RouterFeed
 from sinks.router.numbers import FeedNumbers
@@ -36,9 +36,9 @@ class LineTransport:
     subscribers = 0
     """Nobody can know who reads a file."""
 
-    def __init__(self, output: Output, lines: DictLines, *, has_names: bool) -> None:
+    def __init__(self, output: Output, dicts: EventDicts, *, has_names: bool) -> None:
         self.output = output
-        self._lines, self._has_names = lines, has_names
+        self._dicts, self._has_names = dicts, has_names
 
     def open(self, next_seq: int) -> None:
         """Open the output. Raises SinkError, and what that raises."""
@@ -48,7 +48,7 @@ class LineTransport:
 
     def send(self, batch: FeedBatch) -> None:
         """Write a batch. Raises what the output raises."""
-        for piece in self._lines.pieces(batch.changes):
+        for piece in self._dicts.lines(batch.changes):
             self.output.append(piece)
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
@@ -100,5 +100,5 @@ def dict_feed(url: SinkURL, output: Output, context: SinkContext, max_bytes: int
     if context.kind == "feed":
         reason = "format=trtllm tells of a cache, and this log of what engines told: leave it out"
         raise SinkURLError(str(url), reason)
-    lines = DictLines(min(PIECE_BYTES, max_bytes or PIECE_BYTES))
-    return DictFeed(LineTransport(output, lines, has_names=context.key_bytes > 0))
+    dicts = EventDicts(min(PIECE_BYTES, max_bytes or PIECE_BYTES))
+    return DictFeed(LineTransport(output, dicts, has_names=context.key_bytes > 0))

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from events.feed.changes import Cleared, Created, Removed, Stored, Updated
 from events.feed.life import LIFE
-from events.formats.trtllm_lines import DictLines
+from events.formats.trtllm import EventDicts
 from events.formats.vllm import encode_batch
 from events.types import (
     AllocateReason,
@@ -393,7 +393,7 @@ def test_example_of_a_dict_is_what_is_written() -> None:
     group = GroupCreated(16, "full", (0,), (), (8, 2))
     moved = Updated(0, said["data"]["block_hash"].to_bytes(8, "big"), level=(0, 1))
     created = Created((group,), "v1_block_key")
-    lines = b"".join(DictLines().pieces([created, moved, moved, moved])).splitlines()
+    lines = b"".join(EventDicts().lines([created, moved, moved, moved])).splitlines()
     assert json.loads(lines[3]) == said
 
 

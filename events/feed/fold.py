@@ -18,12 +18,10 @@ from collections.abc import Iterator
 
 from events import types as ev
 from events.feed.cache_fold import CacheFold
-from events.feed.changes import Change, Cleared, Removed, Stored
-from events.feed.exported import Row, exported_rows
-from events.feed.extra_keys import told
-from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns
-from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
-from events.packed import NAME_BYTES, names_of_keys, split_names
+from events.feed.changes import Change, Cleared, Removed, Stored, told
+from events.feed.exported import ExportedRun, exported_runs
+from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns, FrozenBlocks, freeze, visible_blocks
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, SLIDING, MoveReason
 
@@ -101,27 +99,28 @@ class Feed(CacheFold[Change]):
 
     def _install_blocks(self, event: ev.StateExported) -> None:
         for group, exported in enumerate(event.groups):
-            for row in exported_rows(
-                exported, self.tokens_per_block, self._key_bytes, slides=self._slides[group]
-            ):
-                self._install_row(group, row)
+            for run in exported_runs(exported, self.tokens_per_block, self._key_bytes):
+                self._install_run(group, run)
         for item in event.transfers:
             slots = array("i", item.slots)
             if item.level == SECONDARY and not self._slides[item.group]:
                 slots.reverse()  # offloads name the deepest block first
             self._transfers[item.transfer] = (item.group, item.level, slots)
 
-    def _install_row(self, group: int, row: Row) -> None:
-        """Note consecutive full blocks of an exported state."""
-        stored = Stored(
-            group, row.level, row.names, row.parent, row.tokens, self.tokens_per_block, row.namespace
-        )
-        state = IN_FLIGHT if row.transfer else ANNOUNCED if self._is_visible(group, row.parent) else WAITING
-        self._columns[group][row.level].write(row.slots, stored, state, row.transfer)
-        if state != ANNOUNCED and not self._slides[group]:
-            self._hidden[group].update(split_names(stored.names))
-        if state == WAITING:
-            self._wait(stored, row.slots)
+    def _install_run(self, group: int, run: ExportedRun) -> None:
+        """Note the full blocks of an exported run."""
+        size = self.tokens_per_block
+        for (level, _, transfer), begin, end in run.pieces():
+            names = run.names[begin * NAME_BYTES : end * NAME_BYTES]
+            parent = run.name_before(begin)
+            tokens = run.symbols[begin * size * TOKEN_BYTES : end * size * TOKEN_BYTES]
+            stored = Stored(group, level, names, parent, tokens, size, run.namespace)
+            state = IN_FLIGHT if transfer else ANNOUNCED if self._is_visible(group, parent) else WAITING
+            self._columns[group][level].write(run.slots[begin:end], stored, state, transfer)
+            if state != ANNOUNCED and not self._slides[group]:
+                self._hidden[group].update(split_names(names))
+            if state == WAITING:
+                self._wait(stored, run.slots[begin:end])
 
     # -- blocks
 

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from itertools import groupby
+from typing import NamedTuple
 
 from events import types as ev
 from events.feed.cache_fold import CacheFold
 from events.feed.changes import Cached, Cleared, Created, InventoryChange, Uncached, Updated
-from events.feed.exported import Block, exported_blocks
+from events.feed.exported import exported_runs
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.sequences import NamedTokens
 from events.tokens.symbols import SymbolTable
-from events.types import PRIMARY, SLIDING, MoveReason
+from events.types import PRIMARY, MoveReason, Namespace
+
+
+class CachedBlock(NamedTuple):
+    """A cached block, or the beginning of one."""
+
+    level: int
+    priority: int
+    parent: bytes
+    """The name of the block before; empty at the start of a prompt."""
+    symbols: bytes
+    namespace: Namespace
 
 
 class Inventory(CacheFold[InventoryChange]):
@@ -28,7 +39,7 @@ class Inventory(CacheFold[InventoryChange]):
     def __init__(self) -> None:
         super().__init__()
         self._created = Created((), "")
-        self._blocks: list[dict[bytes, Block]] = []
+        self._blocks: list[dict[bytes, CachedBlock]] = []
         """Per group, by name."""
         self._handlers |= {
             ev.BlocksStored: self._store,
@@ -63,9 +74,15 @@ class Inventory(CacheFold[InventoryChange]):
         self._changes.append(Cleared())
 
     def _install_blocks(self, event: ev.StateExported) -> None:
-        for group, blocks, exported in zip(self.groups, self._blocks, event.groups, strict=True):
-            slides = group.kind == SLIDING
-            blocks.update(exported_blocks(exported, self.tokens_per_block, self._key_bytes, slides=slides))
+        size = self.tokens_per_block * TOKEN_BYTES
+        for blocks, exported in zip(self._blocks, event.groups, strict=True):
+            for run in (
+                exported_runs(exported, self.tokens_per_block, self._key_bytes) if self._key_bytes else ()
+            ):
+                for at, (name, state) in enumerate(zip(split_names(run.names), run.states, strict=True)):
+                    if state is not None:
+                        symbols = run.symbols[at * size : (at + 1) * size]
+                        blocks[name] = CachedBlock(*state[:2], run.name_before(at), symbols, run.namespace)
 
     # -- blocks
 
@@ -96,7 +113,7 @@ class Inventory(CacheFold[InventoryChange]):
         size, above = self.tokens_per_block * TOKEN_BYTES, parent
         for at, name in enumerate(split_names(names)):
             its = symbols[at * size : (at + 1) * size]
-            blocks[name] = Block(level, priority, above, its, of.namespace)
+            blocks[name] = CachedBlock(level, priority, above, its, of.namespace)
             above = name
         spelled = self._symbols.spell(symbols)
         self._changes.append(
@@ -109,13 +126,15 @@ class Inventory(CacheFold[InventoryChange]):
         blocks = self._blocks[event.group]
         for name in split_names(event.names):
             blocks[name] = blocks[name]._replace(level=event.to_level)
-        self._changes.append(update_of(event))
+        levels = event.from_level, event.to_level
+        self._changes.append(Updated(event.group, event.names, level=levels))
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         blocks = self._blocks[event.group]
         for name in split_names(event.names):
             blocks[name] = blocks[name]._replace(priority=event.priority)
-        self._changes.append(update_of(event))
+        priorities = event.old_priority, event.priority
+        self._changes.append(Updated(event.group, event.names, priority=priorities))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         blocks = self._blocks[event.group]
@@ -124,34 +143,30 @@ class Inventory(CacheFold[InventoryChange]):
         self._changes.append(Uncached(event.group, event.names))
 
 
-def update_of(event: ev.BlocksMoved | ev.BlocksUpdated) -> Updated:
-    """What the event changes."""
-    if isinstance(event, ev.BlocksMoved):
-        return Updated(event.group, event.names, level=(event.from_level, event.to_level))
-    return Updated(event.group, event.names, priority=(event.old_priority, event.priority))
-
-
 def _told(
-    created: Created, groups: list[dict[bytes, Block]], size: int, symbols: SymbolTable
+    created: Created, groups: list[dict[bytes, CachedBlock]], size: int, symbols: SymbolTable
 ) -> Iterator[InventoryChange]:
     yield created
     for group, blocks in enumerate(groups):
         for chain in _chains(blocks):
-            for (level, priority), part in groupby(chain, lambda item: item[1][:2]):
-                names, its = zip(*part, strict=True)
-                spelled = symbols.spell(b"".join([block.symbols for block in its]))
-                yield Cached(
-                    group, level, priority, b"".join(names), its[0].parent, spelled, size, its[0].namespace
-                )
+            names, its = zip(*chain, strict=True)
+            spelled = symbols.spell(b"".join([block.symbols for block in its]))
+            level, priority, parent, _, namespace = its[0]
+            yield Cached(group, level, priority, b"".join(names), parent, spelled, size, namespace)
 
 
-def _chains(blocks: dict[bytes, Block]) -> Iterator[list[tuple[bytes, Block]]]:
-    """Each block once, behind the one before it if that is cached."""
-    left = blocks.copy()
+def _chains(blocks: dict[bytes, CachedBlock]) -> Iterator[list[tuple[bytes, CachedBlock]]]:
+    """Each block once, after the one before it if that is cached; as many in a row as one level and priority have."""
+    left, chain = blocks.copy(), list[tuple[bytes, CachedBlock]]()
     for name in blocks:
-        chain = []
+        path = []
         while (block := left.pop(name, None)) is not None:
-            chain.append((name, block))
+            path.append((name, block))
             name = block.parent  # noqa: PLW2901
-        if chain:
-            yield chain[::-1]
+        for each in reversed(path):
+            if chain and (each[1].parent, *each[1][:2]) != (chain[-1][0], *chain[-1][1][:2]):
+                yield chain
+                chain = []
+            chain.append(each)
+    if chain:
+        yield chain

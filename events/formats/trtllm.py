@@ -1,15 +1,18 @@
-"""TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them.
+"""TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them, made of the changes of an inventory.
 
 One dict an event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
 "hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format knows nothing of sequences, allocations or
-landings, has no "cleared" (its readers ignore what they do not know), and repeats the tokens in every stored block.
+landings, and repeats the tokens in every stored block. It has no "cleared" (its readers ignore what they do not know):
+what a reader may know is remembered by name, and published as removed. Dicts are numbered from 0 on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from events.feed.changes import Cached, Updated
+from events.codec import json_line
+from events.feed.changes import AnyChange, Cached, Cleared, Created, Uncached, Updated
 from events.formats.vllm_encode import adapter_name
 from events.packed import TOKEN_BYTES, unpack_i32, unpack_names
 from events.tokens.rich import RichTokens
@@ -88,3 +91,95 @@ def _diff(values: tuple[int, int] | None) -> Data | None:
 def removed(block_hashes: list[int]) -> Data:
     """Blocks that are gone."""
     return {"type": "removed", "block_hashes": block_hashes}
+
+
+PIECE_BYTES = 1 << 16
+Envelope = Data
+"""What stands around the data of a window's dicts."""
+
+
+class EventDicts:
+    """Makes dicts of the changes of an inventory (`events.feed.inventory`), and remembers what readers know by them."""
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
+        self._next_id = 0
+        self._envelopes: list[Envelope] = []
+        self._known: list[set[int]] = []
+        """Per group: what readers take for cached."""
+        self._unsure: list[tuple[int, list[int]]] = []
+        """Removed by what is not known to be out: readers may still take it for cached."""
+
+    def dicts(self, changes: Iterable[AnyChange]) -> Iterator[Data]:
+        """The dicts of changes; `settle` says that they have reached readers."""
+        for envelope, data in _merged(item for change in changes for item in self._data(change)):
+            number, self._next_id = self._next_id, self._next_id + 1
+            yield {"event_id": number, "data": data, **envelope}
+
+    def lines(self, changes: Iterable[AnyChange]) -> Iterator[bytes]:
+        """Each dict as a line of JSON, in pieces of about `piece_bytes`.
+
+        Whoever asks for the next piece says that those before are out. Lines that were lost leave a hole in the
+        numbers, as they do where that engine loses some.
+        """
+        for group, names in self._unsure:
+            # What was removed the last time did not get out, where anything is left of it.
+            if group < len(self._known):
+                self._known[group].update(names)
+        self.settle()
+        lines: list[bytes] = []
+        size = 0
+        for each in self.dicts(changes):
+            lines.append(json_line(each) + b"\n")
+            size += len(lines[-1])
+            if size >= self._piece_bytes:
+                yield b"".join(lines)
+                lines, size = [], 0
+        if lines:
+            yield b"".join(lines)
+        self.settle()
+
+    def settle(self) -> None:
+        """Readers have got all dicts that were made."""
+        self._unsure.clear()
+
+    def _data(self, change: AnyChange) -> Iterator[tuple[Envelope, Data]]:
+        if isinstance(change, Cached):
+            self._known[change.group].update(unpack_names(change.names).tolist())
+            yield self._envelopes[change.group], stored(change)
+        elif isinstance(change, Updated):
+            for data in updated(change):
+                yield self._envelopes[change.group], data
+        elif isinstance(change, Uncached):
+            yield self._removed(change.group, unpack_names(change.names).tolist())
+        elif isinstance(change, Created):
+            # What was there before, if anything, was cleared.
+            told = change.hash_algorithm, change.rank
+            self._envelopes = [envelope(group, *told) for group in change.groups]
+            self._known = [set() for _ in change.groups]
+            yield from zip(self._envelopes, map(created, change.groups), strict=True)
+        else:
+            assert isinstance(change, Cleared)
+            for group, known in enumerate(self._known):
+                if known:
+                    yield self._removed(group, sorted(known))
+
+    def _removed(self, group: int, names: list[int]) -> tuple[Envelope, Data]:
+        self._known[group].difference_update(names)
+        self._unsure.append((group, names))
+        return self._envelopes[group], removed([*names])
+
+
+def _merged(items: Iterable[tuple[Envelope, Data]]) -> Iterator[tuple[Envelope, Data]]:
+    """Removals of a group in a row are one, as readers expect."""
+    last: tuple[Envelope, Data] | None = None
+    for envelope, data in items:
+        if last is None:
+            last = envelope, data
+        elif envelope is last[0] and data["type"] == last[1]["type"] == "removed":
+            last[1]["block_hashes"] += data["block_hashes"]
+        else:
+            yield last
+            last = envelope, data
+    if last is not None:
+        yield last

@@ -13,8 +13,8 @@ import msgspec
 
 from events import types as ev
 from events.errors import EventsError
+from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Cleared, Told
-from events.feed.stream_fold import StreamFold
 from events.formats.told import to_wire
 from events.told.blocks import stores_of
 from events.told.state import Worker, name_of

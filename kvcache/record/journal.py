@@ -75,9 +75,7 @@ class Journal:
         self.bus = EventBus()
         self._pending, self._subscribers = self.bus.pending, self.bus.subscribers
         self.counter = StatsCounter(self.bus)
-        self.latest = (
-            LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
-        )
+        self.latest = LatestEvents(event_buffer_max_size) if event_buffer_max_size else None
         self.outputs = outputs
         self._state_due = False
         self._next_seq = outputs.next_seq
@@ -142,5 +140,5 @@ class Journal:
         self.counter.publish(self.state, len(events))
         self.outputs.publish(batch)
         if self.latest is not None:
-            self.latest.publish()
+            self.latest.publish(batch)
         return batch

@@ -22,9 +22,9 @@ from typing import Protocol
 
 import msgspec
 
+from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Cleared
 from events.feed.fold import Feed
-from events.feed.stream_fold import StreamFold
 from events.told.feed import WorkerFeed
 from events.types import EventBatch, Gap, GroupCreated
 from sinks.queue import Overflow

@@ -15,8 +15,8 @@ from itertools import dropwhile
 import msgspec
 
 from events.codec import batch_without_tokens
+from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Batched
-from events.feed.stream_fold import StreamFold
 from events.formats.native import loses_track, origin_told
 from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, StateExported
 from sinks.base import CacheFold, SinkContext, SinkError

@@ -11,7 +11,7 @@ import pytest
 
 from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Removed, Stored
-from events.feed.exported import Row, exported_rows
+from events.feed.exported import exported_runs
 from events.feed.fold import Feed
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.tokens.sequences import NamedTokens
@@ -279,22 +279,26 @@ WITH_HOLES = exported(
 class TestExported:
     """A state that has holes."""
 
-    def test_rows(self) -> None:
-        """Consecutive blocks in one level, by one copy: each row has the name of the block before."""
-        assert list(exported_rows(WITH_HOLES, SIZE, 8, slides=True)) == [
-            Row(PRIMARY, 0, array("i", [4, 5]), names(0, 1), b"", tokens(0, 2), PLAIN),
-            Row(PRIMARY, 0, array("i", [6]), names(3), names(2), tokens(3, 1), PLAIN),
-            Row(SECONDARY, 0, array("i", [9]), names(5), names(4), tokens(5, 1), PLAIN),
-            Row(SECONDARY, 3, array("i", [10, 11]), names(6, 7), names(5), tokens(6, 2), PLAIN),
-            Row(SECONDARY, 0, array("i", [7]), names(8), names(7), tokens(8, 1), PLAIN),
+    def test_pieces(self) -> None:
+        """Consecutive blocks in one level, by one copy, each piece with the name of the block before."""
+        run, last = exported_runs(WITH_HOLES, SIZE, 8)
+        assert [(state[0], state[2], begin, end) for state, begin, end in run.pieces()] == [
+            (PRIMARY, 0, 0, 2),
+            (PRIMARY, 0, 3, 4),
+            (SECONDARY, 0, 5, 6),
+            (SECONDARY, 3, 6, 8),
         ]
+        before = [run.name_before(begin) for _, begin, _ in run.pieces()]
+        assert before == [b"", *(names(at) for at in (2, 4, 5))]
+        assert list(last.pieces()) == [((SECONDARY, 35, 0), 0, 1)]
+        assert (last.name_before(0), last.names, last.symbols) == (names(7), names(8), tokens(8, 1))
 
     @pytest.mark.parametrize("slots", [[4, 5, 6], [4, -1, 6], [-1, -1, 6]])
     def test_partial_block_at_the_end(self, slots: list[int]) -> None:
-        """It is in no row, with or without blocks before it."""
-        rows = list(exported_rows(exported(slots, [(0, 0)] * 3, 1), SIZE, 8, slides=True))
-        assert [slot for row in rows for slot in row.slots] == [slot for slot in slots[:2] if slot >= 0]
-        assert all(len(row.names) == 8 * len(row.slots) for row in rows)
+        """It is in no piece, with or without blocks before it."""
+        runs = exported_runs(exported(slots, [(0, 0)] * 3, 1), SIZE, 8)
+        found = [slot for run in runs for _, begin, end in run.pieces() for slot in run.slots[begin:end]]
+        assert found == [slot for slot in slots[:2] if slot >= 0]
 
     def test_installed(self) -> None:
         """Routers hear of what is there, then of what lands; sequences know the names that were given before."""

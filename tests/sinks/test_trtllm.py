@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from events.errors import EventDecodeError
-from events.formats.trtllm_lines import DictLines
+from events.formats.trtllm import EventDicts
 from events.log import LogWriter
 from events.subscribe.continuity import Missed, Received, Restarted
 from events.subscribe.dicts import DictFollower
@@ -209,7 +209,7 @@ class Lines:
 
 
 def feed_into(lines: Lines, piece_bytes: int = 1 << 16) -> DictFeed:
-    feed = DictFeed(LineTransport(lines, DictLines(piece_bytes), has_names=True))
+    feed = DictFeed(LineTransport(lines, EventDicts(piece_bytes), has_names=True))
     feed.open()
     return feed
 
