@@ -11,31 +11,24 @@ schema does not name, and every way in which it can fail is one error that repea
 from __future__ import annotations
 
 import json
+import operator
 import re
 import typing
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from events.errors import EventDecodeError
-from events.packed import HANDLE_BYTES, NAME_BYTES, Packed, broken_column, names_of_keys
+from events.packed import HANDLE_BYTES, NAME_BYTES, TOKEN_BYTES, Packed, broken_column, names_of_keys
 from events.structs import LEVEL_NAMES, Spelled
-from events.types import (
-    AnyEvent,
-    EncoderAdded,
-    EventBatch,
-    FeedStored,
-    SequenceAdded,
-    StateExported,
-    SymbolsInterned,
-    TokensAppended,
-)
+from events.types import AnyEvent, EventBatch, FeedStored, TokensAppended
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
@@ -60,59 +53,60 @@ def without_tokens(event: AnyEvent) -> AnyEvent:
     What counts tokens is kept: `TokensAppended.counts` becomes explicit. What symbols stand for goes, the digests of
     items too: whoever has an image could tell that somebody sent it, and such a stream needs them for nothing.
     """
-    strip = _STRIPPERS.get(type(event))
-    return event if strip is None else strip(event)
+    stripped = _stripped(event)
+    if isinstance(event, TokensAppended) and stripped is not event and not event.counts:
+        one_each = b"\x01\0\0\0" * (len(event.handles) // HANDLE_BYTES)
+        return msgspec.structs.replace(stripped, counts=one_each)
+    return _without_told(stripped) if isinstance(stripped, FeedStored) and stripped.more else stripped
 
 
 def batch_without_tokens(batch: EventBatch) -> EventBatch:
-    """The batch with token ids taken out of its events; the same object if none can have any."""
-    for event in batch.events:
-        if type(event) in _STRIPPERS:
-            return EventBatch(batch.seq, batch.ts, tuple([without_tokens(event) for event in batch.events]))
-    return batch
+    """The batch with token ids taken out of its events; the same object if there are none."""
+    events = tuple(map(without_tokens, batch.events))
+    if all(map(operator.is_, events, batch.events)):
+        return batch
+    return EventBatch(batch.seq, batch.ts, events)
 
 
-def _strip_appended(event: TokensAppended) -> TokensAppended:
-    if not event.tokens:
-        return event
-    one_each = b"\x01\0\0\0" * (len(event.handles) // HANDLE_BYTES)
-    return msgspec.structs.replace(event, counts=event.counts or one_each, tokens=b"")
+def _stripped(struct: _Struct) -> _Struct:
+    """A struct without columns of tokens, also in the structs inside; the same object if it has none."""
+    changed: dict[str, Any] = {}
+    for name, holds_structs in _token_fields(type(struct)):
+        value = getattr(struct, name)
+        new = tuple(map(_stripped, value)) if holds_structs else type(value)()
+        if new != value:
+            changed[name] = new
+    return msgspec.structs.replace(struct, **changed) if changed else struct
 
 
-def _strip_exported(event: StateExported) -> StateExported:
-    told = any(group.symbols for group in event.groups) or any(s.tokens for s in event.sequences)
-    if not told and not event.symbols:
-        return event
-    return msgspec.structs.replace(
-        event,
-        symbols=(),
-        groups=tuple([msgspec.structs.replace(group, symbols=b"") for group in event.groups]),
-        sequences=tuple([msgspec.structs.replace(sequence, tokens=b"") for sequence in event.sequences]),
-    )
+@cache
+def _token_fields(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
+    """The fields with tokens, as their types say; whether it is structs inside that have them."""
+    found = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        mark = getattr(hint, "__metadata__", [None])[0]
+        if isinstance(mark, Packed | Spelled) and mark in _OF_TOKENS:
+            found.append((name, False))
+        elif typing.get_origin(hint) is tuple:
+            item = typing.get_args(hint)[0]
+            if isinstance(item, type) and issubclass(item, msgspec.Struct) and _token_fields(item):
+                found.append((name, True))
+    return found
 
 
-def _strip_told(event: FeedStored) -> FeedStored:
+_OF_TOKENS = (Packed("token", TOKEN_BYTES), Spelled("tokens"))
+
+
+def _without_told(event: FeedStored) -> FeedStored:
     """Of further fields, too, those that hold tokens; what is not known here may be anything, and goes."""
-    if not (event.tokens or event.more):
-        return event
-    more = msgspec.msgpack.decode(event.more) if event.more else {}
+    more = msgspec.msgpack.decode(event.more)
     kept = {name: value for name, value in more.items() if name in _TOLD_KEPT}
-    if not event.tokens and kept == more:
+    if kept == more:
         return event
-    return msgspec.structs.replace(event, tokens=b"", more=_ENCODER.encode(kept) if kept else b"")
+    return msgspec.structs.replace(event, more=_ENCODER.encode(kept) if kept else b"")
 
 
 _TOLD_KEPT = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-
-
-_STRIPPERS: dict[type, Callable[[Any], Any]] = {
-    SequenceAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
-    EncoderAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
-    TokensAppended: _strip_appended,
-    StateExported: _strip_exported,
-    SymbolsInterned: lambda event: SymbolsInterned(()) if event.pages else event,
-    FeedStored: _strip_told,
-}
 
 
 # --- JSON -------------------------------------------------------------------------------------------

@@ -55,8 +55,15 @@ def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
 
 def render_event(event: ev.AnyEvent, known: Known) -> str:
     """One event, which was seen by `known`, without its address."""
-    kind = type(event)
-    return f"{kind.__name__:<{_TYPE_WIDTH}}  {_DETAILS[kind](event, known)}".rstrip()
+    details = _DETAILS.get(type(event), _fields)(event, known)
+    return f"{type(event).__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
+
+
+def _fields(event: ev.AnyEvent, known: Known) -> str:
+    """What there is to say of an event, field by field."""
+    fields = event.__struct_fields__
+    said = (phrase(getattr(event, name), known) for name, phrase in _PHRASES.items() if name in fields)
+    return " ".join(filter(None, said))
 
 
 def text(value: object) -> str:
@@ -102,7 +109,12 @@ def _transfers(transfers: bytes) -> str:
 
 
 def _blocks(slots: bytes) -> str:
-    return f"blocks={len(slots) // SLOT_BYTES}"
+    return f"blocks={_count(slots)}"
+
+
+def _count(slots: bytes | tuple[bytes, ...]) -> str:
+    """How many slots, or how many of each group."""
+    return _per_group(list(map(_count, slots))) if isinstance(slots, tuple) else str(len(slots) // SLOT_BYTES)
 
 
 def _levels(counts: Sequence[tuple[int, int]]) -> list[str]:
@@ -222,11 +234,6 @@ def _blocks_removed(e: ev.BlocksRemoved, known: Known) -> str:
     return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
-def _blocks_pinned(e: ev.BlocksPinned, known: Known) -> str:
-    blocks = [len(slots) // SLOT_BYTES for slots in e.slots]
-    return f"{_whose(e.handle, known)} pin={e.pin} blocks={_per_group(blocks)}"
-
-
 def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
@@ -234,8 +241,7 @@ def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
 
 
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
-    freed = [len(slots) // SLOT_BYTES for slots in e.freed]
-    kept = f"stored={_per_group(e.stored)} freed={_per_group(freed)}"
+    kept = f"stored={_per_group(e.stored)} freed={_count(e.freed)}"
     why = "" if e.why == ev.EndReason.FINISHED else f" why={e.why}"
     return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}"
 
@@ -276,11 +282,6 @@ def _worker_seen(e: ev.WorkerSeen, known: Known) -> str:
     return f"{_worker(e.worker, known)}{topic}{rank} complete={_yes(e.complete)}"
 
 
-def _indexed(e: ev.SlotsTaken | ev.SlotsLeft) -> str:
-    """How many blocks, and where they are in the table."""
-    return f"{_blocks(e.slots)} at={_ends(unpack_u32(e.indices))}"
-
-
 def _ends(numbers: Sequence[int] | Any) -> str:
     """The first and the last of some numbers."""
     return "..".join(dict.fromkeys([str(each) for each in (*numbers[:1], *numbers[-1:])]))
@@ -300,9 +301,6 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.StateExported: _state_exported,
     ev.Gap: lambda e, known: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
     ev.SequenceAdded: _sequence_added,
-    ev.BlocksAllocated: lambda e, known: (
-        f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} why={e.why}"
-    ),
     ev.BlocksReused: _blocks_reused,
     ev.BlocksCopied: _blocks_copied,
     ev.BlocksStored: _blocks_stored,
@@ -310,77 +308,68 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksUpdated: _blocks_updated,
     ev.BlocksMoved: _blocks_moved,
     ev.BlocksRemoved: _blocks_removed,
-    ev.BlocksPinned: _blocks_pinned,
-    ev.BlocksUnpinned: lambda e, known: (
-        f"pin={e.pin} freed={_per_group([len(slots) // SLOT_BYTES for slots in e.freed])}"
-    ),
     ev.TokensAppended: _tokens_appended,
-    ev.ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
-    ev.LoadFailed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
-    ev.BlocksDetached: lambda e, known: (
-        f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} freed={len(e.freed) // SLOT_BYTES}"
-    ),
-    ev.BlocksReturned: lambda e, known: f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)}",
     ev.SequenceForked: lambda e, known: (
         f"{_whose(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
-    ),
-    ev.SequenceRewound: lambda e, known: (
-        f"{_whose(e.handle, known)} tokens={e.num_tokens}"
-        f" freed={_per_group([len(slots) // SLOT_BYTES for slots in e.freed])}"
     ),
     ev.SequenceRemoved: _sequence_removed,
     ev.EncoderAdded: lambda e, known: (
         f"{_handle(e.handle)} of {_whose(e.sequence, known)} group={e.group} tokens={e.num_tokens}"
         f" reused_blocks={e.reused_primary}+{e.reused_secondary}{_namespace(e.namespace)}"
     ),
-    ev.EncoderRemoved: lambda e, known: (
-        f"{_whose(e.handle, known)} group={e.group} freed={len(e.freed) // SLOT_BYTES}"
-    ),
     ev.TransferLanded: lambda e, known: (
         _transfers(e.transfers) + (f" checksums={len(e.checksums) // CHECKSUM_BYTES}" if e.checksums else "")
-    ),
-    ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
-    ev.CacheCleared: lambda e, known: (
-        f"removed={_per_group(_levels(e.removed))} unnamed={_per_group(e.unnamed)}"
     ),
     ev.Checkpoint: lambda e, known: (
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={_per_group(_levels(e.num_cached))}"
     ),
     ev.SymbolsInterned: _symbols_interned,
     ev.SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // COUNT_BYTES}",
-    ev.AdmissionRefused: lambda e, known: (
-        f"request={text(e.request_id)} needed={_per_group(e.needed)} available={_per_group(e.available)}"
-    ),
     ev.PoolShared: lambda e, known: (
         f"groups={len(e.groups)}"
         f" {','.join([f'{text(each.kind)}:{each.tokens_per_block}' for each in e.groups])}"
         f" named={_per_group([len(each.named) // SLOT_BYTES for each in e.groups])}"
         f" held={_per_group([len(each.slots) // SLOT_BYTES for each in e.groups])}"
     ),
-    ev.SlotsTaken: lambda e, known: (
-        f"{_whose(e.handle, known)} group={e.group} {_indexed(e)}{' reused' * e.reused}"
-    ),
-    ev.SlotsLeft: lambda e, known: f"{_whose(e.handle, known)} group={e.group} {_indexed(e)}",
-    ev.SlotsNamed: lambda e, known: (
-        f"{_whose(e.handle, known)} group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))}"
-        f" at={_ends(unpack_u32(e.positions))}"
-    ),
     ev.SlotsUnnamed: lambda e, known: (
         f"group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))} why={e.why}"
         f"{'' if e.handle is None else ' for ' + _whose(e.handle, known)}"
     ),
-    ev.HitDeferred: lambda e, known: f"request={text(e.request_id)} group={e.group}",
-    ev.FeedStarted: lambda e, known: f"endpoints={','.join(map(text, e.endpoints))}",
     ev.WorkerSeen: _worker_seen,
     ev.FeedReceived: lambda e, known: (
         f"{_worker(e.worker, known)} number={e.number}{' (replayed)' * e.replayed}"
     ),
     ev.FeedStored: _feed_stored,
     ev.FeedRemoved: _told_blocks,
-    ev.FeedCleared: lambda e, known: _worker(e.worker, known),
     ev.FeedGap: lambda e, known: (
         f"{_worker(e.worker, known)} lost={e.first}..{e.last} reason={text(e.reason)}"
     ),
     ev.FeedRestarted: lambda e, known: f"{_worker(e.worker, known)} number={e.first} after={e.last}",
     ev.FeedUnknown: lambda e, known: f"{_worker(e.worker, known)} type={text(e.name)}",
 }
+"""How events are written of which not all is to be said, or not in the order of `_PHRASES`."""
+
+_PHRASES: dict[str, Callable[[Any, Known], str]] = {
+    "worker": _worker,
+    "handle": _whose,
+    "handles": _sequences,
+    "request_id": lambda value, known: f"request={text(value)}",
+    "pin": lambda value, known: f"pin={value}",
+    "transfers": lambda value, known: _transfers(value),
+    "group": lambda value, known: f"group={value}",
+    "slots": lambda value, known: f"blocks={_count(value)}",
+    "keys": lambda value, known: _names(names_of_keys(value, known.key_bytes)).strip(),
+    "indices": lambda value, known: f"at={_ends(unpack_u32(value))}",
+    "positions": lambda value, known: f"at={_ends(unpack_u32(value))}",
+    "num_tokens": lambda value, known: f"tokens={value}",
+    "reused": lambda value, known: "reused" * value,
+    "freed": lambda value, known: f"freed={_count(value)}",
+    "removed": lambda value, known: f"removed={_per_group(_levels(value))}",
+    "unnamed": lambda value, known: f"unnamed={_per_group(value)}",
+    "needed": lambda value, known: f"needed={_per_group(value)}",
+    "available": lambda value, known: f"available={_per_group(value)}",
+    "why": lambda value, known: f"why={value}",
+    "reason": lambda value, known: f"reason={text(value)}",
+    "endpoints": lambda value, known: f"endpoints={','.join(map(text, value))}",
+}
+"""How fields of all other events are written, in this order; fields that are not here are left out."""

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import msgspec
 
-from events.feed_events import (
+from events.formats.vllm_decode import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
+from events.types import (
     FeedCleared,
     FeedRemoved,
     FeedStored,
     FeedUnknown,
 )
-from events.formats.vllm_decode import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
 
 AnyTold = FeedStored | FeedRemoved | FeedCleared | FeedUnknown
 _pack = msgspec.msgpack.encode

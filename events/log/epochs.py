@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from events.errors import LogDamaged, LogOfOtherKind, LogTooNew
-from events.feed_events import FEED_EVENTS
 from events.log.frames import Chain, SegmentHeader
 from events.log.reader import Kind, LogReader
 from events.log.segments import Segment, first_seq, segment_paths
 from events.log.snapshots import readable, snapshots
-from events.types import EpochStarted, EventBatch
+from events.types import FEED_EVENTS, EpochStarted, EventBatch
 
 
 @dataclass(frozen=True)

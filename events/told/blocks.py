@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from events.feed_events import FeedStored, Hash
 from events.packed import TOKEN_BYTES
+from events.types import FeedStored, Hash
 
 PER_BLOCK = ("extra_keys", "lookahead_token_ids")
 """Further fields that have an entry for each block."""

@@ -6,8 +6,8 @@ to understand what hangs behind it. So it is kept as long as anything does.
 
 from __future__ import annotations
 
-from events.feed_events import Hash
 from events.told.blocks import Block
+from events.types import Hash
 
 Key = tuple[int, Hash]
 """Group and name."""

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
-from events.feed_events import Hash
 from events.packed import TOKEN_BYTES
 from events.told.blocks import Block
 from events.told.state import Worker
+from events.types import Hash
 
 
 class Prefix(NamedTuple):

@@ -14,7 +14,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from events import types as ev
-from events.feed_events import (
+from events.told.blocks import Block, blocks_of, parents_first, stores_of
+from events.told.lineage import Lineage
+from events.types import (
     FeedCleared,
     FeedGap,
     FeedReceived,
@@ -26,8 +28,6 @@ from events.feed_events import (
     Hash,
     WorkerSeen,
 )
-from events.told.blocks import Block, blocks_of, parents_first, stores_of
-from events.told.lineage import Lineage
 
 GPU = "GPU"
 MOST_COPIES = 100

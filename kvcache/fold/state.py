@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from events import types as ev
-from events.feed_events import FEED_EVENTS
 from events.ids import MAX_NUMBER
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
+from events.types import FEED_EVENTS
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.exported_state import install
 from kvcache.fold.positional_fold import PositionalFold

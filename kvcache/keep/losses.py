@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from events.feed_events import FeedStarted
 from events.log.frames import AFTER_LOSS, CLOSED, FrameHeader
 from events.log.snapshots import Snapshot
-from events.types import EpochStarted, EventBatch, Gap, StateExported
+from events.types import EpochStarted, EventBatch, FeedStarted, Gap, StateExported
 
 REASON = "lost to damage of the log's files"
 

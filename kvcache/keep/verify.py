@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from events.errors import LogDamaged, LogError, NotALog
-from events.feed_events import FEED_EVENTS
 from events.log import LogEnd, LogReader
 from events.log.segments import UNREADABLE, Frame, is_log
 from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.told.state import FeedState
-from events.types import EventBatch, PoolShared, StateExported
+from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from events.feed_events import FeedReceived, FeedRemoved, FeedStarted, FeedStored, Hash
 from events.told.blocks import Block
 from events.told.state import FeedState, Place, Worker, place_of
-from events.types import AnyEvent, EventBatch
+from events.types import AnyEvent, EventBatch, FeedReceived, FeedRemoved, FeedStarted, FeedStored, Hash
 from kvcache.audit.histogram import Ages
 from kvcache.replay import fold_told
 

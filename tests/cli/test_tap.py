@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from events.feed_events import FeedCleared, FeedReceived, FeedRemoved, FeedStarted, FeedStored, WorkerSeen
 from events.log import LogReader
-from events.types import AnyEvent, EventBatch
+from events.types import (
+    AnyEvent,
+    EventBatch,
+    FeedCleared,
+    FeedReceived,
+    FeedRemoved,
+    FeedStarted,
+    FeedStored,
+    WorkerSeen,
+)
 from kvcache.audit.histogram import Ages
 from kvcache.tap.history import History
 from kvcache.tap.sources import Endpoint

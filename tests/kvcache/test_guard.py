@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
-from events.feed_events import FEED_EVENTS
 from events.log import LogReader
-from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, LoadFailed
+from events.types import FEED_EVENTS, AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, LoadFailed
 from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
@@ -485,7 +484,7 @@ SITUATIONS: dict[str, tuple[Callable[[], KVCacheManager], Callable[[KVCacheManag
 }
 """What may happen in every command: a state, and the call."""
 AT_THE_START = {CacheCreated, EpochStarted}
-RECORDED = {LoadFailed, *(kind for kind in AnyEvent.__args__ if kind.__module__ == "events.kinds.sharing")}
+RECORDED = {LoadFailed, *(kind for kind in AnyEvent.__args__ if kind.__module__ == "events.types")}
 """Of other engines alone: a manager has no groups that share a pool, and loads nothing from outside."""
 
 

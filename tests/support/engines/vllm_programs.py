@@ -255,7 +255,7 @@ class Program:
             self.seen[f"further {kind}"] += 1
         for batch in LogReader(self.log):
             for each in batch.events:
-                if type(each).__module__ == "events.kinds.sharing":
+                if type(each).__module__ == "events.types":
                     self.seen[type(each).__name__] += 1
 
     def _shares_its_pool(self) -> bool:

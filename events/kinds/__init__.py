@@ -1,1 +1,0 @@
-"""The types of events, by what they are about."""
