@@ -523,6 +523,44 @@ def test_images_are_told_apart(make: Make, tmp_path: Path) -> None:
     assert sum(len(run.slots) for root in tree.tree.roots.values() for run in runs_below(root)) == 6
 
 
+def test_items_that_overlap(make: Make, tmp_path: Path) -> None:
+    """As a video and its sound do: they are recorded, and other sound is another content."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    video = SimpleNamespace(identifier="video", mm_position=SimpleNamespace(offset=1, length=6))
+    for number, sound in enumerate(("rain", "wind", "rain")):
+        features = [SimpleNamespace(identifier=sound, mm_position=SimpleNamespace(offset=2, length=6)), video]
+        scheduler.serve(Request(f"r{number}", PROMPT, mm_features=features))
+    assert attached(scheduler).attached
+    scheduler.shutdown()
+    tree: Any = replay(tmp_path / "log", verify=True).state.groups[0]
+    assert sum(len(run.slots) for root in tree.tree.roots.values() for run in runs_below(root)) == 6
+
+
+STRANGE: dict[str, dict[str, Any]] = {
+    "a long id": {"request_id": "x" * 100_000},
+    "an id that is no Unicode text": {"request_id": "\ud800"},
+    "a salt that is no Unicode text": {"cache_salt": "\ud800"},
+    "an adapter that is no Unicode text": {
+        "lora_request": SimpleNamespace(lora_name="\ud800", lora_path="/\ud801")
+    },
+    "an item that is no Unicode text": {
+        "mm_features": [SimpleNamespace(identifier="\ud800", mm_position=SimpleNamespace(offset=1, length=2))]
+    },
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("blocks", [2, 20])
+def test_clients_cannot_end_the_recording(make: Make, tmp_path: Path, name: str, blocks: int) -> None:
+    """Whatever they name themselves: requests are recorded, or refused where there is no room."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, blocks=blocks)
+    scheduler.serve(Request("a", PROMPT))
+    given: dict[str, Any] = {"request_id": "b", "tokens": PROMPT, **STRANGE[name]}
+    scheduler.serve(Request(**given))
+    audit = audited(attached(scheduler), tmp_path)
+    assert (audit.requests, audit.refusals) == ((2, 0) if blocks > 2 else (0, 2))
+
+
 def test_refusals(make: Make, tmp_path: Path) -> None:
     """A request for which there is no room."""
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, blocks=3)
@@ -549,6 +587,25 @@ def test_an_error_is_told_without_its_text(
     assert "12345" not in " ".join(warnings())
     with LogWriter(tmp_path / "log", resume=True):
         """It is closed all the same."""
+
+
+def test_a_last_step_that_cannot_be_recorded_is_told(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """The log does not end as if it had all."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    scheduler.kv_cache_manager.allocate_slots(Request("a", PROMPT), len(PROMPT))
+
+    def fail(*_: Any) -> None:
+        raise KeyError("12345")
+
+    monkeypatch.setattr(Recording, "stepped", fail)
+    scheduler.shutdown()
+    assert scheduler.ended
+    assert "KeyError at test_vllm_plugin.py" in warnings()[1]
+    end = replay(tmp_path / "log", verify=True).end
+    assert end is not None
+    assert (end.kind, end.next_seq) == ("clean", (end.last_seq or 0) + 2)
 
 
 CHILD = """

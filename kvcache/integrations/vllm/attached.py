@@ -240,11 +240,11 @@ class Attached:
         """End the log in good order. Closing twice is harmless, and so it is in a forked process."""
         if os.getpid() != self._pid or self._recording is None:
             return
-        recording = self._recording
-        with suppress(Exception):
-            self._let_go()
-            recording.stepped()
-        self._end()
+        self._tell(self._recording.stepped)
+        if self.attached:
+            with suppress(Exception):
+                self._let_go()
+            self._end()
 
     def _close_at_signal(self) -> None:
         """Close before a signal ends the process, where nobody else handles it: an engine process does."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcache import LayerGroup, Recorder
 from kvcache.errors import Unsupported
-from kvcache.integrations.vllm.recording import Recording
+from kvcache.integrations.vllm.recording import Recording, name_of
 from kvcache.record.positional import Kind
 
 _HASH_END = 4
@@ -164,19 +164,19 @@ class HybridRecording(Recording):
 
     def allocated(self, blocks: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         """`KVCacheManager.allocate_slots` has returned, perhaps an empty result."""
-        name, is_new = request.request_id, request.request_id not in self._running
+        key, is_new = request.request_id, request.request_id not in self._running
         if not is_new:
-            self._tell_left(name)
+            self._tell_left(key)
         hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
         if blocks is None and is_new and (waits := self._waits_for(hits)) is not None:
-            self.recorder.deferred(name, group=waits)
+            self.recorder.deferred(name_of(request), group=waits)
         elif blocks is None or is_new or any(blocks.blocks):
             super().allocated(blocks, request, *args, **kwargs)
         self._tell_unnamed()
         self._current = None
         if blocks is not None:
-            self._tell_taken(name, hits if is_new else None)
-            self._tell_names(name)
+            self._tell_taken(key, hits if is_new else None)
+            self._tell_names(key)
 
     def skipped(self, _: Any, request_id: str, *__: Any, **___: Any) -> None:
         """`KVCacheManager.remove_skipped_blocks` has returned."""
@@ -204,14 +204,15 @@ class HybridRecording(Recording):
                 return group.number
         return None
 
-    def _tell_left(self, name: str) -> None:
+    def _tell_left(self, key: str) -> None:
         for group in self._groups:
-            if gone := group.left(name):
-                self.recorder.left(name, gone, group=group.number)
+            if gone := group.left(key):
+                self.recorder.left(self._running[key].name, gone, group=group.number)
 
-    def _tell_taken(self, name: str, hits: Any) -> None:
+    def _tell_taken(self, key: str, hits: Any) -> None:
+        name = self._running[key].name
         for group in self._groups:
-            if not (new := group.taken(name)):
+            if not (new := group.taken(key)):
                 continue
             self._tell_evicted()
             found = () if hits is None else hits.blocks[self._vllm_group[group.number]]
@@ -235,16 +236,17 @@ class HybridRecording(Recording):
             own = [(block, key) for number, block, key in rows if number == group.number]
             if own:
                 blocks, keys = [block for block, _ in own], [key for _, key in own]
-                self.recorder.unnamed(blocks, keys, self._current, group=group.number)
+                needed_by = None if self._current is None else self._running[self._current].name
+                self.recorder.unnamed(blocks, keys, needed_by, group=group.number)
 
-    def _settle(self, name: str, *_: Any, **__: Any) -> None:
+    def _settle(self, key: str, *_: Any, **__: Any) -> None:
         """Tell what a request has named, as it may leave that next."""
-        if self._new_names.get(name) and name in self._running:
-            self._append([self._names.index(name)])
-            self._tell_names(name)
+        if self._new_names.get(key) and key in self._running:
+            self._append([self._names.index(self._running[key].name)])
+            self._tell_names(key)
 
-    def _tell_names(self, name: str) -> None:
-        rows = self._new_names.pop(name, {})
+    def _tell_names(self, key: str) -> None:
+        rows = self._new_names.pop(key, {})
         for group in self._groups:
             own = [
                 (block, key, position)
@@ -253,16 +255,17 @@ class HybridRecording(Recording):
             ]
             if own:
                 blocks, keys, positions = ([row[at] for row in own] for at in range(3))
+                name = self._running[key].name
                 self.recorder.named(name, blocks, keys, positions, group=group.number)  # type: ignore[arg-type]
 
     def _store(self, running: Any) -> None:
         super()._store(running)
         if self._current is None:  # else it has not been told yet what it names
-            self._tell_names(running.name)
+            self._tell_names(running.id)
 
     def _store_all(self) -> None:
         super()._store_all()
         self._tell_unnamed()
         # That of a request which is being admitted comes later.
-        for name in self._new_names.keys() & self._running.keys():
-            self._tell_names(name)
+        for key in self._new_names.keys() & self._running.keys():
+            self._tell_names(key)

@@ -21,16 +21,30 @@ _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
+_LONGEST_NAME = 512
 _id_of = attrgetter("block_id")
 
 
 class _Running:
     """What was told of a running request."""
 
-    __slots__ = ("computed", "external", "loaded_to", "loads", "name", "prompt", "request", "stored", "table")
+    __slots__ = (
+        "computed",
+        "external",
+        "id",
+        "loaded_to",
+        "loads",
+        "name",
+        "prompt",
+        "request",
+        "stored",
+        "table",
+    )
 
     def __init__(self, request: Any, table: list[int], computed: int, external: int) -> None:
-        self.request, self.name = request, request.request_id
+        self.request, self.id = request, request.request_id
+        self.name = name_of(request)
+        """Its id in the log."""
         self.prompt = request.num_tokens
         """Tokens when it was admitted."""
         self.table, self.computed = table, computed
@@ -115,21 +129,21 @@ class Recording:
             self._arrive(running)
         if num_external_computed_tokens:
             running.loads = delay_cache_blocks
-            new = self._tables[running.name][len(running.table) :]
+            new = self._tables[running.id][len(running.table) :]
         else:
             new = blocks.blocks[self._group]
-        name, ids = running.name, list(map(_id_of, new))
+        key, ids = running.id, list(map(_id_of, new))
         if self._evicted:
-            self._evictions.append((self._evicted, name))
+            self._evictions.append((self._evicted, running.name))
             self._evicted = []
-        if len(ids) == 1 and name not in self._prefilling and name not in self._grown:
-            self._grown[name] = ids[0]
+        if len(ids) == 1 and key not in self._prefilling and key not in self._grown:
+            self._grown[key] = ids[0]
             return
         self._tell_grown()
         if ids:
-            self.recorder.allocated(name, ids)
+            self.recorder.allocated(running.name, ids)
             running.table += ids
-        if name in self._prefilling and not running.loads:
+        if key in self._prefilling and not running.loads:
             computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
             self._compute(running, computed + num_new_tokens)
             self._store(running)
@@ -144,13 +158,13 @@ class Recording:
         running.loads = running.loads and request.is_finished()
         if running.external and not running.loads:
             self._arrive(running)
-        if running.name in self._prefilling and not running.loads:
+        if running.id in self._prefilling and not running.loads:
             self._compute(running, request.num_computed_tokens)
         self._append([self._names.index(running.name)])
         self._store(running)
-        self._prefilling.pop(running.name, None)
-        self._loading.pop(running.name, None)
-        del self._running[running.name]
+        self._prefilling.pop(running.id, None)
+        self._loading.pop(running.id, None)
+        del self._running[running.id]
         self._look_anew()
         # It is preempted before its status says so.
         bad = request.status.name in _BAD_ENDS
@@ -214,7 +228,7 @@ class Recording:
         # What is found and held by nobody counts as free as long as the request has not got it.
         held = sum(1 for block in found if block.ref_cnt)
         needed = -(-max(hit + num_new_tokens, request.num_tokens) // self._size) - held
-        self.recorder.refused(request.request_id, needed, self._pool.get_num_free_blocks())
+        self.recorder.refused(name_of(request), needed, self._pool.get_num_free_blocks())
 
     def _hit(self, tokens: int, blocks: Any) -> Any:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
@@ -233,20 +247,20 @@ class Recording:
         if request.skip_reading_prefix_cache:
             # vLLM does not count it.
             self._counts[0] += request.num_tokens
+        running = _Running(request, reused, len(reused) * self._size, external)
         self.recorder.admitted(
-            request.request_id,
+            running.name,
             request.all_token_ids[:],
             reused,
             lora_name=self._adapter(request.lora_request),
-            cache_salt=request.cache_salt or None,
-            multimodal=[_item(feature) for feature in request.mm_features],
+            cache_salt=_text(request.cache_salt or "") or None,
+            multimodal=_items(request.mm_features),
             resumed=request.num_preemptions > 0,
             external=external,
         )
-        running = _Running(request, reused, len(reused) * self._size, external)
         if external:
-            self._loading[running.name] = running
-        self._running[running.name] = self._prefilling[running.name] = running
+            self._loading[running.id] = running
+        self._running[running.id] = self._prefilling[running.id] = running
         self._look_anew()
         return running
 
@@ -255,12 +269,12 @@ class Recording:
             return None
         name, path = lora.lora_name, lora.lora_path
         # vLLM shares blocks of adapters with equal names only if their paths are equal.
-        return str(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
+        return _text(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
 
     def _look_anew(self) -> None:
         """Others are running than before."""
         told = dict(zip(self._names, self._told, strict=True))
-        self._names = list(self._running)
+        self._names = [each.name for each in self._running.values()]
         self._outputs = [each.request._output_token_ids for each in self._running.values()]
         self._told = [
             told.get(each.name, each.prompt - each.request.num_prompt_tokens)
@@ -285,7 +299,7 @@ class Recording:
             running.computed = upto
             self.recorder.computed(running.name, upto)
         if upto == running.prompt:
-            del self._prefilling[running.name]
+            del self._prefilling[running.id]
 
     def _tell_grown(self) -> None:
         """Record what was evicted, and the blocks that were given one by one."""
@@ -293,9 +307,10 @@ class Recording:
         if not self._grown:
             return
         grown, self._grown = self._grown, {}
-        self.recorder.grown(list(grown), list(grown.values()))
-        for name, block in grown.items():
-            self._running[name].table.append(block)
+        requests = [self._running[each] for each in grown]
+        self.recorder.grown([each.name for each in requests], list(grown.values()))
+        for running, block in zip(requests, grown.values(), strict=True):
+            running.table.append(block)
 
     def _tell_evicted(self) -> None:
         for gone, name in self._evictions:
@@ -318,10 +333,8 @@ class Recording:
     def _store_all(self) -> None:
         """Tell what vLLM has named."""
         named = self._named
-        due = [each for each in self._running.values() if named.get(each.name, 0) > each.stored]
-        row = [
-            each for each in due if named[each.name] == each.stored + 1 and each.name not in self._prefilling
-        ]
+        due = [each for each in self._running.values() if named.get(each.id, 0) > each.stored]
+        row = [each for each in due if named[each.id] == each.stored + 1 and each.id not in self._prefilling]
         if row:
             keys = [self._keys(each, each.stored + 1) for each in row]
             self.recorder.filled([each.name for each in row], keys if self._hashes_per_block else None)
@@ -332,7 +345,7 @@ class Recording:
 
     def _store(self, running: _Running) -> None:
         """Tell what vLLM has named of a request."""
-        last = self._named.get(running.name, 0)
+        last = self._named.get(running.id, 0)
         if last > running.stored:
             keys = self._keys(running, last) if self._hashes_per_block else None
             self.recorder.stored(running.name, last, keys)
@@ -351,7 +364,28 @@ class Recording:
         running.stored = last
 
 
-def _item(feature: Any) -> MultimodalItem:
-    """An image or the like, which vLLM knows by a text."""
-    place = feature.mm_position
-    return MultimodalItem(hashlib.sha256(feature.identifier.encode()).digest(), place.offset, place.length)
+def _text(text: str) -> str:
+    """As UTF-8 can have it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def name_of(request: Any) -> str:
+    """What a log calls a request: its id or, as clients choose it, the beginning of a very long one."""
+    name = _text(request.request_id)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def _items(features: Any) -> list[MultimodalItem]:
+    """Images and the like, which vLLM knows by texts. Those that overlap are one, as a video and its sound."""
+    found: list[MultimodalItem] = []
+    for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
+        begin, length = feature.mm_position.offset, feature.mm_position.length
+        known = feature.identifier.encode(errors="backslashreplace")
+        if found and begin < found[-1].position + found[-1].length:
+            last = found.pop()
+            known = b"%b %d %d %b" % (last.digest, begin - last.position, length, known)
+            begin, length = last.position, max(last.length, begin - last.position + length)
+        found.append(MultimodalItem(hashlib.sha256(known).digest(), begin, length))
+    return found
