@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.packed import NAME_BYTES
-from events.types import CHUNKED, FULL, SLIDING, STATE, Namespace, RequestId
+from events.types import CHUNKED, FULL, SLIDING, STATE, UNCACHED, Namespace, RequestId
 from kvcache.audit.contents import Ids
 from kvcache.audit.reasons import Reason
 
@@ -81,6 +81,13 @@ class SharedGroup:
                 served.append(run >= self._needed(position))
         return served + [False] * (len(names) + 1 - len(served))
 
+    def serves_before(self, served: list[bool], size: int) -> list[bool]:
+        """The same where the block behind these is looked up, too, and computed again."""
+        if self.made.kind in (STATE, UNCACHED):
+            return served[:-1]
+        behind = [*served[max(1, self.made.tokens_per_block // size) :], *[False] * len(served)]
+        return [at == 0 or (served[at] and behind[at]) for at in range(len(served) - 1)]
+
     def missing(self, names: list[int], size: int) -> Iterator[int]:
         """The names that would be needed to go on behind all of these blocks, and that nothing has."""
         own, position = self.made.tokens_per_block, len(names) * size
@@ -127,20 +134,28 @@ class SharedGroups:
         for group in self.groups:
             group.clear(batch, at)
 
-    def lacking(self, names: Names, reused: int, size: int) -> Lacking | None:
+    def lacking(self, names: Names, reused: int, size: int, *, drops_last: bool = False) -> Lacking | None:
         """Which group lost blocks of a prompt that full attention had, of which `reused` were taken; None: none did.
 
         `names` are those of the leading blocks that it had. Of several groups it is the one that can go on behind the
-        fewest of them.
+        fewest of them. `drops_last`: the engine computes the last of them again, and groups other than states must
+        be able to go on behind that one, too.
         """
-        known, blocks = names.tolist(), len(names)
+        known, blocks = names.tolist(), len(names) - drops_last
         served = [group.serves(known, size) for group in self.groups]
+        if drops_last:
+            served = [
+                group.serves_before(each, size) for group, each in zip(self.groups, served, strict=True)
+            ]
         common = max(at for at in range(blocks + 1) if all(each[at] for each in served))
         if common == blocks:
             return None
         hits = [max(at for at in range(blocks + 1) if each[at]) for each in served]
         guilty = self.groups[hits.index(min(hits))]
-        gone = [guilty.gone[name] for name in guilty.missing(known, size) if name in guilty.gone]
+        missing = set(guilty.missing(known[:blocks], size))
+        if guilty.made.kind != STATE:
+            missing.update(guilty.missing(known, size))
+        gone = [guilty.gone[name] for name in missing if name in guilty.gone]
         kind, window, first = guilty.made.kind, guilty.made.window, max(reused, common)
         return Lacking(guilty.number, kind, window, first, blocks, *max(gone, default=(-1, -1, -1)))
 

@@ -749,14 +749,15 @@ def explain(history: HistoryFold, event: SequenceAdded, sequence: Running, ids: 
         reasons[reused:full] = Reason.UNKNOWN
     else:
         reasons[reused:full], windows[reused:full] = _why_not(history, ids[reused:])
-        if history.drops_last_hit and (reasons[reused : reused + 2] == Reason.NOT_REUSED).tolist() in _ONE:
-            reasons[reused] = Reason.LAST_HIT
-    loaded = len(reasons) if external == last else external // size
-    reasons[reused:loaded], windows[reused:loaded] = Reason.EXTERNAL, -1
-    reasons[:reused] = Reason.PRIMARY
     lacking = _lacking(history, ids, reused)
     if lacking is not None:
         reasons[lacking.first_block : lacking.stop_block] = Reason.NOT_SERVABLE
+    end = reused if lacking is None else lacking.stop_block
+    if history.drops_last_hit and (reasons[end : end + 2] == Reason.NOT_REUSED).tolist() in _ONE:
+        reasons[end] = Reason.LAST_HIT
+    loaded = len(reasons) if external == last else external // size
+    reasons[reused:loaded], windows[reused:loaded] = Reason.EXTERNAL, -1
+    reasons[:reused] = Reason.PRIMARY
     return Admission(
         number=sequence.number,
         request_id=event.request_id,
@@ -781,10 +782,12 @@ def _lacking(history: HistoryFold, ids: Ids, reused: int) -> Lacking | None:
         return None
     gone = np.flatnonzero(history.windows[0].of["level"][ids] < 0)
     stop = int(gone[0]) if len(gone) else len(ids)
-    if stop <= reused:
+    drops = history.drops_last_hit
+    if stop - drops <= reused:
         return None
     history.names.reach(len(history.contents))
-    return history.shared.lacking(history.names["name"][ids[:stop]], reused, history.tokens_per_block)
+    names = history.names["name"][ids[:stop]]
+    return history.shared.lacking(names, reused, history.tokens_per_block, drops_last=drops)
 
 
 def _why_not(history: HistoryFold, ids: Ids) -> tuple[Ids, Ids]:

@@ -45,8 +45,16 @@ def suits(group: SharingGroup, named: set[int], position: int) -> bool:
     return all(end in named or end % SIZE for end in ends)
 
 
+def suits_before(group: SharingGroup, named: set[int], position: int, known: int) -> bool:
+    """The same for an engine that computes the block behind it again: all but states must have that, too."""
+    behind = position + max(group.tokens_per_block, SIZE)
+    further = group.kind in ("state", "uncached") or (behind <= known and suits(group, named, behind))
+    return suits(group, named, position) and (position == 0 or further)
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
 @pytest.mark.parametrize("seed", seeds(range(400), quick=40))
-def test_the_group_to_blame(seed: int) -> None:
+def test_the_group_to_blame(seed: int, drops_last: bool) -> None:
     """Of random groups with random names."""
     rng = random.Random(seed)
     kinds = ("full", "sliding", "chunked", "state", "uncached")
@@ -62,9 +70,14 @@ def test_the_group_to_blame(seed: int) -> None:
     groups, blocks = SharedGroups(), rng.randrange(1, 13)
     groups.begin(PoolShared(tuple(made)), 1, NAME_BYTES)
     names = np.frombuffer(b"".join(key[:8] for key in keys[:blocks]), np.uint64)
-    found = groups.lacking(names, 0, SIZE)
+    found = groups.lacking(names, 0, SIZE, drops_last=drops_last)
+    known, blocks = blocks * SIZE, blocks - drops_last
     hits = [
-        [end for end in range(0, blocks * SIZE + 1, SIZE) if suits(group, ends, end)]
+        [
+            end
+            for end in range(0, blocks * SIZE + 1, SIZE)
+            if (suits_before(group, ends, end, known) if drops_last else suits(group, ends, end))
+        ]
         for group, ends in zip(made, named, strict=True)
     ]
     common = max(set.intersection(*map(set, hits)))
@@ -80,7 +93,7 @@ def test_the_group_to_blame(seed: int) -> None:
 class Engine:
     """A recorder with full attention and states, and a request a whose prompt is cached in both."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, drops_last_hit: bool = False) -> None:
         self.log = log
         config = KVCacheConfig(tokens_per_block=SIZE, primary_blocks=16, max_sequence_length=64)
         self.recorder = Recorder(
@@ -89,6 +102,7 @@ class Engine:
             log=log,
             name_bytes=NAME_BYTES,
             groups=[LayerGroup("sliding", SIZE, 5, 1), LayerGroup("state", 2 * SIZE, 0, 3)],
+            drops_last_hit=drops_last_hit,
             wall_ns=iter(range(10**18, 10**19, 10**9)).__next__,
         )
         told = self.recorder
@@ -150,6 +164,21 @@ def test_what_an_engine_leaves_is_not_reused(tmp_path: Path) -> None:
         (Reason.PRIMARY, 0, 0),
         (Reason.NOT_REUSED, 1, 1),
         (Reason.NOT_SERVABLE, 2, 5),
+    ]
+
+
+def test_the_last_block_of_a_hit_is_computed_again(tmp_path: Path) -> None:
+    """With EAGLE: what would have been the last block of the hit is, and a group is blamed for those before."""
+    engine = Engine(tmp_path / "log", drops_last_hit=True)
+    engine.recorder.admitted("c", PROMPT, [0, 1])
+    engine.recorder.close()
+    (found,) = explain_request(LogReader(engine.log), "c")
+    told = [(each.reason, each.first_block, each.last_block, each.group) for each in found.stays[0].parts]
+    assert told == [
+        (Reason.PRIMARY, 0, 1, None),
+        (Reason.NOT_SERVABLE, 2, 4, 1),
+        (Reason.LAST_HIT, 5, 5, None),
+        (Reason.LAST_TOKEN, 6, 6, None),
     ]
 
 
