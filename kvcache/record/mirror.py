@@ -33,9 +33,13 @@ class Mirror:
 
     def sequence(self, request_id: RequestId) -> Sequence:
         """The sequence of a running request; raises `UnknownRequest`, or `UsageError` for what is no id."""
-        handle = self._state.handles.get(checked_request_id(request_id))
+        # What a running request has is right, so it is looked up first: this runs several times per step and request.
+        handle = self._state.handles.get(request_id) if type(request_id) is str else None
         if handle is None:
-            raise UnknownRequest(checked_request_id(request_id))
+            request_id = checked_request_id(request_id)
+            handle = self._state.handles.get(request_id)
+            if handle is None:
+                raise UnknownRequest(request_id)
         return self._state.sequences[handle]
 
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:
