@@ -194,8 +194,7 @@ class StockVLLM:
         hash_of = get_hash_fn_by_name(hashing)
         init_none_hash(hash_of)
         self._hasher = get_request_block_hasher(block_size, hash_of)
-        self._drafts, self._ahead = drafts, runs_ahead
-        self._in_flight = steps_in_flight or int(runs_ahead)
+        self._drafts, self._ahead, self._in_flight = drafts, runs_ahead, steps_in_flight or int(runs_ahead)
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
         """As vLLM counts them, of preempted requests, too."""
