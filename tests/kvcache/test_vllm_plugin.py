@@ -100,6 +100,29 @@ def test_a_variable_makes_a_log(make: Make, monkeypatch: pytest.MonkeyPatch, tmp
     assert (audit.requests, audit.prompt_tokens, audit.stored) == (1, 10, 3)
 
 
+def test_a_scheduler_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is derived from vLLM's is recorded as that is, and closes its log when it ends."""
+    stock = toy_vllm.install(monkeypatch)
+    plugin.register()
+
+    class Mine(stock):  # type: ignore[misc,valid-type]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.served = 0
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            self.served = -1
+
+    scheduler = Mine(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    scheduler.serve(Request("a", PROMPT))
+    scheduler.shutdown()
+    assert (scheduler.served, scheduler.ended) == (-1, True)
+    end = replay(tmp_path / "log", verify=True).end
+    assert end is not None
+    assert end.kind == "clean"
+
+
 def test_without_a_setting_nothing_is_touched(make: Make, warnings: Callable[[], list[str]]) -> None:
     """Also where other plugins are configured."""
     for additional in (None, {}, {"other": 1}, SimpleNamespace(), {"kvcache": False}):
