@@ -103,7 +103,7 @@ class BlockManager:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
         check(self._state)
         for window in (*self.windows, *self.cross):
-            window.check()
+            window.order.check()
         self._expiry.check()
         pairs = zip(self._pinned, self._count_pins(), strict=True)
         invariant(all(np.array_equal(*pair) for pair in pairs), "pinned blocks are miscounted")

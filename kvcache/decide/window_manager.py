@@ -20,6 +20,7 @@ from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
+from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.matching import GroupMatch, PartialMatch, Piece, match
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
@@ -132,6 +133,8 @@ class WindowManager(ABC):
 
     group: AnyGroup
     """The state decided about."""
+    order: EvictionOrder | ReleaseOrder
+    """What is evicted next."""
 
     def __init__(
         self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
@@ -192,10 +195,6 @@ class WindowManager(ABC):
         self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
     ) -> Iterator[KeptRow]:
         """The cached blocks from `first` up to `last` that the sequence holds and that are kept so that it changes."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise `InvariantViolated` if another block would be evicted next than the right one."""
 
     # -- reading
 
