@@ -216,24 +216,20 @@ class SlidingWindowManager(WindowManager):
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""
-        known = self._known(sequence, first, full)
-        at, slot_of = first, self.group.slot_of
-        while at < full:
-            row = known[at - first :]
-            place = row[0] if row else HOLE
-            if place == HOLE:
-                missing = next((n for n, other in enumerate(row) if other != HOLE), full - at)
-                self._store_new(sequence, at, (at + missing) * self.tokens_per_block)
-                at += missing
-                continue
-            level = slot_of(place)[0]
-            alike = 0
-            while alike < len(row) and row[alike] != HOLE and slot_of(row[alike])[0] == level:
-                alike += 1
-            slots = array("i", [slot_of(other)[1] for other in row[:alike]])
-            names = self.group.names_of(row[:alike])
-            self._take_stored(sequence, BlockNames(LevelIndex(level), at, slots, names), replaced)
-            at += alike
+        known, at, slot_of = self._known(sequence, first, full), first, self.group.slot_of
+        while known and known[-1] == HOLE:
+            known.pop()
+        for level, part in groupby(known, lambda place: HOLE if place == HOLE else slot_of(place)[0]):
+            places = array("i", part)
+            if level == HOLE:
+                self._store_new(sequence, at, (at + len(places)) * self.tokens_per_block)
+            else:
+                slots = array("i", [slot_of(place)[1] for place in places])
+                blocks = BlockNames(LevelIndex(level), at, slots, self.group.names_of(places))
+                self._take_stored(sequence, blocks, replaced)
+            at += len(places)
+        if at < full:
+            self._store_new(sequence, at, full * self.tokens_per_block)
 
     def _known(self, sequence: Sequence, first: int, full: int) -> array[int]:
         """The places of the sequence's blocks from `first` on, as far as their content is known.
