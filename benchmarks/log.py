@@ -44,7 +44,7 @@ from events.log.writer import Compression
 from events.log.zstd import MAX_WINDOW_LOG, Compressor
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.prune import make_snapshot
 from kvcache.replay import replay
 from kvcache.workload.mooncake import read_trace
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, mix64

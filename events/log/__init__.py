@@ -11,7 +11,6 @@ to write destroys nothing.
 """
 
 from events.log.reader import LogEnd, LogReader
-from events.log.stats import LogStats
-from events.log.writer import LogWriter
+from events.log.writer import LogStats, LogWriter
 
 __all__ = ["LogEnd", "LogReader", "LogStats", "LogWriter"]

@@ -40,11 +40,9 @@ from typing import NamedTuple
 from events.codec import batch_without_tokens, encode_batch
 from events.errors import LogWriteFailed
 from events.log import frames
-from events.log.compressing import Block, Portion, checksum
 from events.log.durable import Lock, sync_file, write_all
-from events.log.making import check_segment, make_segment, renew_segment, unfinished_path
-from events.log.segments import segment_name
-from events.log.zstd import window_log
+from events.log.segments import check_segment, make_segment, renew_segment, segment_name, unfinished_path
+from events.log.zstd import Block, Portion, checksum, window_log
 from events.types import FIRST_FORMAT, EventBatch
 
 EXPANDED_TIMES = 8

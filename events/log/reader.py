@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from events.codec import decode_batch
 from events.errors import EventDecodeError, LogDamaged, LogError, LogOfOtherKind, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain, SegmentHeader
@@ -35,7 +37,7 @@ from events.log.segments import (
 )
 from events.log.snapshots import Snapshot, readable, snapshots
 from events.packed import NAME_BYTES, are_keys, broken_column
-from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
+from events.types import FEED_EVENTS, FORMAT_VERSION, CacheCreated, EpochStarted, EventBatch, FeedStarted
 
 _POLL_SECONDS = 0.05
 Kind = Literal["cache", "feed"]
@@ -225,8 +227,8 @@ class LogReader:
             if self._damaged is None or (isinstance(error, OSError) and error.errno not in UNREADABLE):
                 raise error
             if isinstance(error, OSError):
-                error = LogDamaged(path, offset, chain.seq, f"it cannot be read: {error.strerror}")
-            self._damaged(error)
+                error = LogDamaged(path, offset, None, f"it cannot be read: {error.strerror}")
+            self._damaged(replace(error, seq=chain.seq if error.seq is None else error.seq))
         finally:
             del error  # With its traceback it would keep itself, and the segment's memory with it.
 
@@ -449,3 +451,158 @@ class LogReader:
             elif (reason := broken_column(event, self._key_bytes)) is not None:
                 return reason
         return None
+
+
+class Stamp(msgspec.Struct, array_like=True, frozen=True):
+    """How a batch begins."""
+
+    seq: int
+    ts: int
+
+
+stamp_of = msgspec.msgpack.Decoder(Stamp).decode
+
+
+@dataclass(frozen=True)
+class Head:
+    """The end of a log at one moment."""
+
+    log_id: bytes
+    epoch: int
+    seq: int
+    """Of the last batch; one less than the first one of a segment that holds none yet."""
+    ts: int | None
+    """When that batch was made, nanoseconds since 1970; None: it was not looked at."""
+    closed: bool
+    """Whether the writer has ended in order."""
+
+
+class LogHead:
+    """Looks at the end of a log again and again; reads what came since, and at first the last segment."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._segment: Segment | None = None
+        self._chain = Chain()
+        self._seq = -1
+        self._ts: int | None = None
+
+    def look(self) -> Head | None:
+        """The end now; None if there is no segment. What is broken ends it. Raises LogDamaged, LogTooNew, OSError."""
+        if not is_log(self._directory) or not (paths := segment_paths(self._directory)):
+            return None
+        segment = self._segment
+        if segment is None or segment.path != paths[-1] or (not segment.renewed() and segment.replaced()):
+            with suppress(FileNotFoundError):
+                self._enter(paths[-1])
+        if self._segment is None or self._chain.log_id is None:
+            return None
+        last = None
+        while isinstance(found := self._segment.read(self._chain), Frame):
+            last = last if found.header.flags & CLOSED else found
+        if last is not None:
+            stamp = stamp_of(last.payload)
+            self._seq, self._ts = stamp.seq, stamp.ts
+        chain = self._chain
+        assert chain.log_id is not None
+        return Head(chain.log_id, chain.epoch, self._seq, self._ts, chain.closed)
+
+    def close(self) -> None:
+        """Close the file."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.__exit__()
+
+    def _enter(self, path: Path) -> None:
+        segment = Segment(path)
+        header = segment.header()
+        if header is None:
+            segment.__exit__()
+            return
+        self.close()
+        if header.log_id != self._chain.log_id or self._seq != header.base_seq - 1:
+            self._seq, self._ts = header.base_seq - 1, None
+        self._segment = segment
+        self._chain = header.chain()
+        self._chain.enter(header)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The beginning of an epoch."""
+
+    log_id: bytes
+    epoch: int
+    seq: int
+    """Of its first batch, which may not be written yet."""
+    is_snapshot: bool = False
+
+
+def beginnings(directory: Path) -> list[Beginning]:
+    """Of all epochs whose first segment is there, and all snapshots, oldest first. Raises LogDamaged, LogTooNew."""
+    oldest = segment_paths(directory)[:1]
+    found = [
+        Beginning(each.header.log_id, each.header.epoch, each.seq, True) for each in snapshots(directory)
+    ]
+    previous: SegmentHeader | None = None
+    for header in _headers(directory):
+        begins = header.number == 0 if previous is None else header.epoch > previous.epoch
+        # Where segments were removed, only its first batch tells what a segment begins with.
+        if begins or (previous is None and _begins_epoch(directory, header.base_seq)):
+            found.append(Beginning(header.log_id, header.epoch, header.base_seq))
+        previous = header
+    if segment_paths(directory)[:1] != oldest:
+        return beginnings(directory)  # What the log begins with was removed meanwhile.
+    # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
+    return sorted(found, key=lambda each: (each.epoch, each.seq))
+
+
+def has_segments(directory: Path) -> bool:
+    """Whether anything is written that can be read."""
+    return next(_headers(directory), None) is not None
+
+
+def first_batch(directory: Path, beginning: Beginning) -> EventBatch | None:
+    """What is there of it, whatever that says; None: it is not written yet, or not readable."""
+    if not beginning.is_snapshot:
+        return _batch(directory, beginning.seq)
+    found = (each for each in snapshots(directory, at_most=beginning.seq, newest_first=True))
+    snapshot, batch = next(readable(found), (None, None))
+    return batch if snapshot is not None and snapshot.seq == beginning.seq else None
+
+
+def _batch(directory: Path, seq: int) -> EventBatch | None:
+    batch = next(iter(LogReader(directory, start=seq, kind=None)), None)
+    return batch if batch is not None and batch.seq == seq else None
+
+
+def _begins_epoch(directory: Path, seq: int) -> bool:
+    batch = _batch(directory, seq)
+    return batch is not None and isinstance(next(iter(batch.events), None), EpochStarted)
+
+
+def kind_of(directory: Path) -> Kind | None:
+    """What a log is of, by one of its batches; None: there is none. Raises as `LogReader` does."""
+    # The newest segment: there a batch with the whole state is the exception.
+    for start in [*reversed([first_seq(path) for path in segment_paths(directory)])] or [0]:
+        batch = next(iter(LogReader(directory, start=start, kind=None)), None)
+        if batch is not None:
+            return "feed" if any(isinstance(event, FEED_EVENTS) for event in batch.events) else "cache"
+    return None
+
+
+def refuse_other_kind(directory: Path, kind: Kind) -> None:
+    """Raise LogOfOtherKind if there is a log of another kind; one whose beginning cannot be read is let pass."""
+    with suppress(LogDamaged, LogTooNew):
+        found = kind_of(directory)
+        if found not in (None, kind):
+            raise LogOfOtherKind(directory, found)
+
+
+def _headers(directory: Path) -> Iterator[SegmentHeader]:
+    for path in segment_paths(directory):
+        # One that is gone, or cut short, is being put aside by recovery.
+        with suppress(FileNotFoundError), Segment(path) as segment:
+            header = segment.header()
+            if header is not None:
+                yield header

@@ -49,7 +49,6 @@ from events.diagnostics import get_logger
 from events.errors import LogDamaged, LogExists, LogLocked, LogOutdated, NoRegularFile, NotALog
 from events.files.safe import check_directory, create_file, refuse_foreign
 from events.log import segments
-from events.log.closing import closed_chain
 from events.log.durable import (
     Lock,
     LockHeld,
@@ -63,6 +62,7 @@ from events.log.frames import (
     Chain,
     SegmentHeader,
 )
+from events.log.segments import closed_chain
 
 _PRIVATE = 0o700
 _log = get_logger(__name__)
@@ -192,6 +192,26 @@ def carry_out(directory: Path, recovery: Recovery) -> None:
         _put_aside(directory, aside)
     if recovery.cut is not None:
         _cut_tail(recovery.cut)
+
+
+def repair(log: Path, *, dry_run: bool = False) -> Recovery:
+    """Put what an interrupted write has left into `quarantine/` and cut it off; says what was, or would be, done.
+
+    With `dry_run` nothing is changed, and nobody is asked whether a writer is at work, whose half-written batch then
+    looks like an interrupted one. Raises NotALog, LogLocked, LogTooNew, OSError, and LogDamaged for what no interrupted
+    write can have left, which no byte is changed for.
+    """
+    if not segments.is_log(log):
+        raise NotALog(log)
+    if dry_run:
+        return plan(log)
+    lock = claim(log, resume=True)
+    try:
+        recovery = plan(log)
+        carry_out(log, recovery)
+        return recovery
+    finally:
+        lock.give_back()
 
 
 def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:

@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from events.log.durable import sync_directory
-from events.log.head import stamp_of
 from events.log.leases import leased
+from events.log.reader import stamp_of
 from events.log.segments import Frame, Segment, first_seq, remove_segment, segment_paths
 from events.log.snapshots import Snapshot, readable, snapshot_paths, snapshots
 

@@ -7,20 +7,22 @@ depends on what lies behind (`Segment.is_damaged`); what is done about it is in 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 from zlib import crc32
 
-from events.errors import LogDamaged, LogOutdated, LogTooNew
-from events.files.safe import PROBE_PREFIX
+from events.errors import LogDamaged, LogOutdated, LogTooNew, LogWriteFailed
+from events.files.safe import PROBE_PREFIX, create_file
 from events.ids import MAX_EPOCH
-from events.log.durable import is_lock_file
+from events.log import frames
+from events.log.durable import is_lock_file, sync_directory, sync_file, write_all
 from events.log.frames import (
     BEGINS_STREAM,
     BEHIND_SYNC,
@@ -397,3 +399,90 @@ def open_file(path: Path) -> int:
         os.close(descriptor)
         raise LogOutdated(path)
     return descriptor
+
+
+def closed_chain(segment: Segment) -> Chain | None:
+    """Where a log goes on behind a segment that ends with the mark; None if it does not. Raises as `Segment.header`."""
+    header, size = segment.header(), segment.size()
+    if header is None or size < SEGMENT_HEADER_BYTES + FRAME_HEADER_BYTES:
+        return None
+    data = segment.data(size - FRAME_HEADER_BYTES, FRAME_HEADER_BYTES)
+    if len(data) < FRAME_HEADER_BYTES:
+        return None
+    last = parse_frame_header(data, seed_of(header.log_id, header.epoch))
+    if last is None or not last.flags & CLOSED or last.payload_bytes or last.seq < header.base_seq:
+        return None
+    return Chain(header.log_id, header.epoch, header.number + 1, last.seq, last.payload_crc, closed=True)
+
+
+def is_closed(path: Path) -> bool:
+    """Whether a segment ends with the mark. Raises LogDamaged, LogTooNew, OSError."""
+    with Segment(path) as segment:
+        return closed_chain(segment) is not None
+
+
+def make_segment(path: Path, parts: Iterable[Sequence[bytes | memoryview]]) -> int:
+    """Make a file of these bytes, which gets the name `path` when they are on disk; open for writing behind them.
+
+    Raises OSError, and what `parts` raises; then the file is not used any more, whether it has got its name or not.
+    """
+    unfinished = unfinished_path(path)
+    descriptor = create_file(unfinished, os.O_WRONLY | os.O_APPEND)
+    try:
+        for part in parts:
+            write_all(descriptor, part)
+        # Whatever the policy of syncs: once per segment costs nothing, and a header cut short looks like damage.
+        sync_file(descriptor)
+        unfinished.rename(path)
+        sync_directory(path.parent)
+    except BaseException:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def renew_segment(path: Path, reached: frames.Chain, end: int) -> int:
+    """Put a copy of a segment's first `end` bytes, with which the log has got to `reached`, into its place.
+
+    Raises OSError, and LogWriteFailed if these bytes are not there any more: nobody has them then.
+    """
+    try:
+        with Segment(path) as segment:
+            return make_segment(path, _intact(segment, reached, end))
+    except (LogDamaged, LogTooNew) as error:
+        reason = "what was written to it cannot be read back"
+        raise LogWriteFailed(path, reason, errno.EIO) from error
+
+
+def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
+    """Raise LogWriteFailed if a segment's first `end` bytes are not those with which the log has got to `reached`."""
+    try:
+        with Segment(path) as segment:
+            for _ in _intact(segment, reached, end):
+                pass
+    except (LogDamaged, LogTooNew, FileNotFoundError) as error:
+        raise LogWriteFailed(path, "what was written to it is not there", errno.ESTALE) from error
+
+
+def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple[bytes, ...]]:
+    """A segment's bytes up to there; LogDamaged if they are not those that were written."""
+    header = segment.header()
+    if header is None:
+        raise LogDamaged(segment.path, 0, None, "the segment has no header")
+    yield (header.pack(),)
+    chain, copied = header.chain(), segment.offset
+    chain.enter(header)
+    while segment.offset < end and isinstance(segment.read(chain), Frame):
+        if segment.offset > copied:
+            yield (segment.data(copied, segment.offset - copied),)
+            copied = segment.offset
+    # Where it has no frame yet, the number before its first one may be lower: those between were lost.
+    if segment.offset != end or replace(chain, seq=reached.seq) != reached:
+        raise LogDamaged(segment.path, segment.offset, chain.seq, "it is not what was written")
+
+
+def unfinished_path(path: Path) -> Path:
+    """What a segment is called until it has its name."""
+    return path.with_name(path.name + UNFINISHED_SUFFIX)

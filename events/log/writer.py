@@ -23,7 +23,9 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -31,14 +33,11 @@ import msgspec
 
 from events.diagnostics import get_logger
 from events.errors import LogUnavailable, LogWriteFailed
-from events.log import forks
-from events.log.epochs import next_epoch, refuse_other_kind
 from events.log.frames import Chain
 from events.log.output import LogOutput
-from events.log.reader import Kind
+from events.log.reader import Kind, refuse_other_kind
 from events.log.recorder import Clock, Recorder
 from events.log.recovery import claim, recover
-from events.log.stats import LogStats
 from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
@@ -49,6 +48,26 @@ _EXIT_SECONDS = 2.0
 _log = get_logger(__name__)
 _ROOM = 0.25
 """This part of a full queue must be free again before an `append` that waits goes on."""
+
+
+@dataclass(frozen=True)
+class LogStats:
+    """One moment of a log that is written. `append` calls so far = the three counts of batches together."""
+
+    batches: int
+    """In the files; durable, unless `fsync` is "never"."""
+    dropped_batches: int
+    """Lost to the log for good; a `Gap` tells which, once the log goes on."""
+    lag_batches: int
+    """Waiting to be written, or to be durable."""
+    bytes: int
+    """In the files of this epoch."""
+    state: Literal["running", "suspended", "closed"]
+    """Suspended: the disk refuses, or does not have the files where they were, which is tried again."""
+    last_error: str | None
+    """Why the disk refused the last time, while it does."""
+    durable_seq: int = -1
+    """The last batch known to be on disk; with "never" that is known where a file ends. -1: none."""
 
 
 class LogWriter:
@@ -112,8 +131,7 @@ class LogWriter:
         self._easy_batches = -1 if fsync == "always" else max_queued_batches
         """Half of it may wait without further questions; below 0, none may, and `append` waits for each."""
         chain, lost = self._open(resume, kind)
-        log_id = log_id or os.urandom(16)
-        self.epoch_started = next_epoch(chain, log_id, lost, tokens_recorded=record_tokens, software=software)
+        self.epoch_started = _next_epoch(chain, log_id or os.urandom(16), lost, record_tokens, software)
         self.next_seq = chain.seq
         output = LogOutput(
             self.directory,
@@ -179,7 +197,7 @@ class LogWriter:
         self._queue = self._recorder.queue
         self._thread = threading.Thread(target=self._recorder.run, name="kvcache-log", daemon=True)
         self._thread.start()
-        forks.own(self)
+        _open_logs.add(self)
         atexit.register(self._drain_at_exit)
 
     def __enter__(self) -> Self:
@@ -401,7 +419,7 @@ class LogWriter:
         self._thread.join()
         self._lock.give_back()
         atexit.unregister(self._drain_at_exit)
-        forks.release(self)
+        _open_logs.discard(self)
         self._when_closed()
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
@@ -419,6 +437,39 @@ class LogWriter:
         self._recorder.failure = LogWriteFailed(
             self.directory, "the process that writes it is the parent of this one"
         )
-        forks.release(self)
+        _open_logs.discard(self)
         self._lock.disown()
         self._recorder.output.disown()
+
+
+_open_logs = weakref.WeakSet[LogWriter]()
+"""A forked child must let go of them: logs are written by the process that opened them."""
+
+
+def _disown_all() -> None:
+    for log in list(_open_logs):
+        log.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _next_epoch(
+    chain: Chain, new_id: bytes, lost: bool, tokens_recorded: bool, software: str
+) -> EpochStarted:
+    """Let `chain`, where the log ends, be that with which its next epoch begins; returns what that begins with.
+
+    A log without segments gets `new_id`. `lost`: whether something was cut off at its end.
+    """
+    previous = None if chain.log_id is None else chain.epoch
+    clean = not lost and (previous is None or chain.closed)
+    chain.log_id, chain.epoch = chain.log_id or new_id, 0 if previous is None else previous + 1
+    return EpochStarted(
+        epoch=chain.epoch,
+        log_id=chain.log_id,
+        previous_epoch=previous,
+        previous_last_seq=None if previous is None else chain.seq - 1,
+        clean=clean,
+        tokens_recorded=tokens_recorded,
+        software=software,
+    )

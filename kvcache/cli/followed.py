@@ -8,15 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from events.log import LogEnd, LogReader
-from events.log.epochs import Beginning, beginnings, first_batch
-from events.log.head import LogHead
+from events.log.reader import Beginning, LogHead, beginnings, first_batch
 from events.log.segments import Segment, segment_paths
 from events.types import EpochStarted, EventBatch
 from kvcache.audit.history import HistoryFold
 from kvcache.audit.recent import Lately, Recent
 from kvcache.audit.tables import occupancy
 from kvcache.fold.state import CacheState
-from kvcache.keep.snapshot import state_batch
+from kvcache.keep.prune import state_batch
 from kvcache.publish.errors import LogReplaced
 from kvcache.publish.progress import CatchUp
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from events.errors import NotALog
-from events.log.closing import is_closed
 from events.log.leases import leased
 from events.log.retention import Kept, Limits
-from events.log.segments import Segment, is_log, segment_paths
+from events.log.segments import Segment, is_closed, is_log, segment_paths
 from events.units import parse_bytes
 from kvcache.audit.phrases import describe_end
 from kvcache.cli import log_mending

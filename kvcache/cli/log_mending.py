@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from events.errors import LogDamaged
-from events.log.recovery import Recovery
+from events.log.recovery import Recovery, repair
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, size
 from kvcache.cli.progress import progress
-from kvcache.keep.losses import Loss
-from kvcache.keep.repair import repair
-from kvcache.keep.salvage import Salvaged, salvage
+from kvcache.keep.salvage import Loss, Salvaged, salvage
 
 
 def run(args: argparse.Namespace, out: Output) -> None:

@@ -204,7 +204,7 @@ def _prefix_json(prefix: Prefix) -> dict[str, Any]:
 def is_told(log: Path) -> bool:
     """Whether a log is of what engines told; one that cannot be read is not, and its reader says why."""
     from events.errors import LogError
-    from events.log.epochs import kind_of
+    from events.log.reader import kind_of
 
     try:
         return kind_of(log) == "feed"

@@ -12,12 +12,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
+from zlib import crc32
 
 from events.errors import LogDamaged, LogError, NotALog, ZstdMissing
 from events.files.safe import create_file
-from events.log.compressing import Block
 from events.log.durable import sync_directory, sync_file, write_all
 from events.log.frames import (
     BEHIND_SYNC,
@@ -40,11 +41,9 @@ from events.log.segments import (
     segment_paths,
 )
 from events.log.snapshots import UNFINISHED_SUFFIX
-from events.log.zstd import MAX_WINDOW_LOG, has_zstd
+from events.log.zstd import MAX_WINDOW_LOG, Block, expanded_frame, has_zstd
 from kvcache.errors import invariant
-from kvcache.keep.alone import alone
-from kvcache.keep.outdated import expanded
-from kvcache.keep.writing import writing
+from kvcache.keep.files import alone, writing
 
 _ADVICE = (
     "make room or mend the disk, and compress it again: the log is whole, and what was compressed stays so"
@@ -202,3 +201,61 @@ def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
 
 def _without_sync(header: FrameHeader) -> FrameHeader:
     return header._replace(flags=header.flags & ~BEHIND_SYNC)
+
+
+_SYNC = b"\xc1KVG"
+_HEADER = struct.Struct("<4sHHIIQQII")
+_KEY = 32
+_MOST_TIMES, _MOST_HASHED = 1024, 16
+"""A group has no more bytes than so many times those in the file, and hashes no more tokens than so many times that."""
+
+
+def expanded(path: Path, data: bytes) -> bytes:
+    """The segment as it was written. Raises ValueError or struct.error where it is not whole, and ZstdMissing."""
+    parts, at, begin, whole = list[bytes](), 0, 0, 1
+    while begin < whole:
+        sync, _, method, stored, size, begins, whole, crc, own = _HEADER.unpack(data[at : at + _HEADER.size])
+        body = data[at + _HEADER.size : at + _HEADER.size + stored]
+        if (sync, begins, crc, own) != (_SYNC, begin, crc32(body), crc32(data[at : at + _HEADER.size - 4])):
+            raise ValueError("a group is not intact")
+        if size > _MOST_TIMES * stored:
+            raise ValueError("a group claims to be more than could be of use")
+        parts.append(_in_order(expanded_frame(path, body, 2 * size + 8), size) if method else body)
+        at, begin = at + _HEADER.size + stored, begin + len(parts[-1])
+    if begin != whole or at != len(data):
+        raise ValueError("it has another size")
+    return b"".join(parts)
+
+
+def _in_order(data: bytes, size: int) -> bytes:
+    """A group's bytes as they stand in the segment."""
+    count, numbers = struct.unpack_from("<2I", data)
+    rest, quarter = 8 + numbers, numbers // 4
+    if rest > len(data) or 16 * count > numbers or numbers % 4 or count * _KEY > size:
+        raise ValueError("its pieces are not intact")
+    column = bytearray(4 * quarter)
+    for plane in range(4):
+        column[plane::4] = data[8 + plane * quarter : 8 + (plane + 1) * quarter]
+    out, at, keys = bytearray(), 16 * count, list[tuple[int, int, int, int]]()
+    for gap, length, tokens, block in struct.iter_unpack("<4I", column[: 16 * count]):
+        if len(out) + gap + length > size:
+            raise ValueError("its pieces are too long")
+        out += data[rest : rest + gap]
+        rest += gap
+        if block:
+            keys.append((len(out), length, tokens, block))
+            out += bytes(length)
+        else:
+            out += column[at : at + length]
+            at += length
+    out += data[rest:]
+    if sum(length // _KEY * block for _, length, _, block in keys) > _MOST_HASHED * size:
+        raise ValueError("its keys are made of too many tokens")
+    for begin, length, tokens, block in keys:
+        key, whole = bytes(out[begin - _KEY : begin]), bytes(out[tokens : tokens + length // _KEY * block])
+        for number in range(length // _KEY):
+            key = sha256(key + whole[number * block : (number + 1) * block]).digest()
+            out[begin + number * _KEY : begin + (number + 1) * _KEY] = key
+    if len(out) != size:
+        raise ValueError("it has another size")
+    return bytes(out)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from events.errors import NotALog
+from events.log import LogReader
+from events.log.durable import sync_file
 from events.log.retention import Kept, Limits, Removed
-from events.log.segments import is_log
-from events.log.snapshots import Snapshot
-from kvcache.keep.alone import alone
-from kvcache.keep.snapshot import make_snapshot
+from events.log.segments import Segment, first_seq, is_closed, is_log, segment_paths
+from events.log.snapshots import UNFINISHED_SUFFIX, About, Snapshot, write_snapshot
+from events.types import AnyEvent, EpochStarted, EventBatch
+from kvcache.errors import invariant
+from kvcache.fold.exported_state import export
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.positional_fold import export_shared
+from kvcache.fold.state import CacheState
+from kvcache.keep.files import alone
+from kvcache.replay import Replayed, fitting, fold
 
 
 @dataclass(frozen=True)
@@ -49,3 +58,102 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
 
 def _is_due(kept: Kept) -> bool:
     return not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
+
+
+Progress = Callable[[int], None]
+
+
+def complete_until(directory: Path) -> int:
+    """The batch with which the segment begins that may still grow; behind all of them if the log is closed."""
+    paths = segment_paths(directory)
+    if not paths:
+        return 0
+    return sys.maxsize if is_closed(paths[-1]) else first_seq(paths[-1])
+
+
+def make_snapshot(
+    directory: Path, before: int | None = None, progress: Progress = lambda _: None
+) -> Snapshot | None:
+    """Make one of the end of the last complete segment; None: it is there already, or there is no such segment.
+
+    `before`: of the end of the last one before that which begins with this batch.
+
+    Raises `LogDamaged`, `LogTooNew`, `LogOfOtherKind`, `Unreplayable`, OSError, and OverflowError for a state that is
+    too large for a snapshot.
+    """
+    _discard_unfinished(directory)
+    until = complete_until(directory) if before is None else before
+    reader = LogReader(directory, state_at=until - 1, before=until)
+    watched = _Watched(reader, progress)
+    replayed = fold(watched)
+    if not watched.batches or watched.started is None:
+        return None
+    begins = 0 if reader.snapshot is None else reader.snapshot.seq + 1
+    _sync(directory, begins, replayed.last_seq)
+    if reader.snapshot is not None:
+        watched.join(reader.snapshot.about)
+    about = About(
+        reader.chain.seq, reader.chain.closed, watched.first_ts, watched.latest_ts, replayed.fingerprint
+    )
+    return write_snapshot(directory, reader.chain, about, state_batch(replayed, watched.started))
+
+
+def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
+    """The state as a batch with which a fold can begin, proven to be that; `started`: what its epoch began with."""
+    state = replayed.state
+    assert state.created is not None
+    assert replayed.last_ts is not None
+    events: tuple[AnyEvent, ...] = (started, state.created, export(state), *export_shared(state))
+    with fitting(replayed.last_seq):
+        again = CacheState()
+        for event in events:
+            again.apply(event)
+        invariant(fingerprint(again) == replayed.fingerprint, "the exported state is another one")
+    return EventBatch(replayed.last_seq, replayed.last_ts, events)
+
+
+class _Watched:
+    """The batches, and what is to be known of them beside their state."""
+
+    def __init__(self, batches: LogReader, progress: Progress) -> None:
+        self._batches, self._progress = batches, progress
+        self.batches = 0
+        """Behind the snapshot with which reading began."""
+        self.started: EpochStarted | None = None
+        """With which the last epoch began."""
+        self.first_ts = self.latest_ts = 0
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        for batch in self._batches:
+            first = batch.events[0] if batch.events else None
+            if isinstance(first, EpochStarted):
+                self.started = first
+            self._note(batch)
+            self._progress(batch.seq)
+            yield batch
+
+    def _note(self, batch: EventBatch) -> None:
+        begun = self._batches.snapshot
+        if begun is not None and batch.seq == begun.seq and not self.batches:
+            return
+        self.first_ts = self.first_ts if self.batches else batch.ts
+        self.latest_ts = max(self.latest_ts, batch.ts) if self.batches else batch.ts
+        self.batches += 1
+
+    def join(self, about: About) -> None:
+        """What an older snapshot knows of what was before it."""
+        self.first_ts, self.latest_ts = about.first_ts, max(about.latest_ts, self.latest_ts)
+
+
+def _sync(directory: Path, first: int, last: int) -> None:
+    """A snapshot must not be of what only the page cache remembers: after a power cut the log would end before it."""
+    paths = segment_paths(directory)
+    for path, behind in zip(paths, [*paths[1:], None], strict=True):
+        if first_seq(path) <= last and (behind is None or first_seq(behind) > first):
+            with Segment(path) as segment:
+                sync_file(segment.descriptor)
+
+
+def _discard_unfinished(directory: Path) -> None:
+    for path in directory.glob(f"*.kvsnap{UNFINISHED_SUFFIX}"):
+        path.unlink(missing_ok=True)

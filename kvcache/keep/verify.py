@@ -15,7 +15,7 @@ from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
-from kvcache.keep.losses import Continuity
+from kvcache.keep.salvage import Continuity
 from kvcache.replay import Replayed, fold_told
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from events.log.epochs import Beginning, beginnings, first_batch, has_segments
-from events.log.head import LogHead
-from events.log.reader import Kind
+from events.log.reader import Beginning, Kind, LogHead, beginnings, first_batch, has_segments
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
 from kvcache.publish.position import Position

@@ -20,7 +20,7 @@ from typing import Literal
 
 from events.diagnostics import get_logger
 from events.errors import NotALog
-from events.log.head import Head, LogHead
+from events.log.reader import Head, LogHead
 from events.log.segments import holds_foreign_files, is_log
 from kvcache.publish.errors import LogReplaced, NotPublishable
 from kvcache.publish.follower import SinkFollower

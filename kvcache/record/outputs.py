@@ -20,7 +20,7 @@ from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
-from kvcache.keep.process import Keeper
+from kvcache.keep.keeper import Keeper
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.base import Probe
 from sinks.router.feed import RouterFeed

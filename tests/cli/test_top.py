@@ -29,7 +29,7 @@ from kvcache.cli.followed import Followed
 from kvcache.cli.live import drawn
 from kvcache.cli.top_views import to_json, views
 from kvcache.errors import OutOfBlocks
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.prune import make_snapshot
 from kvcache.publish.errors import LogReplaced
 from tests.support.answers import answer, assert_documented
 from tests.support.commands import Kvcache, Start, run_log

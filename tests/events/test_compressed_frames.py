@@ -17,7 +17,6 @@ import pytest
 from events import EventBatch, LogDamaged, LogWriteFailed
 from events.codec import encode_batch
 from events.log import LogReader, LogWriter
-from events.log.compressing import Block
 from events.log.frames import (
     BEGINS_STREAM,
     COMPRESSED,
@@ -27,7 +26,7 @@ from events.log.frames import (
     parse_segment_header,
     seed_of,
 )
-from events.log.zstd import MAX_WINDOW_LOG, Compressor
+from events.log.zstd import MAX_WINDOW_LOG, Block, Compressor
 from tests.oracles.log_scan import Damage, Scan
 from tests.oracles.packer import frame, segment_header
 from tests.support.logs.held_disk import HoldDisk

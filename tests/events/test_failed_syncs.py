@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from events import EventBatch, LogDamaged, LogWriteFailed
-from events.log import LogReader, LogWriter, compressing, recorder
-from events.log.head import LogHead
+from events.log import LogReader, LogWriter, recorder, zstd
+from events.log.reader import LogHead
 from events.log.retention import Kept
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
@@ -436,7 +436,7 @@ def test_what_came_before_a_refused_write(
     tmp_path: Path, refusing: Callable[..., Disk], hold_disk: HoldDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole frames in front of it are synced; where that fails, the file is done with as after any other sync."""
-    monkeypatch.setattr(compressing, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(zstd, "BLOCK_BYTES", 1)
     real, fails, refused = os.writev, [False], list[int]()
     disk = refusing(lambda _: fails[0])
     frames: list[int] = []

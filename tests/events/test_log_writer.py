@@ -29,7 +29,8 @@ from events import (
     LogWriteFailed,
     NotALog,
 )
-from events.log import LogReader, LogWriter, making, output, recorder
+from events.log import LogReader, LogWriter, output, recorder
+from events.log import segments as segment_files
 from tests.support.commands import RunPython
 from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (
@@ -533,8 +534,8 @@ class Refusal:
 
 REFUSED_CALLS = [
     (output, "sync_file"),
-    (making, "sync_file"),
-    (making, "sync_directory"),
+    (segment_files, "sync_file"),
+    (segment_files, "sync_directory"),
     (os, "writev"),
     (os, "open"),
     (os, "ftruncate"),
@@ -643,7 +644,7 @@ class TestFailingDisk:
 
         with LogWriter(tmp_path) as log:
             with monkeypatch.context() as patch:
-                patch.setattr(making, "sync_file", refuse)
+                patch.setattr(segment_files, "sync_file", refuse)
                 log.append(batch(0))
                 wait_until(lambda: len(tries) >= 4)
             assert log.wait_durable(0, WAIT)

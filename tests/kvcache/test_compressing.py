@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from events.errors import LogBeingKept, ZstdMissing
-from events.log import LogReader, LogWriter, compressing
+from events.log import LogReader, LogWriter, zstd
 from events.log.durable import take_lock
 from events.log.retention import Kept, Limits
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
@@ -144,12 +144,12 @@ def test_what_does_not_read_back_equal_is_not_kept(plain: Path, tmp_path: Path) 
     """A mistake in compressing would change nothing but the error."""
     log = Path(shutil.copytree(plain, tmp_path / "log"))
     before = {path: path.read_bytes() for path in segments(log)}
-    add = compressing.Block.add
+    add = zstd.Block.add
 
     def wrong(self: Any, header: Any, payload: bytes) -> None:
         add(self, header, bytes(payload[:-1]) + bytes([payload[-1] ^ 1]))
 
-    with patch.object(compressing.Block, "add", wrong), pytest.raises(InternalError):
+    with patch.object(zstd.Block, "add", wrong), pytest.raises(InternalError):
         compress(log)
     assert {path: path.read_bytes() for path in segments(log)} == before
     assert not list(log.glob("*.new"))

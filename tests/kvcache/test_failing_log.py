@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from events.errors import LogWriteFailed
-from events.log import LogReader, LogWriter, making, output, recorder
+from events.log import LogReader, LogWriter, output, recorder
+from events.log import segments as segment_files
 from events.types import EventBatch, Gap
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
@@ -210,7 +211,7 @@ class Flaky:
         self._chance = chance
         self.probability = 0.0
         places = [(os, "writev"), (os, "ftruncate"), (Path, "rename"), (Path, "unlink")]
-        places += [(output, "sync_file"), (making, "sync_file"), (making, "sync_directory")]
+        places += [(output, "sync_file"), (segment_files, "sync_file"), (segment_files, "sync_directory")]
         for owner, name in places:
             monkeypatch.setattr(owner, name, self._refusing(getattr(owner, name)))
 

@@ -23,7 +23,7 @@ from events.log.snapshots import snapshot_paths
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.keep.process import Keeper
+from kvcache.keep.keeper import Keeper
 from kvcache.record import outputs
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay

@@ -12,12 +12,11 @@ from unittest.mock import patch
 import pytest
 
 from events.log import LogReader
-from events.log.epochs import beginnings
+from events.log.reader import beginnings
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
-from kvcache.keep.prune import prune
+from kvcache.keep.prune import make_snapshot, prune
 from kvcache.keep.salvage import salvage
-from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
 from tests.support.logs.damaging import compressed_copy

@@ -19,7 +19,7 @@ from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.prune import make_snapshot
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
 from tests.support.engines.hybrid_toy import FIRST, GROUPS, NAME_BYTES, HybridToy, key_of

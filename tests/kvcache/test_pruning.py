@@ -22,9 +22,8 @@ from events.log.retention import Kept, Limits
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
 from events.types import Gap
-from kvcache.keep import snapshot as keep_snapshot
-from kvcache.keep.prune import prune
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep import prune as keep_prune
+from kvcache.keep.prune import make_snapshot, prune
 from kvcache.replay import BeforeBeginning, fold, replay
 from tests.oracles.crash_model import Recording, put
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
@@ -245,12 +244,12 @@ def test_nothing_is_kept_of_what_is_not_on_disk(tmp_path: Path) -> None:
     """Segments that cannot be forced to the disk get no snapshot: a power cut could leave a log that ends before it."""
     log = random_log(1, tmp_path)
     with (
-        patch.object(keep_snapshot, "sync_file", side_effect=OSError(errno.EIO, "bad")),
+        patch.object(keep_prune, "sync_file", side_effect=OSError(errno.EIO, "bad")),
         pytest.raises(OSError),
     ):
         prune(log, NO_LIMITS)
     assert snapshot_paths(log) == []
-    with patch.object(keep_snapshot, "sync_file") as sync:
+    with patch.object(keep_prune, "sync_file") as sync:
         prune(log, NO_LIMITS)
     assert sync.call_count == len(segment_paths(log)) - 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from events.log import LogReader
-from events.log.epochs import beginnings
+from events.log.reader import beginnings
 from kvcache.manager import KVCacheManager
 from tests.support.feeds.publishing import Collector, Running, sinks, write
 from tests.support.feeds.scraping import (

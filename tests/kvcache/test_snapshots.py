@@ -11,7 +11,7 @@ from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.prune import make_snapshot
 from kvcache.replay import Replayed, fold, replay
 from tests.support.logs.kept import random_log
 from tests.support.seeds import seeds

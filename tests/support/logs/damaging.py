@@ -14,12 +14,11 @@ from unittest.mock import patch
 
 import pytest
 
-from events.log import compressing
+from events.log import zstd
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
 from kvcache.keep.compress import compress
-from kvcache.keep.prune import prune
-from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.prune import make_snapshot, prune
 from tests.support.logs.kept import random_log
 from tests.support.logs.logs import segments
 
@@ -37,7 +36,7 @@ def log_with_snapshots(seed: int, log: Path) -> Path:
 def compressed_copy(plain: Path, log: Path) -> Path:
     """A copy of which all segments but the last are compressed, in many small frames."""
     shutil.copytree(plain, log)
-    with patch.object(compressing, "BLOCK_BYTES", 300):
+    with patch.object(zstd, "BLOCK_BYTES", 300):
         assert compress(log).segments == len(segment_paths(log)) - 1 > 5
     return log
 

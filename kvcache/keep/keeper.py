@@ -24,7 +24,7 @@ from events.errors import LogBeingKept, LogError, type_and_place
 from events.log.retention import Kept, Limits
 from kvcache.keep.prune import prune
 
-_CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.process import main; main(*sys.argv[2:])"
+_CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.keeper import main; main(*sys.argv[2:])"
 _ROOT = Path(__file__).parents[2]
 _NICE = 5
 """It has time until the next segment begins, unless that waits for it."""

@@ -1,4 +1,4 @@
-"""Saying what could not be written, and what to do: a full disk tells neither."""
+"""One process at a time changes what is kept of a log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogError
+from events.errors import LogBeingKept, LogError, NoRegularFile, NotALog
+from events.files.safe import check_directory
+from events.log.durable import LockHeld, take_lock
+from events.log.segments import KEEPER_NAME
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Be the one. Raises LogBeingKept if it is another one, NotALog, UnsafeFile, OSError."""
+    check_directory(directory, may_be_sticky=False)
+    try:
+        lock = take_lock(directory / KEEPER_NAME)
+    except LockHeld as held:
+        raise LogBeingKept(directory, held.holder) from None
+    except NoRegularFile:
+        raise NotALog(directory) from None
+    try:
+        yield
+    finally:
+        lock.give_back()
+
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
