@@ -33,7 +33,7 @@ from kvcache.cli.prompts import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
 from kvcache.keep.compress import compress
 from kvcache.keep.verify import verify
-from kvcache.publish.position import Position, PositionFile
+from kvcache.publish.start import Position, PositionFile
 from kvcache.replay import replay
 from kvcache.report.given import Curve, NotUnderstood, WhatIf, read
 from kvcache.tap.lines import LineListener

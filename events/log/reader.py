@@ -127,6 +127,8 @@ class LogReader:
         """Of the segment that is read."""
         self._epoch = -1
         """The one that reading begins with. A later one may begin below `start`, if a crash took batches back."""
+        self._is_stopped = False
+        """Whether nobody waits for more."""
         self._end: LogEnd | None = None
         self._reached: LogEnd
         """How the log ends if nothing follows."""
@@ -162,7 +164,23 @@ class LogReader:
                 yield batch
 
     def frames(self) -> Iterator[Item]:
-        """Iterate over all frames and snapshots; while it follows, nobody is to remove what comes."""
+        """Iterate over all frames and snapshots."""
+        for item in self._leased():
+            if item is not None:
+                yield item
+            elif self._stop():
+                self._is_stopped = True
+            else:
+                time.sleep(self._poll_seconds)
+
+    def live(self) -> Iterator[EventBatch | None]:
+        """Iterate over the batches, and None each time when all was read that is there; following, without end."""
+        for item in self._leased():
+            if item is None or item[1] is not None:
+                yield item and item[1]
+
+    def _leased(self) -> Iterator[Item | None]:
+        """All there is; while it follows, nobody is to remove what comes."""
         if not is_log(self.directory):
             raise NotALog(self.directory)
         self._lease = Lease(self.directory) if self._follow else None
@@ -172,10 +190,10 @@ class LogReader:
             if self._lease is not None:
                 self._lease.end()
 
-    def _frames(self) -> Iterator[Item]:
+    def _frames(self) -> Iterator[Item | None]:
         self._end = self._last_seq = self.snapshot = None
         self._key_bytes = NAME_BYTES
-        self.closed, self.bytes_read = False, 0
+        self.closed, self.bytes_read, self._is_stopped = False, 0, False
         self._reached = LogEnd("open", None, self.directory, 0, 0)
         self._hold(0)
         chain, previous, state = self._beginning()
@@ -186,7 +204,7 @@ class LogReader:
                 chain, previous = self._go_on_behind(snapshot)
                 yield snapshot, self._checked(snapshot.path, 0, batch)
                 state = None
-            if (path := self._next(previous)) is None:
+            if (path := (yield from self._next(previous))) is None:
                 break
             try:
                 segment = Segment(path, is_named=self._places is None)
@@ -287,9 +305,9 @@ class LogReader:
         self.bytes_read += snapshot.size
         return snapshot.chain(), (snapshot.seq + 1, "")
 
-    def _next(self, previous: tuple[int, str]) -> Path | None:
+    def _next(self, previous: tuple[int, str]) -> Generator[None, None, Path | None]:
         """The segment behind this place; following, this waits for it."""
-        while (path := self._behind(previous)) is None and self._wait():
+        while (path := self._behind(previous)) is None and (yield from self._pause()):
             pass
         ends = path is not None and self._before is not None and first_seq(path) >= self._before
         return None if ends else path
@@ -309,14 +327,13 @@ class LogReader:
                 return path if most is None or self._place_of(path) < most else None
         return None
 
-    def _wait(self) -> bool:
-        """Wait a little for the writer; False if nobody wants to wait on."""
-        if not self._follow or self._stop():
-            return False
-        time.sleep(self._poll_seconds)
-        return True
+    def _pause(self) -> Generator[None, None, bool]:
+        """Say that nothing more is there; False if nobody wants to wait for the writer."""
+        if self._follow:
+            yield
+        return self._follow and not self._is_stopped
 
-    def _segment(self, segment: Segment, chain: Chain) -> Generator[Item, None, Step]:
+    def _segment(self, segment: Segment, chain: Chain) -> Generator[Item | None, None, Step]:
         """Yield what one segment holds, then say what to do next."""
         entered = False
         try:
@@ -330,7 +347,7 @@ class LogReader:
             chain.behind_damage, chain.closed = True, False
             return "next"
 
-    def _in_segment(self, segment: Segment, chain: Chain) -> Generator[Item, None, Step]:
+    def _in_segment(self, segment: Segment, chain: Chain) -> Generator[Item | None, None, Step]:
         self._place, self.bytes_read = segment, self.bytes_read + segment.offset
         looked_again, wanted = False, self._start or 0
         while True:
@@ -357,7 +374,7 @@ class LogReader:
                 if found is not None and self._goes_on(segment, found, chain):
                     continue
                 return self._ends(segment, None, chain, "next" if has_successor else "stop")
-            if not self._wait():
+            if not (yield from self._pause()):
                 return self._ends(segment, found, chain, "stop")
             if segment.offset == SEGMENT_HEADER_BYTES and segment.replaced():
                 return self._ends(segment, found, chain, "again")

@@ -17,7 +17,7 @@ from kvcache.audit.tables import occupancy
 from kvcache.fold.state import CacheState
 from kvcache.keep.prune import state_batch
 from kvcache.publish.errors import LogReplaced
-from kvcache.publish.progress import CatchUp
+from kvcache.publish.follower import CatchUp
 
 _CONTENTS_MAX = 1 << 20
 """Different blocks of which the history is known, where no more are cached; a fifth of a gigabyte."""

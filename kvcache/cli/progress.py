@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvcache.cli.output import duration, size
-from kvcache.publish.progress import CatchUp
+from kvcache.publish.follower import CatchUp
 
 Update = Callable[[int], None]
 _SECONDS_BETWEEN = 0.1

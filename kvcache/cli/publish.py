@@ -14,7 +14,7 @@ from kvcache.cli.progress import left_of_log
 from kvcache.cli.status_lines import StatusLines, add_options
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
-from kvcache.publish.progress import Until
+from kvcache.publish.follower import Until
 from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 
 _LIVE_SECONDS = 0.2

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
@@ -23,19 +25,164 @@ from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
-from kvcache.publish.delivery import Delivery
-from kvcache.publish.epoch import Epoch, Start, behind, is_ahead, last_epoch
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
-from kvcache.publish.position import Position, PositionFile
 from kvcache.publish.probe import LogProbe
-from kvcache.publish.progress import CatchUp, FollowerStats, State, Until
+from kvcache.publish.start import Epoch, Position, PositionFile, Start, behind, is_ahead, last_epoch
 from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
+from sinks.base import SinkUnavailable
 from sinks.router.feed import RouterFeed
+from sinks.runner import BACKOFF_SECONDS_MAX, describe
 
 _SAVE_SECONDS = 0.5
 
 _log = get_logger(__name__)
+
+State = Literal["waiting", "catching up", "running", "failing", "ended"]
+Until = Literal["stopped", "end", "closed"]
+"""When the work is done: never, at the log's end as it is, or when the log's writer has closed it."""
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """How a sink comes to the end of the log that is there."""
+
+    bytes_left: int
+    """To be read; of files that are removed meanwhile, nothing."""
+    bytes_per_second: float
+    batches_per_second: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this pace; None: nothing was read yet."""
+        return self.bytes_left / self.bytes_per_second if self.bytes_per_second else None
+
+
+@dataclass
+class Progress:
+    """How far a sink is. One thread counts; whoever asks has a copy."""
+
+    sink: str
+    state: State = "waiting"
+    waits_for: str | None = None
+    """Why it cannot begin, in words; None: it has begun, or nothing is known yet."""
+    seq: int | None = None
+    """The last batch that it has had, of a feed the last one that went out; -1: none; None: not known yet."""
+    ts: int | None = None
+    """When that batch was made, nanoseconds since 1970; None: before this process began."""
+    batches: int = 0
+    """Taken since this process began."""
+    events: int = 0
+    errors: int = 0
+    """Times that it raised."""
+    last_error: str | None = None
+    is_open: bool = False
+    """Whether it is at work for others; one that folds is opened when it has caught up."""
+    lost_batches: int = 0
+    """Not there any more when they were to be read, or without the tokens that the sink needs."""
+    refused_peers: int = 0
+    """Connections to a feed that came to nothing because of keys."""
+
+
+_FIRST_PAUSE_SECONDS = 0.1
+_REOPEN_AFTER = 5
+"""Failures in a row after which a sink is closed and opened again."""
+
+
+class Delivery:
+    """One sink. All is called on one thread; `stopping` ends what waits. What counts is for any thread to read.
+
+    A batch whose write has failed is offered again: nothing is lost, and half of it may come twice.
+    """
+
+    def __init__(self, name: str, stopping: threading.Event) -> None:
+        self._name, self._stopping = name, stopping
+        self._sink: Sink | None = None
+        self._tick: Callable[[], None] | None = None
+        self.is_open = False
+        self._opened_before = False
+        self.errors = 0
+        """Times that the sink raised."""
+        self.failures = 0
+        """The last ones in a row; 0: it works."""
+        self.last_error: str | None = None
+
+    def use(self, sink: Sink) -> None:
+        """Serve this sink from now on; what was used before is closed."""
+        self.close()
+        self._sink, self._tick = sink, getattr(sink, "tick", None)
+
+    def open(self) -> bool:
+        """Open the sink; False if it was told to stop. Raises what the sink does, the first time.
+
+        What does not answer at the moment is tried again all the same (SinkUnavailable).
+        """
+        assert self._sink is not None
+        if not self._opened_before:
+            try:
+                self._sink.open()
+                self.is_open = True
+            except SinkUnavailable as error:
+                self._note(error)
+            self._opened_before = True
+        return self._until_done(lambda: None)
+
+    def write(self, batch: EventBatch) -> bool:
+        """Have the sink take a batch; False if it was told to stop before it did."""
+        assert self._sink is not None
+        write = self._sink.write
+        return self._until_done(lambda: write(batch))
+
+    def tick(self) -> bool:
+        """To be called after each batch, and all the time while there is none; False if the sink failed."""
+        if self._tick is not None or not self.is_open:
+            return self._try(self._tick or (lambda: None))
+        return True
+
+    def close(self) -> None:
+        """Close the sink, if it is open; what it raises is reported."""
+        if self.is_open and self._sink is not None:
+            self.is_open = False
+            try:
+                self._sink.close()
+            except BaseException as error:  # noqa: BLE001  a sink may raise anything
+                self._note(error)
+
+    def _until_done(self, action: Callable[[], None]) -> bool:
+        while not self._try(action):
+            if self._stopping.is_set():
+                return False
+        return True
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        """Do it once, opening the sink if need be; if that fails, wait a moment."""
+        try:
+            if not self.is_open:
+                self._open_again()
+            action()
+        except BaseException as error:  # noqa: BLE001  a sink's sys.exit() must not end the thread unnoticed
+            self._note(error)
+            if self.failures % _REOPEN_AFTER == 0:
+                self.close()
+            doublings = min(self.failures - 1, 16)
+            self._stopping.wait(min(_FIRST_PAUSE_SECONDS * 2**doublings, BACKOFF_SECONDS_MAX))
+            return False
+        if self.failures:
+            self.failures = 0
+            _log.warning("sink_recovered", sink=self._name)
+        return True
+
+    def _open_again(self) -> None:
+        assert self._sink is not None
+        self._sink.open()
+        self.is_open = True
+
+    def _note(self, error: BaseException) -> None:
+        self.errors += 1
+        self.failures += 1
+        self.last_error = describe(error)
+        if self.failures == 1:
+            _log.error("sink_fails", sink=self._name, reason=self.last_error)
 
 
 class SinkFollower:
@@ -74,24 +221,20 @@ class SinkFollower:
         """Whether batches are withheld, because the sink needs tokens and they have none."""
         self._has_begun = self._is_live = self._is_finished = False
         """Whether a sink was made, whether it has been opened, whether all is done."""
-        self._seq = -1
         self._given: tuple[int, int | None] = -1, None
-        """The last batch that was given to it, and when that was made."""
-        self._before: tuple[int, int | None] = -1, None
+        """The last batch that was given to it, and when that was made. A feed only folds that, and sends it later."""
+        self._before = -1
         """What stood before the first batch that it was given."""
-        self._had: tuple[int | None, int | None] = None, None
-        """The same of what it is done with: a feed only folds what it is given, and sends it later."""
-        self._waits_for: str | None = None
+        self._progress = Progress(self.name)
         self._saved: Position | None = None
         self._saved_at = 0.0
-        self._state: State = "waiting"
-        self._batches = self._events = self._lost = 0
         self._replayed: Replayed | None = None
         """The cache, which refuses what does not follow before a sink that folds has it; None: the sink does not."""
         self._probe: LogProbe | None = None
         """What the sink may ask of the cache; None: it does not want to, or does not hear all of an epoch."""
         self._reader: LogReader | None = None
-        self._read_since, self._batches_before = 0.0, 0
+        self._read_since: tuple[float, int] = 0.0, 0
+        """When that began to read, and how many batches were taken before."""
         self._thread = threading.Thread(target=self._run, name=f"kvcache-publish-{self.name}", daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------
@@ -117,34 +260,30 @@ class SinkFollower:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more comes."""
-        return self._state == "ended"
+        return self._progress.state == "ended"
 
-    def stats(self) -> FollowerStats:
-        """The counters of this moment."""
-        delivery = self._delivery
-        is_failing = delivery.failures and self._state in ("catching up", "running")
-        return FollowerStats(
-            self.name,
-            "failing" if is_failing else self._state,
-            self._waits_for,
-            *self._had,
-            self._batches,
-            self._events,
-            delivery.errors,
-            delivery.last_error,
-            self._is_live and delivery.is_open,
-            self._lost,
-            getattr(self._sink, "refused_peers", 0),
+    def stats(self) -> Progress:
+        """How far it is at this moment."""
+        delivery, progress = self._delivery, self._progress
+        is_failing = delivery.failures and progress.state in ("catching up", "running")
+        return replace(
+            progress,
+            state="failing" if is_failing else progress.state,
+            errors=delivery.errors,
+            last_error=delivery.last_error,
+            is_open=self._is_live and delivery.is_open,
+            refused_peers=getattr(self._sink, "refused_peers", 0),
         )
 
     def catch_up(self) -> CatchUp | None:
         """How far it is from the end of the log; None: it was there before, or has not begun. Raises OSError."""
-        reader = self._reader
-        if self._state != "catching up" or reader is None:
+        reader, progress, (since, before) = self._reader, self._progress, self._read_since
+        if progress.state != "catching up" or reader is None:
             return None
-        seconds = max(time.monotonic() - self._read_since, 1e-3)
-        read, batches = reader.bytes_read, self._batches - self._batches_before
-        return CatchUp(reader.bytes_left(), read / seconds, batches / seconds)
+        seconds = max(time.monotonic() - since, 1e-3)
+        return CatchUp(
+            reader.bytes_left(), reader.bytes_read / seconds, (progress.batches - before) / seconds
+        )
 
     # --- its thread: where to begin ---------------------------------------------------------------------
 
@@ -173,30 +312,35 @@ class SinkFollower:
             self._saved = self._file.open()
         position = self._position() or self._saved
         if position is not None and not self._has_begun and is_ahead(self._log, position):
-            self._waits_for = f"the log ends before batch {position.seq:,}, which the sink has had"
+            why = self._progress.waits_for = (
+                f"the log ends before batch {position.seq:,}, which the sink has had"
+            )
             if self._until == "end":
-                raise SinkError(
-                    f"{self.name}: {self._waits_for}: remove {self._file and self._file.path} to begin anew"
-                )
+                raise SinkError(f"{self.name}: {why}: remove {self._file and self._file.path} to begin anew")
             return None
         return behind(self._log, position)
 
     def _follow(self, start: Start) -> None:
         """Read on from there, until all is done, the sink has to be made anew, or the log was cut."""
         first = self._begin(start)
-        reader = LogReader(
+        reader = self._reader = LogReader(
             self._log,
             follow=True,
-            stop=lambda: self._idle(reader),
             start=None if start.is_snapshot else first,
             state_at=first if start.is_snapshot else None,
-            poll_seconds=self._poll_seconds,
             kind=None,
         )
-        self._reader, self._read_since, self._batches_before = reader, time.monotonic(), self._batches
+        self._read_since = time.monotonic(), self._progress.batches
         try:
-            for batch in reader:
-                if self._stopping.is_set() or not self._meet(batch) or not self._give(batch):
+            for batch in reader.live():
+                if self._stopping.is_set():
+                    return
+                if batch is None:
+                    self._is_finished = self._rest(reader)
+                    if self._is_finished:
+                        return
+                    self._stopping.wait(self._poll_seconds)
+                elif not self._meet(batch) or not self._give(batch):
                     return
         except LogDamaged:
             if not self._was_cut():
@@ -205,7 +349,7 @@ class SinkFollower:
     def _begin(self, start: Start) -> int:
         """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
         epoch, first, known = start.epoch, start.seq, self._position() or self._saved
-        self._state, self._waits_for = "catching up", None
+        self._progress.state, self._progress.waits_for = "catching up", None
         sink = self._made(epoch.context(self._state_dir))
         if not self._has_begun and getattr(sink, "needs_tokens", None) and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
@@ -217,16 +361,17 @@ class SinkFollower:
         if not self._is_live:
             if made_anew and hasattr(sink, "resume"):
                 sink.resume(first - 1)
-            self._before = self._given = self._had = first - 1, None
+            self._before, self._given = first - 1, (first - 1, None)
+            self._note_had(*self._given)
             return first
         if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
             # It may have had more than was noted before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)
-        self._given = self._had = first - 1, None
+        self._note_had(first - 1, None)
         if self._delivery.open():
             if start.removed:
                 self._tell_of_gap(start)
-            self._seq = first - 1
+            self._given = first - 1, None
             self._save()
         return first
 
@@ -254,7 +399,7 @@ class SinkFollower:
     def _was_cut(self) -> bool:
         """Whether the segments were removed that would have been read next."""
         paths = segment_paths(self._log)
-        return bool(paths) and first_seq(paths[0]) > self._seq + 1
+        return bool(paths) and first_seq(paths[0]) > self._given[0] + 1
 
     # --- its thread: batches ----------------------------------------------------------------------------
 
@@ -297,16 +442,13 @@ class SinkFollower:
                     refuse_impossible(event)
             if not self._delivery.write(given):
                 return False
-        self._seq = batch.seq
         self._given = batch.seq, batch.ts
-        self._batches += 1
-        self._events += len(batch.events)
+        self._progress.batches += 1
+        self._progress.events += len(batch.events)
         if not (self._folds and self._is_live):
-            self._had = self._given
+            self._note_had(*self._given)
         if self._is_live:
             self._tick()
-            if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
-                self._save()
         return True
 
     def _fold(self, batch: EventBatch, given: EventBatch) -> None:
@@ -320,11 +462,17 @@ class SinkFollower:
 
     def _tick(self) -> None:
         if self._delivery.tick():
-            self._had = self._given
+            self._note_had(*self._given)
+        if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
+            self._save()
+
+    def _note_had(self, seq: int | None, ts: int | None) -> None:
+        """It is done with all up to this batch."""
+        self._progress.seq, self._progress.ts = seq, ts
 
     def _as_given(self, batch: EventBatch) -> EventBatch:
         if self._concealed:
-            self._lost += 1
+            self._progress.lost_batches += 1
             return _gap(batch.seq, batch.seq, batch.ts, "the log has no token ids")
         return batch_without_tokens(batch) if getattr(self._sink, "needs_tokens", None) is False else batch
 
@@ -335,42 +483,38 @@ class SinkFollower:
 
     def _note_gap(self, first: int, last: int) -> None:
         """Batches were removed from the log before they were read."""
-        self._lost += last - first + 1
+        self._progress.lost_batches += last - first + 1
         _log.warning("log_was_cut", log=str(self._log), sink=self.name, first_seq=first, last_seq=last)
 
-    def _idle(self, reader: LogReader) -> bool:
-        """Asked by the reader at the end of what there is: whether to stop."""
-        if self._stopping.is_set():
-            return True
+    def _rest(self, reader: LogReader) -> bool:
+        """Do what is to be done when all was read that is there; returns whether nothing more is to come."""
         at_the_end = self._until == "end" or (self._until == "closed" and reader.closed)
-        if not self._is_live and not self._open_late(at_the_end=at_the_end):
-            return at_the_end
-        self._state = "running"
+        if not self._is_live:
+            self._open_late(at_the_end=at_the_end)
+        if not self._is_live:
+            return False
+        self._progress.state = "running"
         self._tick()
-        if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
-            self._save()
         # What fails is tried again: it has not had everything.
-        self._is_finished = at_the_end and not self._delivery.failures
-        return self._is_finished
+        return at_the_end and not self._delivery.failures
 
-    def _open_late(self, *, at_the_end: bool) -> bool:
+    def _open_late(self, *, at_the_end: bool) -> None:
         """Open a sink that has folded all there is, if it can be; raises SinkError if there will be no other chance."""
-        self._waits_for = getattr(self._sink, "waits_for", None)
-        if self._waits_for is None:
-            self._had = self._before  # nothing has gone out yet
+        waits_for = self._progress.waits_for = getattr(self._sink, "waits_for", None)
+        if waits_for is None:
+            self._note_had(self._before, None)  # nothing has gone out yet
             self._is_live = self._delivery.open()
         elif at_the_end:
-            raise SinkError(f"{self.name}: {self._waits_for}")
+            raise SinkError(f"{self.name}: {waits_for}")
         else:
-            self._state = "waiting"
-        return self._is_live
+            self._progress.state = "waiting"
 
     # --- its thread: what is kept, and the end ----------------------------------------------------------
 
     def _position(self) -> Position | None:
         if self._epoch is None:
             return None
-        return Position(self._epoch.log_id.hex(), self._epoch.number, self._seq)
+        return Position(self._epoch.log_id.hex(), self._epoch.number, self._given[0])
 
     def _save(self) -> None:
         self._saved_at = time.monotonic()
@@ -388,20 +532,20 @@ class SinkFollower:
         """Whatever they were told may be wrong soon, and nothing more will be said."""
         if isinstance(self._sink, RouterFeed) and self._delivery.is_open:
             with suppress(Exception):  # it may be what has failed
-                self._sink.write(_gap(self._seq + 1, self._seq + 1, 0, "the log cannot be read"))
+                self._sink.write(_gap(self._given[0] + 1, self._given[0] + 1, 0, "the log cannot be read"))
                 self._sink.restate()
 
     def _end(self) -> None:
         failed = self._delivery.failures
         self._delivery.close()
         if self._delivery.failures > failed and self._is_finished:
-            self._had = None, None
+            self._note_had(None, None)
             self.failure = SinkError(f"{self.name} did not take the end: {self._delivery.last_error}")
         elif self._has_begun:
             self._save()
         if self._file is not None:
             self._file.close()
-        self._state = "ended"
+        self._progress.state = "ended"
 
 
 def _gap(first: int, last: int, ts: int, reason: str) -> EventBatch:

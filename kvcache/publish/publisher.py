@@ -5,7 +5,7 @@
     Publisher("/data/log", ["zmq+pub://127.0.0.1:5557?replay=5558", "file:e.jsonl?tokens=1"]).run()
 
 The engine pays for its log only. Whoever publishes may come before it and after it, and come again: sinks go on where
-they were (`kvcache.publish.position`), and routers are told the whole state.
+they were (`kvcache.publish.start`), and routers are told the whole state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from events.errors import NotALog
 from events.log.reader import Head, LogHead
 from events.log.segments import holds_foreign_files, is_log
 from kvcache.publish.errors import LogReplaced, NotPublishable
-from kvcache.publish.follower import SinkFollower
-from kvcache.publish.progress import CatchUp, FollowerStats, Until
+from kvcache.publish.follower import CatchUp, Progress, SinkFollower, Until
 from sinks import SinkStats
 
 _LOOK_SECONDS = 0.05
@@ -38,7 +37,7 @@ _log = get_logger(__name__)
 class SinkLag:
     """A sink, and how far it is behind the end of the log."""
 
-    follower: FollowerStats
+    follower: Progress
     batches: int | None
     """None: it is not known yet what the sink has had."""
     seconds: float | None

@@ -15,7 +15,7 @@ from events.codec import to_json
 from events.log import LogReader
 from kvcache.cli.publish import _described
 from kvcache.cli.publish import to_json as spelled
-from kvcache.publish.progress import FollowerStats, State
+from kvcache.publish.follower import Progress, State
 from kvcache.publish.publisher import PublishStats, SinkLag
 from tests.support.commands import Kvcache, Start, segments
 from tests.support.forked import DEVNULL, Forked
@@ -82,7 +82,7 @@ def test_json(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
 def _line(
     state: State, batches: int | None, *, waits_for: str | None = None, error: str | None = None
 ) -> str:
-    follower = FollowerStats("x:", state, waits_for, 1, None, 1, 1, 1, error)
+    follower = Progress("x:", state, waits_for, 1, None, 1, 1, 1, error)
     return _described(SinkLag(follower, batches, None))
 
 

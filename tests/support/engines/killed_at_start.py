@@ -18,7 +18,7 @@ from pathlib import Path
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
 from kvcache.manager import KVCacheManager
-from kvcache.publish.position import Position, PositionFile
+from kvcache.publish.start import Position, PositionFile
 from sinks import Sink, SinkContext, open_sink
 from tests.support.engines import strategies
 from tests.support.logs.interrupted import Calls
