@@ -21,7 +21,18 @@ from events.errors import LogOutdated
 from events.log import LogReader, LogWriter
 from events.log.frames import VERSION
 from events.log.retention import Kept, Limits
-from events.types import FIRST_FORMAT, LoadFailed, TransferFailed
+from events.types import (
+    FEED_EVENTS,
+    FIRST_FORMAT,
+    HitDeferred,
+    LoadFailed,
+    PoolShared,
+    SlotsLeft,
+    SlotsNamed,
+    SlotsTaken,
+    SlotsUnnamed,
+    TransferFailed,
+)
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.verify import verify
@@ -67,9 +78,8 @@ def test_it_is_whole(log: Path) -> None:
 def test_it_holds_all_kinds_of_events() -> None:
     """And the versions are those that it was written with, until there are logs of newer ones."""
     kinds = {type(event) for batch in LogReader(GOLDEN / "log_1") for event in batch.events}
-    of_feeds = {kind for kind in typing.get_args(AnyEvent) if "feed" in kind.__module__}
-    newer = {kind for kind in typing.get_args(AnyEvent) if "sharing" in kind.__module__}
-    assert kinds == {*typing.get_args(AnyEvent)} - of_feeds - newer - {TransferFailed, LoadFailed}
+    newer = {PoolShared, SlotsTaken, SlotsLeft, SlotsNamed, SlotsUnnamed, HitDeferred}
+    assert kinds == {*typing.get_args(AnyEvent)} - {*FEED_EVENTS} - newer - {TransferFailed, LoadFailed}
     assert (VERSION, FIRST_FORMAT) == (2, 1)
 
 
