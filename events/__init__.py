@@ -90,29 +90,29 @@ from events.types import TransferLanded as TransferLanded
 from events.types import WorkerSeen as WorkerSeen
 
 if TYPE_CHECKING:
-    from events.sockets.curve import Curve as Curve
-    from events.subscribe.asynchronous import AsyncSubscriber as AsyncSubscriber
     from events.subscribe.continuity import Missed as Missed
     from events.subscribe.continuity import Received as Received
+    from events.subscribe.continuity import ReceivedBatch as ReceivedBatch
     from events.subscribe.continuity import Report as Report
     from events.subscribe.continuity import Restarted as Restarted
     from events.subscribe.continuity import Restated as Restated
     from events.subscribe.gathering import Gathering as Gathering
     from events.subscribe.index import Index as Index
-    from events.subscribe.native import NativeSubscriber as NativeSubscriber
-    from events.subscribe.native_continuity import ReceivedBatch as ReceivedBatch
+    from events.subscribe.sockets import Curve as Curve
+    from events.subscribe.subscriber import AsyncSubscriber as AsyncSubscriber
+    from events.subscribe.subscriber import NativeSubscriber as NativeSubscriber
     from events.subscribe.subscriber import Subscriber as Subscriber
 
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
 
 _HOMES = {
-    "AsyncSubscriber": "subscribe.asynchronous",
-    "Curve": "sockets.curve",
+    "AsyncSubscriber": "subscribe.subscriber",
+    "Curve": "subscribe.sockets",
     "Gathering": "subscribe.gathering",
     "Index": "subscribe.index",
-    "NativeSubscriber": "subscribe.native",
-    "ReceivedBatch": "subscribe.native_continuity",
+    "NativeSubscriber": "subscribe.subscriber",
+    "ReceivedBatch": "subscribe.continuity",
     "Missed": "subscribe.continuity",
     "Received": "subscribe.continuity",
     "Report": "subscribe.continuity",

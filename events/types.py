@@ -616,8 +616,8 @@ class HitDeferred(Event, frozen=True):
 
 # --- logs of kind `feed` ------------------------------------------------------------------------------
 #
-# What engines published of their caches, as `kvcache tap` received it. It is folded in `events.told`; `events.feed` has
-# nothing to do with these events, but makes such a feed of a cache's.
+# What engines published of their caches, as `kvcache tap` received it. It is folded in `events.subscribe.workers`;
+# `events.feed` has nothing to do with these events, but makes such a feed of a cache's.
 #
 # The words are the wire's own: blocks are known by the hashes, and levels by the names, that the engine gives them.
 # Numbers are those of the publisher, not of the log. An epoch begins with `EpochStarted` and `FeedStarted`. After a

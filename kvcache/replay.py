@@ -15,7 +15,7 @@ from pathlib import Path
 
 from events.log import LogEnd, LogReader
 from events.packed import COUNT_BYTES, HANDLE_BYTES
-from events.told.state import FeedState
+from events.subscribe.workers import FeedState
 from events.types import (
     PRIMARY,
     SECONDARY,

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,9 +29,41 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from events.errors import FieldsError, option_name, shortened, without_login
+from events.tokens.names import salt_digest
 from events.types import CacheCreated, EventBatch, PoolShared, StateExported
 from sinks.histogram import Histogram
-from sinks.salts import PlainSalts
+
+MAX_SALTS = 1 << 16
+"""The salts used last are known, no more."""
+MAX_SALT_BYTES = 128
+"""Longer ones, in UTF-8, are not kept: what a batch's size is bounded by has no room for them."""
+
+
+class PlainSalts:
+    """Salts by their digests. Filled on the engine's thread, read on any."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """Whether a sink has asked for them; else none are kept."""
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+
+    def ask(self) -> Callable[[bytes], str | None]:
+        """Have salts kept from now on; returns what finds one by its digest, None if it is not known."""
+        self.wanted = True
+        return self._known.get
+
+    def remember(self, salts: Iterable[str | None]) -> None:
+        """Keep these, and forget those used longest ago if they are too many."""
+        known = self._known
+        for salt in salts:
+            if salt is None or len(salt.encode()) > MAX_SALT_BYTES:
+                continue
+            digest = salt_digest(salt)
+            known[digest] = salt
+            known.move_to_end(digest)  # without taking it out, because others look for it meanwhile
+            if len(known) > MAX_SALTS:
+                known.popitem(last=False)
+
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 State = Literal["running", "failing", "quarantined", "closed"]
@@ -96,7 +129,7 @@ class Sink(Protocol):
 
     # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
     # counted, retried and quarantined like `write` when it raises; `overflow`, what is to give way when its
-    # queue is full (`sinks.queue.Overflow`), where the runner is not told; `reopen()`, called when the application
+    # queue is full (`sinks.runner.Overflow`), where the runner is not told; `reopen()`, called when the application
     # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; `resume(last_seq)`, called before `open` where an
     # earlier process has given it the batches up to this one of the same log (`kvcache publish`), which returns the
     # last one that it has indeed, if it can tell; `folds`: True if it makes something of all batches since an epoch
@@ -146,7 +179,7 @@ class Probe(Protocol):
         """Progress of the sinks (`sinks.SinkStats`)."""
 
 
-class CacheFold(Protocol):
+class StateFold(Protocol):
     """A fold of a cache's batches into its state."""
 
     def fold(self, batch: EventBatch) -> None:
@@ -171,7 +204,7 @@ class SinkContext:
     """To be asked, while the sink is made, by one that needs salts as requests gave them."""
     kind: Literal["cache", "feed"] | None = "cache"
     """What the events tell of: a cache, or what engines told of theirs (`kvcache tap`). None: not known yet."""
-    fold: Callable[[], CacheFold] | None = field(default=None, compare=False)
+    fold: Callable[[], StateFold] | None = field(default=None, compare=False)
     """Makes a fold for a sink that tells the state itself; None: there is nothing that folds."""
 
 

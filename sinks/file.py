@@ -2,8 +2,10 @@
 
 A batch is one line because it is the unit of atomicity: a reader sees all of it or none. Each is written
 with one system call and no buffer, so ``tail -f`` is up to date and a killed process loses only what was
-queued. A line that the disk takes only in part is cut off again. With ``?encoding=msgpack`` a batch is a frame
-(`sinks.encodings`), and ``?format=trtllm`` makes other lines (`sinks.trtllm`).
+queued. A line that the disk takes only in part is cut off again. ``?format=trtllm`` makes other lines (`sinks.trtllm`).
+
+With ``?encoding=msgpack`` a batch is a frame: the file begins with ``kvevent`` and a version byte, 1; a frame is the
+number of its bytes (4, big-endian) and a msgpack array ``[seq, ts, [event, ...]]``, an event ``[type, field, ...]``.
 
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
 only. One that is there is refused if another user has made it or may write it, or may read it where it is to hold
@@ -11,12 +13,8 @@ tokens (`events.files.safe.open_output`). A file that holds something already is
 a person kept must not be mixed up with another run's by accident. One writer per file, which a lock on it enforces.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
-one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Lines are never cut: one that is
-longer than `max_bytes` has a file of its own.
-
-Whoever rotates files from outside, as logrotate does, moves or removes the file: within a second the sink notices
-that its path has another file or none, and opens that, or a new one. `FileSink.reopen` does it at once; `kvcache run`
-calls it at SIGHUP, other programs by `KVCacheManager.reopen_sinks`.
+one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Where something else rotates the
+file, as logrotate does, the sink notices within a second; `FileSink.reopen` does it at once.
 """
 
 from __future__ import annotations
@@ -27,17 +25,131 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, Protocol
 
 import msgspec
 
+from events.codec import batch_without_tokens, encode_batch, to_json
 from events.files.safe import OTHERS, OTHERS_WRITE, create_file, open_output
 from events.log.durable import write_all
 from events.types import EventBatch
 from events.units import parse_bytes
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.encodings import Encoding, Frames, JSONLines
 from sinks.trtllm import DictFeed, dict_feed
+
+HEADER = b"kvevent\x01"
+_LENGTH_BYTES = 4
+_TAIL_BYTES = 1 << 16
+
+
+class Encoding(Protocol):
+    """What stands in the file."""
+
+    header: bytes
+    """At the beginning of each file."""
+
+    def encode(self, batch: EventBatch) -> bytes:
+        """What is appended for a batch."""
+
+    def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
+        """Where in a file that is not empty one may go on, and what is to be written first. Raises SinkError."""
+
+    def last_seq(self, file: BinaryIO) -> int | None:
+        """The number of the last whole batch in it; None: there is none."""
+
+
+class JSONLines:
+    """A JSON object per line. A line that a killed writer left in the middle stays a line of its own."""
+
+    header = b""
+
+    def __init__(self, key_bytes: int, *, tokens: bool) -> None:
+        self._key_bytes, self._tokens = key_bytes, tokens
+
+    def encode(self, batch: EventBatch) -> bytes:
+        """One line."""
+        return to_json(batch, self._key_bytes, tokens=self._tokens) + b"\n"
+
+    def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
+        """Its end, behind a newline."""
+        size = file.seek(-1, os.SEEK_END) + 1
+        return size, b"" if file.read(1) == b"\n" else b"\n"
+
+    def last_seq(self, file: BinaryIO) -> int | None:
+        """That of the last whole line."""
+        tail, at = b"", file.seek(0, os.SEEK_END)
+        while at and tail.count(b"\n") < 2:  # the end of the line before it, and its own
+            step = min(at, max(_TAIL_BYTES, len(tail)))
+            at -= step
+            file.seek(at)
+            tail = file.read(step) + tail
+        try:
+            return _read_number(tail.rpartition(b"\n")[0].rpartition(b"\n")[2]).seq
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+
+class Frames:
+    """A frame per batch. One that a killed writer left in the middle is cut off by the next."""
+
+    header = HEADER
+
+    def __init__(self, *, tokens: bool) -> None:
+        self._tokens = tokens
+
+    def encode(self, batch: EventBatch) -> bytes:
+        """One frame."""
+        payload = encode_batch(batch if self._tokens else batch_without_tokens(batch))
+        return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+
+    def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
+        """The end of the last whole frame. Raises SinkError if there are other things in the file."""
+        begin = file.read(len(HEADER))
+        if not HEADER.startswith(begin):
+            raise SinkError(f"{path} holds no frames of msgpack: remove it, or choose another")
+        return (_last_frame(file)[1] if begin == HEADER else 0), b""
+
+    def last_seq(self, file: BinaryIO) -> int | None:
+        """That of the last whole frame."""
+        if file.read(len(HEADER)) != HEADER:
+            return None
+        start, end = _last_frame(file)
+        file.seek(start)
+        try:
+            return _read_frame(file.read(end - start)).seq
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    """What is looked at of a line."""
+
+    seq: int
+
+
+class _NumberedFrame(msgspec.Struct, frozen=True, array_like=True):
+    """What is looked at of a frame."""
+
+    seq: int
+
+
+_read_number = msgspec.json.Decoder(_Numbered).decode
+_read_frame = msgspec.msgpack.Decoder(_NumberedFrame).decode
+
+
+def _last_frame(file: BinaryIO) -> tuple[int, int]:
+    """Where the payload of the last whole frame begins, and where it ends."""
+    total = file.seek(0, os.SEEK_END)
+    start = end = len(HEADER)
+    while end + _LENGTH_BYTES <= total:
+        file.seek(end)
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "big")
+        if end + _LENGTH_BYTES + length > total:
+            break
+        start = end + _LENGTH_BYTES
+        end = start + length
+    return start, end
+
 
 LOOK_SECONDS = 1.0
 """How often the sink looks whether its path still has the file that it writes to."""

@@ -21,11 +21,11 @@ SinkFactory = Callable[[SinkURL, SinkContext], Sink]
 
 _BUILT_IN = {
     "file": "sinks.file",
-    "kafka": "sinks.brokers.kafka_sink",
-    "nats": "sinks.brokers.nats_sink",
-    "otel": "sinks.otel.sink",
-    "prometheus": "sinks.prometheus.sink",
-    "redis": "sinks.brokers.redis_sink",
+    "kafka": "sinks.brokers",
+    "nats": "sinks.brokers",
+    "otel": "sinks.otel",
+    "prometheus": "sinks.prometheus",
+    "redis": "sinks.brokers",
     "stdout": "sinks.stdout",
     "zmq+pub": "sinks.router.zmq",
 }

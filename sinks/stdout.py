@@ -20,8 +20,7 @@ from events.codec import to_json
 from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.known import Known
-from sinks.render import render_batch
+from sinks.render import Known, render_batch
 from sinks.trtllm import DictFeed, dict_feed
 
 

@@ -13,11 +13,11 @@ from typing import Protocol
 from events.feed.inventory import Inventory
 from events.formats.trtllm import PIECE_BYTES, EventDicts
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.router.feed import FeedBatch, FeedState, RouterFeed
+from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
 
-class Output(Protocol):
+class LineOutput(Protocol):
     """Where lines go: a sink that takes bytes. It may have `tick`, `reopen` and `resume`, as sinks may."""
 
     def open(self) -> None:
@@ -36,7 +36,7 @@ class LineTransport:
     subscribers = 0
     """Nobody can know who reads a file."""
 
-    def __init__(self, output: Output, dicts: EventDicts, *, has_names: bool) -> None:
+    def __init__(self, output: LineOutput, dicts: EventDicts, *, has_names: bool) -> None:
         self.output = output
         self._dicts, self._has_names = dicts, has_names
 
@@ -51,7 +51,7 @@ class LineTransport:
         for piece in self._dicts.lines(batch.changes):
             self.output.append(piece)
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Let the output look whether its file is still in its place."""
         if (tick := getattr(self.output, "tick", None)) is not None:
             tick()
@@ -89,7 +89,7 @@ class DictFeed(RouterFeed):
         return last_seq
 
 
-def dict_feed(url: SinkURL, output: Output, context: SinkContext, max_bytes: int = 0) -> DictFeed:
+def dict_feed(url: SinkURL, output: LineOutput, context: SinkContext, max_bytes: int = 0) -> DictFeed:
     """The sink for a URL with ``format=trtllm``; files have `max_bytes` at most (0: any number).
 
     Raises SinkURLError.

@@ -17,7 +17,7 @@ import pytest
 
 from events.feed.changes import Change, Cleared, Stored
 from events.feed.fold import Feed
-from events.subscribe import follower, publication
+from events.subscribe import subscriber
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
@@ -212,8 +212,7 @@ def endure(seed: int, directory: Path, start: Start, seconds: float, rate: float
 @pytest.fixture(autouse=True)
 def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subscribers read little at a time, so that they are interrupted in the middle of answers."""
-    for module in (publication, follower):
-        monkeypatch.setattr(module, "READ_AT_ONCE", 1000)
+    monkeypatch.setattr(subscriber, "READ_AT_ONCE", 1000)
 
 
 @pytest.mark.parametrize("seed", seeds(range(12), quick=2))

@@ -22,12 +22,12 @@ import pytest
 from events import codec
 from events.brokers.records import parse_record
 from events.errors import EventDecodeError, LogError, LogOutdated
-from events.formats import trtllm_decode, vllm
+from events.formats import trtllm, vllm
 from events.log import LogReader, LogWriter
 from events.log.segments import segment_paths
 from events.log.snapshots import snapshot_paths
-from events.sockets.curve import KeyFileError, read_pair
 from events.subscribe.index import Index
+from events.subscribe.sockets import KeyFileError, read_pair
 from kvcache import KVCacheConfig, PrefixIndex
 from kvcache.cli.prompts import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
@@ -39,7 +39,7 @@ from kvcache.report.given import Curve, NotUnderstood, WhatIf, read
 from kvcache.tap.lines import LineListener
 from kvcache.workload.mooncake import TraceError, read_trace
 from sinks.base import SinkError
-from sinks.encodings import HEADER, Frames, JSONLines
+from sinks.file import HEADER, Frames, JSONLines
 from sinks.router.numbers import FeedNumbers
 from tests.oracles.log_files import read_snapshot
 from tests.support.logs.damaging import log_with_snapshots
@@ -102,7 +102,7 @@ def told(data: bytes, _: Path) -> None:
 
 def line(data: bytes, path: Path) -> None:
     """A file of TensorRT-LLM's dicts."""
-    trtllm_decode.decode_line(data)
+    trtllm.decode_line(data)
     path.write_bytes(data)
     listener = LineListener(f"file://{path}?block_size=4")
     listener.poll(0)

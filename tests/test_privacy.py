@@ -21,7 +21,7 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.cli import main
 from kvcache.errors import KVCacheError
 from kvcache.keep.prune import make_snapshot
-from sinks.prometheus.sink import PrometheusSink
+from sinks.prometheus import PrometheusSink
 from tests.support.logs.logs import frames_in
 from tests.support.secrets import SALT, TOKENS, betrayed
 

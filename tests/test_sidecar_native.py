@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from events.subscribe.continuity import Missed, Restarted
-from events.subscribe.native import NativeSubscriber
+from events.subscribe.subscriber import NativeSubscriber
 from kvcache.replay import replay
 from tests.support.engines.sidecars import EngineProcess, Sidecar
 from tests.support.feeds.native import FoldingReader

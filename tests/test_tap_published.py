@@ -19,8 +19,7 @@ import zmq
 from events.brokers.subscriber import BrokerSubscriber
 from events.formats.vllm import VLLMBatch
 from events.subscribe.continuity import Received
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap
+from kvcache.tap.tap import Endpoint, Tap
 from tests.support.feeds.publisher import Publisher
 from tests.support.feeds.recordings import Block, Oracle, frozen, published
 from tests.support.feeds.tapped import work_until

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap, state_of
+from kvcache.tap.tap import Endpoint, Tap, state_of
 from tests.support.feeds.publisher import Publisher, replaying
 from tests.support.feeds.recordings import Oracle, published
 from tests.support.feeds.tapped import work_until

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from events.errors import EventsError, option_name, shortened, without_login
-from events.sockets.hosts import is_loopback
+from events.subscribe.sockets import is_loopback
 
 PORTS = {"nats": 4222, "redis": 6379, "kafka": 9092}
 """The schemes of brokers, and the port where the address names none."""

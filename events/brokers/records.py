@@ -16,7 +16,7 @@ from events.errors import EventDecodeError
 _TAG = re.compile(r"(\d{1,19})(?:/(\d{1,9})/(\d{1,9})(/last)?)?")
 
 
-class Record(NamedTuple):
+class StreamRecord(NamedTuple):
     """A batch, or a piece of a state."""
 
     seq: int
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 class Reader(Protocol):
     """Reads a stream's records, from the first one that it holds."""
 
-    def read(self, seconds: float) -> list[tuple[str, Record]]:
+    def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
         """The next ones, with the worker of each; empty after so many seconds. Connects, where that is needed.
 
         Raises BrokerUnavailable, after which it is to be called again, StreamRewound likewise, and BrokerError.
@@ -59,12 +59,12 @@ class StreamRewound(Exception):
         self.workers = workers
 
 
-def parse_record(tag: str | bytes | None, payload: bytes) -> Record:
+def parse_record(tag: str | bytes | None, payload: bytes) -> StreamRecord:
     """The record of a tag and a payload; raises EventDecodeError."""
     text = tag.decode(errors="replace") if isinstance(tag, bytes) else tag or ""
     match = _TAG.fullmatch(text)
     if match is None:
         raise EventDecodeError("what stands in the stream was not written by this feed")
     if match[2] is None:
-        return Record(int(match[1]), payload)
-    return Record(int(match[1]), payload, int(match[3]), int(match[2]), match[4] is not None)
+        return StreamRecord(int(match[1]), payload)
+    return StreamRecord(int(match[1]), payload, int(match[3]), int(match[2]), match[4] is not None)

@@ -1,4 +1,4 @@
-"""Reads the feeds of all workers of a stream in a broker, or of one of them.
+"""A subscriber to the feeds of all workers in a broker's stream, or of one of them.
 
 ::
 
@@ -6,27 +6,230 @@
         for worker, report in subscriber:    # Received, Missed, Restated or Restarted (events.subscribe.continuity)
             indexes[worker].fold(report)     # events.subscribe.index
 
-Whoever joins late reads the stream from its beginning, finds a whole state of each worker there
-(`events.brokers.follower`), and goes on. A broker that goes away is connected to again, and read from where that
-broke off. A subscriber belongs to one thread, on which no asyncio loop runs.
+Whoever begins to read somewhere, or has missed something (old records are trimmed), needs a whole state. The stream
+itself has it, again and again, in pieces (`events.brokers.records`), and begins with it after every failure. A follower
+without a state ignores batches until a state begins; from its first piece on it holds them, since the state may not
+include them, and reports them after its last piece. So where it began, or what was trimmed, makes it late, never wrong.
+
+A broker that goes away is connected to again, and read from where that broke off. A subscriber belongs to one thread,
+on which no asyncio loop runs.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, Protocol, Self
+from importlib import import_module
+from typing import Generic, Protocol, Self, cast
 
 from events.brokers.address import NAME, BrokerAddress, BrokerUnavailable, BrokerURLError, parse
-from events.brokers.follower import RecordFollower
-from events.brokers.native_follower import NativeRecordFollower
-from events.brokers.readers import open_reader
-from events.brokers.records import Reader, Record, StreamRewound
-from events.subscribe.continuity import Report
-from events.subscribe.follower import AnyReport
+from events.brokers.records import Reader, StreamRecord, StreamRewound
+from events.errors import EventDecodeError
+from events.formats.vllm import Message, decode_batch, join_batches
+from events.subscribe.continuity import (
+    HELD_MAX,
+    Continuity,
+    NativeContinuity,
+    NativeReport,
+    Report,
+    Restarted,
+    begins_anew,
+)
 from events.subscribe.gathering import Worker
-from events.subscribe.native_continuity import NativeReport
+from events.subscribe.subscriber import AnyReport
+
+_READERS = {
+    "kafka": ("events.brokers.kafka", "KafkaReader"),
+    "nats": ("events.brokers.nats", "NATSReader"),
+    "redis": ("events.brokers.redis", "RedisReader"),
+}
+
+
+def open_reader(address: BrokerAddress, worker: str | None) -> Reader:
+    """Reads all workers of the address's stream, or that one. Raises BrokerError where the client is missing."""
+    module, name = _READERS[address.scheme]
+    return cast("Reader", getattr(import_module(module), name)(address, worker))
+
+
+class RecordFollower:
+    """Follows one worker."""
+
+    def __init__(self, worker: str) -> None:
+        self._topic = worker.encode()
+        self.malformed = 0
+        """States that could not be read; the next one is waited for."""
+        self._begin()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has no state yet, or none that what it hears fits to."""
+        return self._asked is not None
+
+    def take(self, record: StreamRecord) -> list[Report]:
+        """What is to be reported once this record is known."""
+        reports: list[Report] = []
+        if record.piece is not None:
+            if self._asked is not None:
+                self._take_piece(record)
+        elif self._asked is None:
+            self._continuity.live(self._message(record.seq, record.payload))
+        else:
+            reports = self._take_unfitting(self._message(record.seq, record.payload))
+        self._look_for_request()
+        return reports + self._continuity.take()
+
+    def _begin(self) -> None:
+        self._continuity = Continuity(0, can_ask=True)
+        self._asked: int | None = None
+        """The first batch that is wanted, while a state is waited for."""
+        self._look_for_request()
+
+    def _look_for_request(self) -> None:
+        start = self._continuity.take_request()
+        if start is not None:
+            self._asked = start
+            self._forget_pieces()
+
+    def _forget_pieces(self) -> None:
+        self._pieces: list[bytes] = []
+        self._of: tuple[int, int] | None = None
+        """The state of which there are pieces: its number and telling."""
+        self._held: list[Message] = []
+        """Batches since its first piece."""
+
+    def _message(self, seq: int, payload: bytes) -> Message:
+        return Message(self._topic, seq, payload)
+
+    def _take_unfitting(self, message: Message) -> list[Report]:
+        assert self._asked is not None
+        if begins_anew(message):
+            # It is a whole state itself, or the start of one that goes on in the batches behind it.
+            reports: list[Report] = []
+            if message.seq < self._asked:
+                reports = [Restarted(self._asked - 1, message.seq)]
+                self._begin()
+            self._answer([message])
+            return reports
+        if self._of is not None:
+            self._held.append(message)
+            if len(self._held) > HELD_MAX:
+                self._forget_pieces()  # nobody goes on with that state
+        return []
+
+    def _take_piece(self, record: StreamRecord) -> None:
+        state = (record.seq, record.telling)
+        if record.piece == 0:
+            self._forget_pieces()
+            self._of = state
+        if self._of != state or record.piece != len(self._pieces):
+            self._forget_pieces()  # one that was not told to its end
+            return
+        self._pieces.append(record.payload)
+        if record.last:
+            self._answer(self._numbered(record.seq))
+
+    def _numbered(self, seq: int) -> list[Message]:
+        """The pieces under the numbers up to the state's, none of them below the one that is wanted."""
+        assert self._asked is not None
+        room = seq + 1 - self._asked
+        if room <= 0:
+            return []  # a state from before what was heard
+        each = -(-len(self._pieces) // room)
+        try:
+            payloads = [
+                self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)
+            ]
+        except (EventDecodeError, IndexError, struct.error):
+            # Not what a feed writes: whole batches of this very form. The next state is waited for.
+            self.malformed += 1
+            return []
+        return [self._message(seq + 1 - len(payloads) + at, payload) for at, payload in enumerate(payloads)]
+
+    def _joined(self, pieces: list[bytes]) -> bytes:
+        joined = pieces[0] if len(pieces) == 1 else join_batches(pieces, decode_batch(pieces[0]).rank or 0)
+        decode_batch(joined)
+        return joined
+
+    def _answer(self, messages: list[Message]) -> None:
+        if not messages:
+            self._forget_pieces()
+            return
+        held = self._held
+        self._asked = None
+        self._forget_pieces()
+        for message in messages:
+            self._continuity.answer(message)
+        self._continuity.end_of_replay()
+        for message in held:
+            self._continuity.live(message)
+
+
+_UNFINISHED_AT_ONCE = 2
+"""Batches whose pieces come between each other: a state, and one that follows it. Others were not told to the end."""
+
+
+class NativeRecordFollower:
+    """Follows one worker."""
+
+    malformed = 0
+    """What cannot be read is reported as missed."""
+
+    def __init__(self, worker: str) -> None:
+        self._topic = worker.encode()
+        self._continuity = NativeContinuity()
+        self._pieces: dict[tuple[int, int], list[bytes]] = {}
+        """Of batches, by number and telling, those that came, oldest batch first."""
+        self._held: list[Message] = []
+        """Batches since the first of these pieces."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has no state yet, or none that what it hears fits to."""
+        return self._continuity.waiting
+
+    def take(self, record: StreamRecord) -> list[NativeReport]:
+        """What is to be reported once this record is known."""
+        payload = record.payload if record.piece is None else self._put_together(record)
+        if payload is not None:
+            message = Message(self._topic, record.seq, payload)
+            self._continuity.live(message)
+            if record.piece is not None and not self.waiting:
+                # Those that are known already are passed over.
+                for each in self._held:
+                    self._continuity.live(each)
+            self._hold(message)
+        return self._continuity.take()
+
+    def _put_together(self, record: StreamRecord) -> bytes | None:
+        """The payload whose last piece this is; None: it is none, or others are missing."""
+        of = record.seq, record.telling
+        if record.piece == 0 and self._wants(record):
+            self._pieces[of] = []
+            if len(self._pieces) > _UNFINISHED_AT_ONCE:
+                del self._pieces[next(iter(self._pieces))]
+        pieces = self._pieces.get(of)
+        if pieces is None or record.piece != len(pieces):
+            self._pieces.pop(of, None)
+            return None
+        pieces.append(record.payload)
+        return b"".join(self._pieces.pop(of)) if record.last else None
+
+    def _wants(self, record: StreamRecord) -> bool:
+        """Whether the piece is not of a state that is known already: that of the last batch."""
+        return self.waiting or record.seq + 1 != self._continuity.next
+
+    def _hold(self, message: Message) -> None:
+        if not self._pieces:
+            self._held.clear()
+            return
+        self._held.append(message)
+        if len(self._held) > HELD_MAX:
+            # Nobody goes on with a state that was begun so long ago.
+            self._pieces.clear()
+            self._held.clear()
+
 
 _TURN_SECONDS = 0.2
 """A wait for records, after which it is looked whether to go on waiting."""
@@ -45,7 +248,7 @@ class Follows(Protocol[AnyReport]):
     def malformed(self) -> int:
         """States that could not be read."""
 
-    def take(self, record: Record) -> list[AnyReport]:
+    def take(self, record: StreamRecord) -> list[AnyReport]:
         """What is to be reported once this record is known."""
 
 

@@ -1,9 +1,12 @@
-"""TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them, made of the changes of an inventory.
+"""TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them, written and read.
 
 One dict an event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
 "hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format knows nothing of sequences, allocations or
-landings, and repeats the tokens in every stored block. It has no "cleared" (its readers ignore what they do not know):
-what a reader may know is remembered by name, and published as removed. Dicts are numbered from 0 on.
+landings, has no "cleared" (its readers ignore what they do not know), and repeats the tokens in every stored block. So
+`EventDicts` remembers what a reader knows, and removes that by name.
+
+Read are the dicts of its older manager, of the newer one, and these. Unknown fields and types are ignored; anything
+else that does not fit is refused, and its text is not repeated: it may hold somebody's prompt.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from events.codec import json_line
+from events.errors import EventDecodeError
 from events.feed.changes import AnyChange, Cached, Cleared, Created, Uncached, Updated
-from events.formats.vllm_encode import adapter_name
+from events.formats.vllm import Hash, adapter_name
 from events.packed import TOKEN_BYTES, unpack_i32, unpack_names
 from events.tokens.rich import RichTokens
 from events.types import GroupCreated
@@ -183,3 +189,119 @@ def _merged(items: Iterable[tuple[Envelope, Data]]) -> Iterator[tuple[Envelope, 
             last = envelope, data
     if last is not None:
         yield last
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """A token; in place of an item's the newer manager has a digest."""
+
+    token_id: int | str
+    token_extra_id: int = 0
+
+
+class Item(msgspec.Struct, frozen=True, gc=False):
+    """An item in a block, and where in the item that part of it begins."""
+
+    hash: str
+    start_offset: int = 0
+
+
+class StoredBlock(msgspec.Struct, frozen=True):
+    """A block, or the beginning of one."""
+
+    block_hash: int | str
+    tokens: tuple[Token, ...]
+    cache_level: int = 0
+    mm_keys: tuple[Item, ...] = ()
+    cache_salt: str | None = None
+
+
+class StoredDict(msgspec.Struct, frozen=True):
+    """Blocks in a row."""
+
+    blocks: tuple[StoredBlock, ...]
+    parent_hash: int | str | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+
+
+class Difference(msgspec.Struct, frozen=True, gc=False):
+    """A value, and the one before it."""
+
+    new_value: int
+    old_value: int
+
+
+class UpdatedDict(msgspec.Struct, frozen=True):
+    """A block changed its level or its priority."""
+
+    block_hash: int | str
+    cache_level: Difference | None = None
+
+
+class RemovedDict(msgspec.Struct, frozen=True):
+    """Blocks are gone."""
+
+    block_hashes: tuple[int | str, ...]
+
+
+class CreatedDict(msgspec.Struct, frozen=True):
+    """The cache of a window began."""
+
+
+DictData = StoredDict | UpdatedDict | RemovedDict | CreatedDict
+_TYPES: dict[str, type[DictData]] = {
+    "stored": StoredDict,
+    "updated": UpdatedDict,
+    "removed": RemovedDict,
+    "created": CreatedDict,
+}
+
+
+class _DictEnvelope(msgspec.Struct, frozen=True):
+    event_id: int
+    data: dict[str, Any]
+    window_size: int = 0
+    attention_dp_rank: int | None = None
+    layer_group_id: int | None = None
+
+
+class DictEvent(msgspec.Struct, frozen=True):
+    """One dict."""
+
+    number: int
+    data: DictData | None
+    """None: of a type that is not known."""
+    window: int
+    rank: int | None
+    group: int | None
+    """The layer group, where it is told."""
+
+
+_decode = msgspec.json.Decoder(_DictEnvelope | None).decode
+
+
+def decode_line(line: bytes) -> DictEvent | None:
+    """The event of a line; None where it holds none (``{}`` or ``null``). Raises EventDecodeError."""
+    if line.strip() == b"{}":
+        return None
+    try:
+        envelope = _decode(line)
+        if envelope is None:
+            return None
+        kind = _TYPES.get(envelope.data.get("type", ""))
+        data = None if kind is None else msgspec.convert(envelope.data, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
+        raise EventDecodeError("the line is none of TensorRT-LLM's events") from None
+    return DictEvent(
+        envelope.event_id, data, envelope.window_size, envelope.attention_dp_rank, envelope.layer_group_id
+    )
+
+
+def hash_of(name: int | str) -> Hash:
+    """A block's hash; digests are written in hex. Raises EventDecodeError."""
+    if isinstance(name, int):
+        return name
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        raise EventDecodeError("a block's hash is neither a number nor hex digits") from None

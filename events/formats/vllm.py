@@ -1,32 +1,495 @@
-"""The wire format of vLLM's KV events: what most KV-aware routers read.
+"""The wire format of vLLM's KV events, which most KV-aware routers read, and the forms that resemble it.
 
 A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers count the batches of one publisher;
 who misses some asks its replay socket (a ROUTER, so ask with a DEALER) with an empty frame and the first number
 wanted, and is sent ``"", topic, number, batch`` for each batch from there on, then an end marker with the number -1
 and an empty batch. Until vLLM 0.25 answers had no topic; `parse_answer` reads both.
 
-Batches are written by `encode_batch` from the changes of an `events.feed.fold.Feed`, and read by `decode_batch`, which
-knows more forms than `encode_batch` writes.
+*Reading* (`decode_batch`): every form that any release since 0.9 has written. An event is a map with a ``type`` (since
+0.24) or an array that begins with it (before); fields only ever came at the end of the array, so shorter ones are
+older. Unknown fields are kept aside and events of unknown types by name, since a stream that grows must not go dark.
+Anything else that does not fit refuses the whole batch, and its bytes are not repeated: they may hold somebody's
+prompt.
+
+*Writing* (`encode_batch`): the maps of 0.24 and later, with the keys of 0.33, byte by byte, from the changes of an
+`events.feed.fold.Feed`: ``[ts, [event, ...], rank]``. What differs from vLLM's own bytes is chosen for the consumers:
+
+* Hashes are 9 bytes always (``cf``), since there are routers that know no others. The parent of a prompt's first block
+  is nil: some take 0 for a parent that they have missed.
+* Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. No negative one is ever
+  written, because it would cost a reader the whole batch.
+* What left a level at once is one removal. A host block is announced with its tokens, as if it were new: routers cannot
+  follow moves.
+
+`encode_arrays` writes positional arrays, as vLLM did until 0.23: trailing empty fields are left out, and each block is
+an event of its own, since some readers take the event's parent for the parent of all its blocks. `encode_sglang` writes
+SGLang's maps: hashes are signed, host memory is ``CPU_PINNED``, salts have a key of their own, what is None is left
+out, and the tokens of an image are replaced by a number that its hash determines, as SGLang does itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
 
 from events.errors import EventDecodeError
-from events.formats.vllm_decode import AllBlocksCleared as AllBlocksCleared
-from events.formats.vllm_decode import BlockRemoved as BlockRemoved
-from events.formats.vllm_decode import BlockStored as BlockStored
-from events.formats.vllm_decode import Hash as Hash
-from events.formats.vllm_decode import Unknown as Unknown
-from events.formats.vllm_decode import VLLMBatch as VLLMBatch
-from events.formats.vllm_decode import VLLMEvent as VLLMEvent
-from events.formats.vllm_decode import decode_batch as decode_batch
-from events.formats.vllm_encode import MEDIA as MEDIA
-from events.formats.vllm_encode import adapter_name as adapter_name
-from events.formats.vllm_encode import encode_batch as encode_batch
-from events.formats.vllm_encode import join_batches as join_batches
+from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
+from events.packed import NAME_BYTES, TOKEN_BYTES, unpack_i32, unpack_names
+from events.types import CROSS, SLIDING, GroupCreated, Namespace
+
+Hash = int | bytes
+"""The last 8 bytes of a digest as a number, or (as a setting of vLLM, 0.10.2 and later) all of them."""
+
+
+class _Told(msgspec.Struct, frozen=True, gc=False, tag_field="type", forbid_unknown_fields=True):
+    """An event that is known here."""
+
+
+class BlockStored(_Told, frozen=True, gc=False, tag=True):
+    """Consecutive blocks of one prefix became resident; `token_ids` are those of all of them."""
+
+    block_hashes: tuple[Hash, ...]
+    parent_block_hash: Hash | None
+    """The block before the first one; None at the start of a prompt."""
+    token_ids: tuple[int | tuple[int, ...], ...]
+    """Empty in notices about lower tiers. Pairs where a draft model's cache works on bigrams."""
+    block_size: int
+    """Tokens for each hash; 0 in some notices about lower tiers."""
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    """Per block, what its hash covers besides tokens: adapter, images, salt."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
+    """Per block, the tokens after it that its hash covers too."""
+    cache_salt: str | None = None
+    """The salt of the prompt; vLLM has it in `extra_keys` instead."""
+    more: dict[str, Any] | None = None
+    """Fields that are not known here, as they came."""
+
+
+class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
+    """Blocks left a medium."""
+
+    block_hashes: tuple[Hash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    more: dict[str, Any] | None = None
+    """Fields that are not known here, as they came."""
+
+
+class AllBlocksCleared(_Told, frozen=True, gc=False, tag=True):
+    """Nothing is resident any more, in any medium."""
+
+
+class Unknown(msgspec.Struct, frozen=True, gc=False):
+    """An event of a type that this software does not know."""
+
+    name: str
+
+
+VLLMEvent = BlockStored | BlockRemoved | AllBlocksCleared | Unknown
+
+
+class VLLMBatch(msgspec.Struct, frozen=True, gc=False):
+    """One message of the stream."""
+
+    ts: float
+    """When it was made, in seconds since the epoch."""
+    events: tuple[VLLMEvent, ...]
+    rank: int | None
+    """The data-parallel rank of the publisher; None where it does not say."""
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+class _Named(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of maps alone, without any field or type that is not known here: what nearly every batch is."""
+
+    ts: float
+    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+    rank: int | None = None
+
+
+_Plain = str | int | float | bool | None
+
+
+class _Usual(msgspec.Struct, array_like=True):
+    """Extra keys as engines write them, which are looked at many times faster than any others."""
+
+    keys: tuple[tuple[_Plain | list[_Plain], ...] | None, ...]
+
+
+_decode = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_named = msgspec.msgpack.Decoder(_Named).decode
+_TYPES: dict[str, type[BlockStored | BlockRemoved | AllBlocksCleared]] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+_FIELDS = {kind: tuple(name for name in kind.__struct_fields__ if name != "more") for kind in _TYPES.values()}
+_KNOWN = {kind: frozenset((*fields, "type")) for kind, fields in _FIELDS.items()}
+
+
+_DEEPEST = 32
+"""Containers inside each other in a field of any kind; engines write two. Who packs it again has a stack of its own."""
+
+
+def positions(kind: str) -> tuple[str, ...]:
+    """The fields of a type of event, in the order of its array."""
+    return tuple(name for name in _FIELDS[_TYPES[kind]] if name != "cache_salt")
+
+
+def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
+    """Read one payload frame; raises EventDecodeError if it is no batch."""
+    try:
+        named = _decode_named(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decode_any(payload)
+    if any(getattr(event, "more", None) is not None for event in named.events):
+        return _decode_any(payload)  # whoever sends a field of that name sends one that is not known
+    for event in named.events:
+        if (keys := getattr(event, "extra_keys", None)) and any(keys):
+            _refuse_deep_keys(keys)
+    return VLLMBatch(named.ts, named.events, named.rank)
+
+
+def _refuse_deep_keys(keys: tuple[tuple[Any, ...] | None, ...]) -> None:
+    try:
+        msgspec.convert((keys,), _Usual)
+    except msgspec.ValidationError:
+        _refuse_deep(keys)
+
+
+def _refuse_deep(value: Any, left: int = _DEEPEST) -> None:
+    """Raise EventDecodeError where containers are inside each other too often."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    for each in inner:
+        if isinstance(each, list | tuple | dict):
+            if not left:
+                raise EventDecodeError("a KV event has a field that is nested too deeply")
+            _refuse_deep(each, left - 1)
+
+
+def _decode_any(payload: bytes | memoryview) -> VLLMBatch:
+    """The same, event by event, each in whatever form it has."""
+    try:
+        envelope = _decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise EventDecodeError("the message is no batch of KV events") from None
+    return VLLMBatch(envelope.ts, tuple(map(_event, envelope.events)), envelope.rank)
+
+
+def _event(item: Any) -> VLLMEvent:
+    name = None
+    if isinstance(item, dict):
+        name = item.get("type")
+    elif isinstance(item, list) and item:
+        name = item[0]
+    if not isinstance(name, str):
+        raise EventDecodeError("a KV event does not say its type")
+    kind = _TYPES.get(name)
+    if kind is None:
+        return Unknown(name)
+    if isinstance(item, list):
+        item = dict(zip(_FIELDS[kind], item[1:], strict=False))
+    more: dict[str, Any] = {}
+    if not item.keys() <= _KNOWN[kind]:
+        more = {key: item.pop(key) for key in [*item] if isinstance(key, str) and key not in _KNOWN[kind]}
+    try:
+        event = msgspec.convert(item, kind)
+    except (msgspec.MsgspecError, RecursionError):
+        raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None
+    _refuse_deep((getattr(event, "extra_keys", None) or (), more))
+    return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event
+
+
+Salts = Callable[[bytes], str | None]
+"""Finds a salt by its digest, where it is known."""
+MEDIA = ("GPU", "CPU")
+"""By level. Readers compare letters exactly."""
+
+_pack = msgspec.msgpack.encode
+_UINT64 = b"\xcf"
+_NIL = b"\xc0"
+_BIG = np.dtype(">u4")
+_LITTLE = np.dtype("<u4")
+_RAW64 = np.dtype("u8")
+_TS = struct.Struct(">Bd")
+_SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
+_UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
+_UINT16_ARRAY, _UINT32_ARRAY = 0xDC, 0xDD
+_EVENTS_AT = 1 + _TS.size
+"""Where the array of events begins in a batch."""
+
+_FEW_NAMES, _FEW_TOKENS = 4, 32
+"""Up to here a call of numpy costs more than it saves."""
+
+_CLEARED = _pack({"type": "AllBlocksCleared"})
+_STORED_KEYS, _REMOVED_KEYS = 0x8B, b"\x84"
+"""Headers of the maps: 11 keys, and 4."""
+_STORED_START = _pack("type") + _pack("BlockStored") + _pack("block_hashes")
+_REMOVED_START = _REMOVED_KEYS + _pack("type") + _pack("BlockRemoved") + _pack("block_hashes")
+_PARENT, _NO_PARENT = _pack("parent_block_hash") + _UINT64, _pack("parent_block_hash") + _NIL
+_TOKENS, _BLOCK_SIZE = _pack("token_ids"), _pack("block_size")
+_LORA_ID, _MEDIUM, _LORA_NAME = _pack("lora_id"), _pack("medium"), _pack("lora_name")
+_EXTRA_KEYS, _GROUP = _pack("extra_keys"), _pack("group_idx")
+_KIND, _WINDOW = _pack("kv_cache_spec_kind"), _pack("kv_cache_spec_sliding_window")
+
+
+class SaltedNamespace(Namespace, frozen=True, cache_hash=True):
+    """A namespace whose salt is told as it is."""
+
+    salt: str = ""
+
+
+def encode_batch(
+    changes: Sequence[AnyChange],
+    ts: float,
+    rank: int = 0,
+    groups: Sequence[GroupCreated] = (),
+    *,
+    salts: Salts | None = None,
+) -> bytes:
+    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention).
+
+    `salts` finds a salt by its digest: where it does, the salt is told itself, otherwise its digest in hex.
+    """
+    groups, changes = tuple(groups), with_salts(changes, salts)
+    parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
+    for change in changes:
+        if isinstance(change, Stored):
+            _add_stored(parts, change, groups)
+        elif isinstance(change, Removed):
+            _add_removed(parts, change)
+        elif isinstance(change, Told):
+            parts.append(change.encoded)
+        else:
+            assert isinstance(change, Cleared)
+            parts.append(_CLEARED)
+    parts.append(_pack(rank))
+    return b"".join(parts)
+
+
+def with_salts(changes: Sequence[AnyChange], salts: Salts | None) -> Sequence[AnyChange]:
+    """The changes, with the salts that are known in their namespaces: `told_salt` then has them."""
+    return changes if salts is None else [_salted(change, salts) for change in changes]
+
+
+def _salted(change: AnyChange, salts: Salts) -> AnyChange:
+    """The change with the salt in its namespace, if it has one that is known."""
+    if not isinstance(change, Stored) or (digest := change.namespace.salt_digest) is None:
+        return change
+    salt = salts(digest)
+    if salt is None:
+        return change
+    space = change.namespace
+    named = SaltedNamespace(space.lora_id, space.lora_name, digest, space.uses_extra_ids, salt)
+    return msgspec.structs.replace(change, namespace=named)
+
+
+def join_batches(batches: Sequence[bytes], rank: int = 0) -> bytes:
+    """One batch with the events of several that `encode_batch` has made, in order; its time is the last one's."""
+    if len(batches) == 1:
+        return batches[0]
+    end = _pack(rank)
+    total, events = 0, []
+    for batch in batches:
+        count, begin = _count_events(batch)
+        total += count
+        events.append(memoryview(batch)[begin : len(batch) - len(end)])
+    return b"".join([batches[-1][:_EVENTS_AT], _array(total), *events, end])
+
+
+def _count_events(batch: bytes) -> tuple[int, int]:
+    """How many events there are in a batch, and where they begin."""
+    kind = batch[_EVENTS_AT]
+    if kind == _UINT16_ARRAY:
+        return _UINT16.unpack_from(batch, _EVENTS_AT)[1], _EVENTS_AT + _UINT16.size
+    if kind == _UINT32_ARRAY:
+        return _UINT32.unpack_from(batch, _EVENTS_AT)[1], _EVENTS_AT + _UINT32.size
+    return kind & 0x0F, _EVENTS_AT + 1
+
+
+def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
+    blocks = len(stored.names) // NAME_BYTES
+    parent, namespace = stored.parent, stored.namespace
+    if (
+        blocks == 1 and parent and stored.tokens and not stored.extras
+    ):  # what decoding stores, several times per engine step
+        start, mid, end = _around_one(namespace, stored.level, stored.tokens_per_block, stored.group, groups)
+        parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
+        return
+    salt = _salt(namespace)
+    keys, attention = _attention(stored.group, *kind_and_window(groups, stored.group), bool(salt))
+    first, other = _extra_keys(namespace, not parent)
+    parts += (
+        keys,
+        _array(blocks),
+        _names(stored.names, blocks),
+        _PARENT + parent if parent else _NO_PARENT,
+        _TOKENS,
+        _array(len(stored.tokens) // TOKEN_BYTES),
+        _token_ids(stored.tokens),
+        _scope(namespace, stored.level, stored.tokens_per_block),
+        _array(blocks),
+        *(_with_extras(stored) if stored.extras else (first if blocks else b"", other * (blocks - 1))),
+        attention,
+        salt,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _around_one(
+    namespace: Namespace, level: int, tokens_per_block: int, group: int, groups: tuple[GroupCreated, ...]
+) -> tuple[bytes, bytes, bytes]:
+    """What stands before the name, between the parent and the token ids, and behind those, of one inner block."""
+    salt = _salt(namespace)
+    keys, attention = _attention(group, *kind_and_window(groups, group), bool(salt))
+    extra_keys, _ = _extra_keys(namespace, False)
+    return (
+        keys + _array(1) + _UINT64,
+        _TOKENS + _array(tokens_per_block),
+        _scope(namespace, level, tokens_per_block) + _array(1) + extra_keys + attention + salt,
+    )
+
+
+def _add_removed(parts: list[bytes | bytearray], removed: Removed) -> None:
+    blocks = len(removed.names) // NAME_BYTES
+    names = _names(removed.names, blocks)
+    parts += (_REMOVED_START, _array(blocks), names, _removed_from(removed.group, removed.level))
+
+
+def _array(length: int) -> bytes:
+    """The header of an array."""
+    if length < 16:
+        return _SHORT_ARRAYS[length]
+    return _UINT16.pack(_UINT16_ARRAY, length) if length < 1 << 16 else _UINT32.pack(_UINT32_ARRAY, length)
+
+
+def _names(names: bytes, blocks: int) -> bytes | bytearray:
+    """Fixed-width uint64; the names are big-endian already."""
+    if blocks <= _FEW_NAMES:
+        return b"".join([_UINT64 + names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)])
+    items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
+    np.ndarray(blocks, _RAW64, items, 1, 9)[:] = np.ndarray(blocks, _RAW64, names)
+    return items
+
+
+def _token_ids(tokens: bytes) -> bytes | bytearray:
+    """Fixed-width uint32."""
+    count = len(tokens) // TOKEN_BYTES
+    if count <= _FEW_TOKENS:
+        unpack, pack, headers, size = _few_token_ids(count)
+        return (int.from_bytes(pack(*unpack(tokens)), "big") | headers).to_bytes(size, "big")
+    items = bytearray(b"\xce\0\0\0\0") * count
+    np.ndarray(count, _BIG, items, 1, 5)[:] = np.ndarray(count, _LITTLE, tokens)
+    return items
+
+
+@lru_cache(maxsize=_FEW_TOKENS + 1)
+def _few_token_ids(count: int) -> tuple[Callable[..., tuple[int, ...]], Callable[..., bytes], int, int]:
+    """Reads so many tokens; lays them out with gaps; what belongs there; the bytes of all."""
+    headers = int.from_bytes(b"\xce\0\0\0\0" * count, "big")
+    return struct.Struct(f"<{count}I").unpack, struct.Struct(">" + "xI" * count).pack, headers, 5 * count
+
+
+@lru_cache(maxsize=1024)
+def _scope(namespace: Namespace, level: int, tokens_per_block: int) -> bytes:
+    """What stands between the tokens and the extra keys."""
+    return b"".join((
+        _BLOCK_SIZE, _pack(tokens_per_block),
+        _LORA_ID, _pack(namespace.lora_id),
+        _MEDIUM, _pack(MEDIA[level]),
+        _LORA_NAME, _pack(adapter_name(namespace)),
+        _EXTRA_KEYS,
+    ))  # fmt: skip
+
+
+def adapter_name(namespace: Namespace) -> str | None:
+    """The name under which routers keep an adapter's blocks apart; its number, if it has no other.
+
+    Routers ignore `lora_id`, and would take blocks without a name for those of the base model.
+    """
+    if namespace.lora_name is None and namespace.lora_id is not None:
+        return str(namespace.lora_id)
+    return namespace.lora_name
+
+
+@lru_cache(maxsize=1024)
+def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
+    """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
+    adapter, salt = scope_keys(namespace, at_root)
+    return _pack(adapter + salt or None), _pack(adapter or None)
+
+
+def scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
+    """What the hashes cover before a block's items, and behind them: the adapter, at the root the salt."""
+    adapter = [] if (name := adapter_name(namespace)) is None else [name]
+    salt = [told] if at_root and (told := told_salt(namespace)) is not None else []
+    return adapter, salt
+
+
+def told_salt(namespace: Namespace) -> str | None:
+    """The salt where it is known (`with_salts`), or its digest in hex."""
+    if isinstance(namespace, SaltedNamespace):
+        return namespace.salt
+    return None if namespace.salt_digest is None else namespace.salt_digest.hex()
+
+
+def _with_extras(stored: Stored) -> list[bytes]:
+    """What the hashes cover, block by block; between adapter and salt the items as [digest, where it begins]."""
+    adapter, salt = scope_keys(stored.namespace, not stored.parent)
+    first, *others = stored.extras
+    return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
+
+
+def kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
+    """The group's attention, and its window if it slides."""
+    if group < len(groups) and groups[group].kind == SLIDING:
+        return "sliding_window", groups[group].window
+    crosses = group < len(groups) and groups[group].kind == CROSS
+    return "cross_attention" if crosses else "full_attention", None
+
+
+@lru_cache(maxsize=256)
+def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple[bytes, bytes]:
+    """A store's start, which says how many keys there are, and its end but for the salt."""
+    end = _GROUP + _pack(group) + _KIND + _pack(kind)
+    if window is not None:
+        end += _WINDOW + _pack(window)
+    keys = _STORED_KEYS + (window is not None) + salted
+    return bytes((keys,)) + _STORED_START, end
+
+
+@lru_cache(maxsize=1024)
+def _salt(namespace: Namespace) -> bytes:
+    """A key that vLLM does not know, by which Dynamo keeps salted blocks apart."""
+    salt = told_salt(namespace)
+    return b"" if salt is None else _pack("cache_salt") + _pack(salt)
+
+
+@lru_cache(maxsize=256)
+def _removed_from(group: int, level: int) -> bytes:
+    return _MEDIUM + _pack(MEDIA[level]) + _GROUP + _pack(group)
+
 
 SEQ_BYTES = 8
 END_OF_REPLAY = b"\xff" * SEQ_BYTES
@@ -79,3 +542,189 @@ def _message(topic: bytes, seq: bytes, payload: bytes) -> Message:
     if seq == END_OF_REPLAY:
         raise EventDecodeError("a batch has the number of the end marker")
     return Message(topic, decode_seq(seq), payload)
+
+
+_SHORTEST = 7
+"""Fields of a stored block up to its medium, its name among them: what every reader of arrays expects."""
+_PER_BLOCK = ("extra_keys", "lookahead_token_ids")
+"""Fields with an entry for each block."""
+
+
+def encode_arrays(
+    changes: Sequence[AnyChange],
+    ts: float,
+    rank: int = 0,
+    groups: Sequence[GroupCreated] = (),
+    *,
+    salts: Salts | None = None,
+) -> bytes:
+    """One batch of positional arrays; the arguments are those of `vllm.encode_batch`."""
+    events: list[list[Any]] = []
+    for change in with_salts(changes, salts):
+        if isinstance(change, Stored):
+            events += map(_trimmed, _stored_arrays(change, groups))
+        elif isinstance(change, Removed):
+            group = [change.group] if change.group else []
+            events.append(["BlockRemoved", unpack_names(change.names).tolist(), MEDIA[change.level], *group])
+        elif isinstance(change, Told):
+            events += map(_array_of, _single_blocks(msgspec.msgpack.decode(change.encoded)))
+        else:
+            events.append(["AllBlocksCleared"])
+    return _pack([ts, events, rank])
+
+
+def _stored_arrays(stored: Stored, groups: Sequence[GroupCreated]) -> Iterator[list[Any]]:
+    space, size = stored.namespace, stored.tokens_per_block
+    kind, window = kind_and_window(groups, stored.group)
+    names: list[int] = unpack_names(stored.names).tolist()
+    tokens: list[int] = token_ids(stored.tokens)
+    parent = int.from_bytes(stored.parent, "big") if stored.parent else None
+    medium, adapter = MEDIA[stored.level], adapter_name(space)
+    for at, name in enumerate(names):
+        extra = _array_extra_keys(stored, at, at_root=parent is None)
+        more = [stored.group, kind, window] if stored.group or window is not None else []
+        block = tokens[at * size : (at + 1) * size]
+        yield ["BlockStored", [name], parent, block, size, space.lora_id, medium, adapter, extra, *more]
+        parent = name
+
+
+def _array_of(event: dict[str, Any]) -> list[Any]:
+    """What an engine told, as an array: fields that arrays have no place for are left out."""
+    array = [event["type"], *(event.get(name) for name in positions(event["type"]))]
+    least = _SHORTEST if event["type"] == "BlockStored" else len(("BlockRemoved", "hashes", "medium"))
+    while len(array) > least and array[-1] is None:
+        array.pop()
+    return array
+
+
+def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Stored blocks one by one, as far as it is known whose the tokens are; a salt where arrays have it."""
+    names, tokens, size = event["block_hashes"], event.get("token_ids") or [], event.get("block_size", 0)
+    if event["type"] != "BlockStored" or (tokens and len(tokens) != len(names) * size):
+        yield event
+        return
+    parent, salt = event.get("parent_block_hash"), event.get("cache_salt")
+    if parent is None and salt is not None and event.get("extra_keys") is None:
+        event["extra_keys"] = [[salt], *[None] * (len(names) - 1)]
+    for at, name in enumerate(names):
+        own = {field: [event[field][at]] for field in _PER_BLOCK if event.get(field)}
+        block = tokens[at * size : (at + 1) * size]
+        yield event | own | {"block_hashes": [name], "parent_block_hash": parent, "token_ids": block}
+        parent = name
+
+
+def _trimmed(event: list[Any]) -> list[Any]:
+    while len(event) > _SHORTEST and event[-1] is None:
+        event.pop()
+    return event
+
+
+def _array_extra_keys(stored: Stored, at: int, *, at_root: bool) -> list[list[Any]] | None:
+    """What the block's hash covers besides its tokens."""
+    adapter, salt = scope_keys(stored.namespace, at_root)
+    keys = [*adapter, *(stored.extras[at] if stored.extras else ()), *salt]
+    return [keys] if keys else None
+
+
+def token_ids(tokens: bytes) -> list[int]:
+    """A column of tokens as numbers."""
+    numbers: list[int] = unpack_i32(tokens).view(np.uint32).tolist()
+    return numbers
+
+
+_ALWAYS = ("parent_block_hash", "lora_id")
+SGLANG_MEDIA = ("GPU", "CPU_PINNED")
+"""By level."""
+
+
+def encode_sglang(
+    changes: Sequence[AnyChange],
+    ts: float,
+    rank: int = 0,
+    groups: Sequence[GroupCreated] = (),
+    *,
+    salts: Salts | None = None,
+) -> bytes:
+    """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
+    events: list[dict[str, Any]] = []
+    crosses = {index for index, group in enumerate(groups) if group.kind == CROSS}
+    for change in with_salts(changes, salts):
+        if isinstance(change, Stored | Removed) and change.group in crosses:
+            continue  # its readers would take it for prompts
+        if isinstance(change, Stored):
+            events.append(_stored_map(change))
+        elif isinstance(change, Removed):
+            events.append(
+                {
+                    "type": "BlockRemoved",
+                    "block_hashes": _signed(change.names),
+                    "medium": SGLANG_MEDIA[change.level],
+                }
+            )
+        elif isinstance(change, Told):
+            told = _with_signed_hashes(msgspec.msgpack.decode(change.encoded))
+            events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
+        else:
+            events.append({"type": "AllBlocksCleared"})
+    return _pack([ts, events, rank])
+
+
+def _stored_map(stored: Stored) -> dict[str, Any]:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": _signed(stored.names),
+        "parent_block_hash": _signed(stored.parent)[0] if stored.parent else None,
+        "token_ids": token_ids(stored.padded or stored.tokens),
+        "block_size": stored.tokens_per_block,
+        "lora_id": None,
+        "medium": SGLANG_MEDIA[stored.level],
+    }
+    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": told_salt(stored.namespace)}
+    return event | {key: value for key, value in more.items() if value is not None}
+
+
+def _with_signed_hashes(told: dict[str, Any]) -> dict[str, Any]:
+    """What an engine told, with 64-bit hashes as SGLang's readers take them; whole digests stay."""
+    told["block_hashes"] = list(map(_as_signed, told["block_hashes"]))
+    if "parent_block_hash" in told:
+        told["parent_block_hash"] = _as_signed(told["parent_block_hash"])
+    return told
+
+
+def _as_signed(value: Any) -> Any:
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
+
+
+def _signed(names: bytes) -> list[int]:
+    numbers: list[int] = unpack_names(names).view(">i8").tolist()
+    return numbers
+
+
+Format = Literal["vllm", "vllm-array", "sglang"]
+
+
+class Encode(Protocol):
+    """Writes one batch; `join_batches` of `events.formats.vllm` puts several of any of these formats together."""
+
+    def __call__(
+        self,
+        changes: Sequence[AnyChange],
+        ts: float,
+        rank: int = 0,
+        groups: Sequence[GroupCreated] = (),
+        *,
+        salts: Salts | None = None,
+    ) -> bytes:
+        """As `events.formats.vllm.encode_batch` says."""
+
+
+Join = Callable[[Sequence[bytes], int], bytes]
+"""Makes one payload of several; the number is the rank."""
+
+ENCODERS: dict[Format, Encode] = {
+    "vllm": encode_batch,
+    "vllm-array": encode_arrays,
+    "sglang": encode_sglang,
+}
+ARRAY_OVERHEAD = 5
+"""Arrays take up to so many times the bytes that are reckoned for maps, since each block is an event of its own."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 
 from events.errors import EventsError, without_login
-from events.sockets.hosts import is_wildcard
+from events.subscribe.sockets import is_wildcard
 
 _PORT = re.compile(r"[0-9]{1,5}")
 _NUMBERS = re.compile(r"[0-9.]+")

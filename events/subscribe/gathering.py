@@ -24,13 +24,20 @@ from typing import NamedTuple, Self
 import zmq
 
 from events.diagnostics import get_logger
-from events.sockets.curve import Curve
-from events.sockets.gate import Gate
-from events.sockets.keepalive import KEEPALIVE_SECONDS
 from events.subscribe.continuity import Continuity, Report
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
-from events.subscribe.follower import READ_AT_ONCE, Follower, weight
-from events.subscribe.lines import Line, LineOptions, Readable, refuse_insecure, shortest, wait_for
+from events.subscribe.sockets import KEEPALIVE_SECONDS, Curve, Gate
+from events.subscribe.subscriber import (
+    READ_AT_ONCE,
+    Connection,
+    ConnectionOptions,
+    Follower,
+    Readable,
+    refuse_insecure,
+    shortest,
+    wait_for,
+    weight,
+)
 
 __all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
 
@@ -92,7 +99,7 @@ class Gathering:
         first: Callable[[Worker], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve, clock)
+        self._options = ConnectionOptions(max_queued, max_message_bytes, keepalive, curve, clock)
         if not insecure:
             refuse_insecure(endpoint, self._options)
         self._replay, self._topic, self._first = replay, topic.encode(), first
@@ -110,7 +117,7 @@ class Gathering:
         try:
             if self._gate is not None:
                 self._gate.open()
-            self._live = Line(self._context, zmq.SUB, endpoint, self._options, bind=True)
+            self._live = Connection(self._context, zmq.SUB, endpoint, self._options, bind=True)
             self._live.socket.subscribe(topic)
         except BaseException:
             self.close()
@@ -232,5 +239,7 @@ class Gathering:
             return None  # what a publisher calls itself ends nobody's work
         return endpoint
 
-    def _line_to(self, worker: Worker, endpoint: str) -> Line:
-        return Line(self._context, zmq.DEALER, endpoint, self._options, server=worker.key.encode() or None)
+    def _line_to(self, worker: Worker, endpoint: str) -> Connection:
+        return Connection(
+            self._context, zmq.DEALER, endpoint, self._options, server=worker.key.encode() or None
+        )

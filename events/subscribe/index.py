@@ -16,7 +16,7 @@ GPU, HOST, STORAGE = 0, 1, 2
 _LEVELS = {"GPU": GPU, "CPU": HOST, "CPU_PINNED": HOST, "CPU_TIER1": HOST}
 
 
-class Block(NamedTuple):
+class IndexedBlock(NamedTuple):
     """What is known of a resident block."""
 
     parent: Hash | None
@@ -31,7 +31,7 @@ class Index:
     """The blocks of one publisher."""
 
     def __init__(self) -> None:
-        self.blocks: dict[tuple[int, int], dict[Hash, Block]] = {}
+        self.blocks: dict[tuple[int, int], dict[Hash, IndexedBlock]] = {}
         """By (group, level), then by hash, in the order in which they came."""
         self.batches = 0
         self.events = 0
@@ -107,7 +107,7 @@ class Index:
             if name in blocks:
                 self.repeated_stores += 1
             its_tokens = tokens[number * size : (number + 1) * size] if aligned else ()
-            blocks[name] = Block(parent, its_tokens, _extra(event, number) if extra else ())
+            blocks[name] = IndexedBlock(parent, its_tokens, _extra(event, number) if extra else ())
             parent = name
 
     def _remove(self, event: BlockRemoved) -> None:

@@ -1,4 +1,4 @@
-"""Listens to a publisher of KV events in vLLM's wire format, and gets from its replay socket what was missed.
+"""A subscriber to one publisher of KV events in vLLM's wire format, which asks its replay socket for what was missed.
 
 ::
 
@@ -6,29 +6,552 @@
         for report in subscriber:          # Received, Missed, Restated or Restarted (events.subscribe.continuity)
             index.fold(report)             # events.subscribe.index
 
-It connects to one publisher; where many connect to one reader, see `events.subscribe.gathering`, and for asyncio
-`events.subscribe.asynchronous`. A subscriber belongs to one thread. A publisher that is not there yet is waited for,
-and one that comes back is connected to again.
+`AsyncSubscriber` is the same for asyncio (``async with``, ``async for``); `NativeSubscriber` reads all events of a
+cache (``format=native``). Where many publishers connect to one reader, see `events.subscribe.gathering`.
+
+From the bottom up: a `Connection` is one socket, reopened where the other end turned it away; a `Follower` puts the
+messages of one publisher in order and opens a new line for each question, so that no late answer to an old one mixes
+in; a `Publication` is a live line and a follower, without waiting; subscribers add how to wait. A publisher that is not
+there yet is waited for, and one that comes back is connected to again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
-from typing import Self
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from events.subscribe.continuity import Continuity, Missed, Received, Report, Restarted, Restated
-from events.subscribe.endpoints import EndpointError
-from events.subscribe.follower import AnyReport
-from events.subscribe.lines import wait_for
-from events.subscribe.publication import Publication
+from events.errors import EventDecodeError
+from events.formats.vllm import Message, parse_answer, parse_message, replay_request
+from events.subscribe.continuity import (
+    HELD_MAX,
+    Continuity,
+    Missed,
+    NativeContinuity,
+    NativeReport,
+    Received,
+    Report,
+    Restarted,
+    Restated,
+)
+from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of, host_to_bind
+from events.subscribe.sockets import (
+    KEEPALIVE_SECONDS,
+    SEEN_BY_CLIENT,
+    SEEN_BY_SERVER,
+    Curve,
+    is_final,
+    is_loopback,
+    set_keepalive,
+)
 
-__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Restated", "Subscriber", "Waiting"]
+CALL_AGAIN_SECONDS = 1.0
+"""ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
+_HEARTBEAT_MS = 10_000
+_READABLE = int(zmq.POLLIN)
+_CONNECTED = zmq.Event.HANDSHAKE_SUCCEEDED
+_DISCONNECTED = zmq.Event.DISCONNECTED
 
 
-class Waiting(Publication[AnyReport]):
+class Readable(Protocol):
+    """Takes sockets that end a wait when they can be read: a `zmq.Poller`, or what asyncio has in its place."""
+
+    def register(self, socket: zmq.Socket[bytes], flags: int) -> object:
+        """Wait for this one, too."""
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """What is the same for all sockets of a reader."""
+
+    max_queued: int = 100_000
+    """Messages in the receiving queue of each; beyond it the publisher drops live ones."""
+    max_message_bytes: int = 1 << 30
+    """Who sends more in one frame is disconnected."""
+    keepalive: float = KEEPALIVE_SECONDS
+    """Seconds of silence after which TCP looks whether the other end is there; 0: never."""
+    curve: Curve | None = None
+    """Keys; None: nothing is encrypted."""
+    clock: Callable[[], float] = time.monotonic
+    """The seconds by which all waits for the other end count."""
+
+
+class Connection:
+    """One socket. For one thread, which calls `look` again and again."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        endpoint: str,
+        options: ConnectionOptions,
+        *,
+        bind: bool = False,
+        server: bytes | None = None,
+    ) -> None:
+        """Bind, or connect to who has the public key `server` (None: the one that the options name).
+
+        Raises EndpointError.
+        """
+        host = (
+            host_to_bind(endpoint) if bind else host_of(endpoint)
+        )  # raises, where ZeroMQ would try for ever
+        self._endpoint, self._bound, self._keyed = endpoint, bind, options.curve is not None
+        self._clock = options.clock
+        self.socket = context.socket(kind)
+        self._set(endpoint, host, options)
+        if options.curve is not None:
+            self._encrypt(options.curve, server)
+        seen = SEEN_BY_SERVER if bind else SEEN_BY_CLIENT | _CONNECTED | _DISCONNECTED
+        self._monitor = self.socket.get_monitor_socket(int(seen))
+        self._call_at: float | None = None
+        self.calls = 0
+        """How often it was connected again, after which what was sent before is lost."""
+        self.refused = 0
+        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        self.connected = False
+        """Whether the other end was there at the last `look`; of a bound socket False."""
+        try:
+            (self.socket.bind if bind else self.socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            verb = "bound" if bind else "connected to"
+            raise EndpointError(endpoint, f"cannot be {verb}: {error.strerror}") from None
+
+    def _set(self, endpoint: str, host: str | None, options: ConnectionOptions) -> None:
+        socket = self.socket
+        socket.linger = 0
+        socket.rcvhwm = options.max_queued
+        socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a machine that vanished is noticed
+        set_keepalive(socket, options.keepalive)
+        # By IPv6 "localhost" is ::1 alone where a machine calls both so, and publishers are at 127.0.0.1.
+        near = endpoint.lower().startswith("tcp://localhost:")
+        socket.setsockopt(zmq.IPV6, int(":" in (host or "") if self._bound else not near))
+
+    def _encrypt(self, curve: Curve, server: bytes | None) -> None:
+        if self._bound and curve.clients is None:
+            raise EndpointError(
+                self._endpoint, "the keys of those that may connect are needed to bind it encrypted"
+            )
+        if not self._bound and (server or curve.server) is None:
+            raise EndpointError(
+                self._endpoint, "the publisher's public key is needed to connect to it encrypted"
+            )
+        if self._bound:
+            curve.serve(self.socket)
+        else:
+            curve.call(self.socket, server)
+
+    @property
+    def endpoint(self) -> str:
+        """As it was given; where any free port was asked for, with the port that was found."""
+        return str(self.socket.get_string(zmq.LAST_ENDPOINT)) if self._bound else self._endpoint
+
+    def look(self) -> None:
+        """Hear who came and went and of refusals, and call again who has turned us away: its list may have grown."""
+        # What `poll` finds out, without making a poller for it.
+        while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
+            event = recv_monitor_message(self._monitor)["event"]
+            if event in (_CONNECTED, _DISCONNECTED):
+                self.connected = event == _CONNECTED
+                continue
+            self.refused += 1
+            if not self._bound and self._call_at is None and is_final(event):
+                self._call_at = self._clock() + CALL_AGAIN_SECONDS
+        if self._call_at is not None and self._clock() >= self._call_at:
+            self._call_at = None
+            self.calls += 1
+            self._call_again()
+
+    def wait(self, poller: Readable) -> float | None:
+        """Have it end a wait when there is a message to `receive` or something to `look` at.
+
+        Returns after how many seconds the wait must end anyway; None: it need not.
+        """
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return None if self._call_at is None else max(0.0, self._call_at - self._clock())
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of the next message, if there is one."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def receive_from(self) -> tuple[list[bytes], str] | None:
+        """The frames of the next message, and its sender's public key (empty: not encrypted), if there is one."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        try:
+            key = str(frames[0].get("User-Id")) if self._keyed else ""
+        except zmq.ZMQError:
+            key = ""
+        return [frame.bytes for frame in frames], key
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+    def _call_again(self) -> None:
+        with suppress(zmq.ZMQError):  # it may have let go of it by itself
+            self.socket.disconnect(self._endpoint)
+        self.socket.connect(self._endpoint)
+
+
+def wait_for(poller: zmq.Poller, waits: Iterable[float | None], deadline: float | None) -> None:
+    """Until there is something, at most for the shortest of `waits` (seconds) and up to the deadline (monotonic)."""
+    seconds = shortest(waits, deadline)
+    # Rounded up: a wait that is cut short would turn into a busy loop.
+    poller.poll(None if seconds is None else int(seconds * 1000) + 1)
+
+
+def shortest(waits: Iterable[float | None], deadline: float | None) -> float | None:
+    """The shortest of `waits`, and of the time up to the deadline (monotonic), in seconds; None: none ends."""
+    seconds = [wait for wait in waits if wait is not None]
+    if deadline is not None:
+        seconds.append(max(0.0, deadline - time.monotonic()))
+    return min(seconds, default=None)
+
+
+def refuse_insecure(endpoint: str, options: ConnectionOptions) -> None:
+    """Raise InsecureEndpoint if anybody on another machine could connect to what is to be bound there."""
+    host = host_to_bind(endpoint)
+    if options.curve is None and host is not None and not is_loopback(host):
+        raise InsecureEndpoint(endpoint)
+
+
+READ_AT_ONCE = 256 << 10
+"""Bytes of messages between two reports, so that a flood cannot keep `work` from returning. What is decoded of so much
+is still in the processor's cache when it is reported: four times as much at once takes half as long again."""
+_MESSAGE_BYTES = 256
+"""What a message counts besides its payload."""
+
+
+def weight(frames: list[bytes]) -> int:
+    """What a message counts towards `READ_AT_ONCE`."""
+    return _MESSAGE_BYTES + len(frames[-1])
+
+
+AnyReport = TypeVar("AnyReport")
+
+
+class Order(Protocol[AnyReport]):
+    """Puts messages in order, and makes reports of them, as `events.subscribe.continuity.Continuity` does."""
+
+    @property
+    def holding(self) -> int:
+        """How many live messages wait for the end of a replay."""
+
+    def take(self) -> list[AnyReport]:
+        """What is to be reported since the last call."""
+
+    def take_request(self) -> int | None:
+        """The number from which to ask for a replay now, once."""
+
+    def live(self, message: Message) -> None:
+        """A message of the stream."""
+
+    def answer(self, message: Message) -> None:
+        """A message of the replay."""
+
+    def end_of_replay(self, *, complete: bool = True) -> None:
+        """The answer is complete, or the publisher does not answer any more."""
+
+    def give_up(self, reason: str) -> None:
+        """Nobody listens any more."""
+
+
+class Follower(Generic[AnyReport]):
+    """One publisher.
+
+    `ask` opens a socket to its replay (None: it cannot be asked); `order` makes reports of its messages, which begin
+    with `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`, in seconds of the clock.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Connection] | None,
+        order: Order[AnyReport],
+        *,
+        topic: bytes,
+        replay_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open = ask
+        self._clock = clock
+        self._topic = topic
+        self._replay_timeout = replay_timeout
+        self._continuity = order
+        self._waiting_since: float | None = None
+        self._asked_since: float | None = None
+        self._question = 0
+        self.asking: Connection | None = None
+        """The socket of the question that is open."""
+        self.malformed = 0
+        """Messages that were ignored since they do not even have a number."""
+        self.heard_at = self._clock()
+        """When its last message came."""
+        self.refused = 0
+        """Connections to the replay that came to nothing because of keys."""
+
+    @property
+    def unanswered_seconds(self) -> float:
+        """For how long it has been asked without a word of answer; 0: it is not, or has answered."""
+        return 0.0 if self._asked_since is None else self._clock() - self._asked_since
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more live messages can be held until the answer is there."""
+        return self._continuity.holding < HELD_MAX
+
+    def live(self, frames: list[bytes]) -> None:
+        """Take in a message of the stream."""
+        self.heard_at = self._clock()
+        try:
+            self._continuity.live(parse_message(frames))
+        except EventDecodeError:
+            self.malformed += 1
+
+    def give_up(self, reason: str) -> list[AnyReport]:
+        """What is to be reported where it is not followed any more."""
+        self.close()
+        self._continuity.give_up(reason)
+        return self._continuity.take()
+
+    def read_answers(self) -> None:
+        """Take in what was answered."""
+        if self.asking is None:
+            return
+        self._look()
+        read = 0
+        while read < READ_AT_ONCE and (frames := self.asking.receive()) is not None:
+            read += weight(frames)
+            self._waiting_since = self._asked_since = None
+            try:
+                message = parse_answer(frames)
+            except EventDecodeError:
+                self.malformed += 1
+                continue
+            if message is None:
+                self._end_replay(complete=True)
+                return
+            # Live messages were filtered by their publisher; it is asked for numbers, not for topics.
+            if not message.topic or message.topic.startswith(self._topic):
+                self._continuity.answer(message)
+        if self.patience() == 0:
+            self._end_replay(complete=False)
+
+    def ask(self) -> None:
+        """Ask for a replay, if one is wanted."""
+        start = self._continuity.take_request()
+        if start is None:
+            return
+        self._stop_asking()
+        self._question = start
+        self._ask_at_new_socket()
+        self._asked_since = self._clock()
+
+    def take(self) -> list[AnyReport]:
+        """What is to be reported since the last call."""
+        return self._continuity.take()
+
+    def patience(self) -> float | None:
+        """Seconds until waiting for an answer is given up; None: nothing is waiting for it."""
+        if self.asking is None or not self._continuity.holding:
+            return None
+        now = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return max(0.0, self._waiting_since + self._replay_timeout - now)
+
+    def wait(self, poller: Readable) -> float | None:
+        """Have an answer end a wait; returns after how many seconds it must end anyway (None: it need not)."""
+        if self.asking is None:
+            return None
+        waits = (self.asking.wait(poller), self.patience())
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._stop_asking()
+
+    def _look(self) -> None:
+        """Hear of refusals. ZeroMQ calls again, but what was asked went with the connection."""
+        assert self.asking is not None
+        before, again = self.asking.refused, self.asking.calls
+        self.asking.look()
+        self.refused += self.asking.refused - before
+        if self.asking.calls > again:
+            self.asking.close()
+            self._ask_at_new_socket()
+
+    def _ask_at_new_socket(self) -> None:
+        assert self._open is not None
+        self.asking = self._open()
+        self.asking.socket.send_multipart(replay_request(self._question))
+
+    def _end_replay(self, *, complete: bool) -> None:
+        self._stop_asking()
+        self._continuity.end_of_replay(complete=complete)
+
+    def _stop_asking(self) -> None:
+        if self.asking is not None:
+            self.asking.close()
+        self.asking = self._waiting_since = self._asked_since = None
+
+
+class Publication(ABC, Generic[AnyReport]):
+    """Follows one publisher.
+
+    Args:
+        endpoint: where it publishes, as ``tcp://127.0.0.1:5557``.
+        replay: where it can be asked for what was missed; None: what is missed is lost.
+        topic: only messages whose topic begins with this; answers without any topic pass, too.
+        start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
+        replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
+        max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
+        max_message_bytes: who sends more in one frame is disconnected.
+        keepalive: seconds of silence after which TCP looks whether the publisher is still there; 0: never.
+        curve: our keys and the publisher's public one, if it encrypts.
+        context: ZeroMQ's, for who follows many publishers and need not have threads for each; None: one of its own.
+        clock: the seconds by which all waits for the publisher count; the timeout of a `poll` is in real ones.
+
+    Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
+    background: it may come to be known only later.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        start: int | None = None,
+        replay_timeout: float = 5.0,
+        max_queued: int = 100_000,
+        max_message_bytes: int = 1 << 30,
+        keepalive: float = KEEPALIVE_SECONDS,
+        curve: Curve | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replay = replay
+        self._options = ConnectionOptions(max_queued, max_message_bytes, keepalive, curve, clock)
+        self._ready: deque[AnyReport] = deque()
+        self._lines = ExitStack()
+        self.closed = False
+        """Whether it was told to `close`."""
+        try:
+            if context is None:
+                context = zmq.Context()
+                self._lines.callback(context.destroy, linger=0)
+            self._context = context
+            self._live = Connection(context, zmq.SUB, endpoint, self._options)
+            self._lines.callback(self._live.close)
+            self._live.socket.subscribe(topic)
+            if replay is not None:
+                # A wrong endpoint is told now, not at the first gap.
+                self._line_to_replay().close()
+            ask = None if replay is None else self._line_to_replay
+            order = self._order(start, can_ask=ask is not None)
+            self._follower = Follower(
+                ask, order, topic=topic.encode(), replay_timeout=replay_timeout, clock=clock
+            )
+            self._lines.callback(self._follower.close)
+            self._follower.ask()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _order(self, start: int | None, *, can_ask: bool) -> Order[AnyReport]:
+        """What puts its messages in order."""
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        self.closed = True
+        self._lines.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher was there when it was last listened to."""
+        return self._live.connected
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were ignored since they do not even have a number."""
+        return self._follower.malformed
+
+    @property
+    def refused(self) -> int:
+        """How often the publisher has turned us away because of a key that is missing, wrong or not allowed."""
+        return self._live.refused + self._follower.refused
+
+    @property
+    def unanswered_seconds(self) -> float:
+        """For how long the replay endpoint has been asked without a word of answer; 0: it is not, or has answered."""
+        return self._follower.unanswered_seconds
+
+    def wait(self, poller: Readable) -> float | None:
+        """Have it end a wait for several readers when it is to be polled again.
+
+        Returns after how many seconds that must be anyway; None: it need not.
+        """
+        waits = [self._follower.wait(poller)]
+        if self._follower.has_room:
+            waits.append(self._live.wait(poller))
+        return shortest(waits, None)
+
+    def _take(self) -> list[AnyReport]:
+        """What there is to report now, in order, with what an iteration that was left has not handed out."""
+        self._follower.read_answers()
+        self._read_live()
+        self._follower.ask()
+        reports = [*self._ready, *self._follower.take()]
+        self._ready.clear()
+        return reports
+
+    def _read_live(self) -> None:
+        self._live.look()
+        read = 0
+        while (
+            read < READ_AT_ONCE and self._follower.has_room and (frames := self._live.receive()) is not None
+        ):
+            read += weight(frames)
+            self._follower.live(frames)
+
+    def _line_to_replay(self) -> Connection:
+        assert self._replay is not None
+        return Connection(self._context, zmq.DEALER, self._replay, self._options)
+
+
+__all__ = [
+    "BlockingPublication",
+    "EndpointError",
+    "Missed",
+    "Received",
+    "Report",
+    "Restarted",
+    "Restated",
+    "Subscriber",
+]
+
+
+class BlockingPublication(Publication[AnyReport]):
     """A `Publication` to wait for, or to iterate over."""
 
     def __enter__(self) -> Self:
@@ -58,8 +581,158 @@ class Waiting(Publication[AnyReport]):
             wait_for(poller, [self.wait(poller)], deadline)
 
 
-class Subscriber(Waiting[Report]):
+class Subscriber(BlockingPublication[Report]):
     """A `Publication` to wait for, or to iterate over; made with the same arguments."""
 
     def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
         return Continuity(start, can_ask=can_ask)
+
+
+class AsyncSubscriber(Publication[Report]):
+    """A `Publication` to wait for with asyncio; made with the same arguments, where the loop runs or before."""
+
+    def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
+        return Continuity(start, can_ask=can_ask)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        """Reports as they come, until the subscriber is closed."""
+        return self
+
+    async def __anext__(self) -> Report:
+        while not self._ready:
+            if self.closed:
+                raise StopAsyncIteration
+            self._ready += await self.poll()
+        return self._ready.popleft()
+
+    async def poll(self, timeout_ms: int | None = None) -> list[Report]:
+        """Wait until there is something to report, and return it in order; empty after `timeout_ms`, and once closed.
+
+        To be awaited all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
+        """
+        deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        # A publisher that is faster than its reader must not keep all other tasks from running.
+        await asyncio.sleep(0)
+        while not self.closed:
+            reports = self._take()
+            if reports or (deadline is not None and time.monotonic() >= deadline):
+                return reports
+            self._watch = _Watch()
+            seconds = shortest([self.wait(self._watch)], deadline)
+            await self._watch.wait(seconds)
+        return []
+
+    def close(self) -> None:
+        """Disconnect, and end a wait that is going on; may be called twice, by any task of the loop."""
+        if self._watch is not None:
+            self._watch.end()
+        super().close()
+
+    _watch: _Watch | None = None
+
+
+class _Watch:
+    """One wait for ZeroMQ's sockets, by the file descriptors with which they say that something has happened.
+
+    Not `zmq.asyncio.Poller`: where a wait is cancelled it lets go of descriptors a moment later, and takes them away
+    from the next wait.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = self._loop.create_future()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._descriptors: list[int] = []
+
+    def register(self, socket: zmq.Socket[bytes], flags: int) -> None:
+        """As of a `zmq.Poller`; whatever `flags` ask for, it is to be read."""
+        descriptor = int(socket.get(zmq.FD))
+        self._loop.add_reader(descriptor, self._wake)
+        self._descriptors.append(descriptor)
+        self._sockets.append(socket)
+
+    async def wait(self, seconds: float | None) -> None:
+        """Until something may have come, for so long at most."""
+        try:
+            # A descriptor tells of changes only, so that what is there already has to be asked for.
+            if not any(int(socket.get(zmq.EVENTS)) & int(zmq.POLLIN) for socket in self._sockets):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._woken
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Watch no more; at once, since a descriptor's number may soon be another's."""
+        while self._descriptors:
+            self._loop.remove_reader(self._descriptors.pop())
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+
+_ASK_AGAIN_SECONDS = 1.0
+"""Between two subscriptions anew: a large state takes a while to tell."""
+
+
+class NativeSubscriber(BlockingPublication[NativeReport]):
+    """Listens to one publisher, whose messages are msgpack (``format=native``, ``encoding=msgpack``).
+
+    The arguments are those of `events.subscribe.subscriber.Publication`, but that it always begins with the state.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        replay_timeout: float = 5.0,
+        max_queued: int = 100_000,
+        max_message_bytes: int = 1 << 30,
+        keepalive: float = KEEPALIVE_SECONDS,
+        curve: Curve | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prefix, self._clock, self._asked_at = topic, clock, clock()
+        super().__init__(
+            endpoint,
+            replay=replay,
+            topic=topic,
+            replay_timeout=replay_timeout,
+            max_queued=max_queued,
+            max_message_bytes=max_message_bytes,
+            keepalive=keepalive,
+            curve=curve,
+            context=context,
+            clock=clock,
+        )
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has no state yet, or none that what it hears fits to."""
+        return self._continuity.waiting
+
+    def _order(self, start: int | None, *, can_ask: bool) -> NativeContinuity:
+        self._continuity = NativeContinuity(can_ask=can_ask)
+        return self._continuity
+
+    def _take(self) -> list[NativeReport]:
+        reports = super()._take()
+        now = self._clock()
+        hears_in_vain = self._continuity.waiting and self._continuity.next is not None
+        if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
+            # To the publisher that is a newcomer, who is told the state.
+            self._asked_at = now
+            self._live.socket.unsubscribe(self._prefix)
+            self._live.socket.subscribe(self._prefix)
+        return reports

@@ -13,7 +13,7 @@ from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES
 from kvcache.cli.narrowing import filled_rows, part_of_sequences
 from kvcache.errors import UsageError
-from sinks.known import Known
+from sinks.render import Known
 
 TYPES = sorted(kind.__name__ for kind in typing.get_args(ev.AnyEvent))
 _BY_LOWER = {name.lower(): name for name in TYPES}

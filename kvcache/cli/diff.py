@@ -31,8 +31,7 @@ from kvcache.diff import (
     first_divergence,
 )
 from kvcache.diff.reuse import Totals
-from sinks.known import Known
-from sinks.render import render_event, text
+from sinks.render import Known, render_event, text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from events.types import AnyEvent, EventBatch
 from kvcache.cli.output import paint
-from sinks.known import Known
-from sinks.render import render_event
+from sinks.render import Known, render_event
 
 _COLORS = {
     "SequenceAdded": "bold",

@@ -19,7 +19,7 @@ from kvcache.cli.output import Output
 from kvcache.cli.process import nobody_reads
 from kvcache.cli.times import Times, iso
 from kvcache.errors import UsageError
-from sinks.known import Known
+from sinks.render import Known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,10 +18,9 @@ from kvcache.errors import UsageError
 if TYPE_CHECKING:
     import zmq
 
-    from events.sockets.curve import Curve
     from events.subscribe.gathering import Gathering, Worker
-    from events.subscribe.native import NativeSubscriber
-    from events.subscribe.subscriber import Subscriber
+    from events.subscribe.sockets import Curve
+    from events.subscribe.subscriber import NativeSubscriber, Subscriber
 
     AnySource = Subscriber | NativeSubscriber | Gathering
 
@@ -137,7 +136,7 @@ class Listening:
         """What there is to report, after at most so many milliseconds."""
         import zmq
 
-        from events.subscribe.lines import wait_for
+        from events.subscribe.subscriber import wait_for
 
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
@@ -213,8 +212,7 @@ def _with_replay(places: list[Place], replay: str) -> list[Place]:
 
 def _source(place: Place, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]) -> AnySource:
     from events.subscribe.gathering import Gathering, replay_in_topic
-    from events.subscribe.native import NativeSubscriber
-    from events.subscribe.subscriber import Subscriber
+    from events.subscribe.subscriber import NativeSubscriber, Subscriber
 
     endpoint, replay, _ = place
     binds = is_bound(place, args)
@@ -257,7 +255,7 @@ def is_bound(place: Place, args: argparse.Namespace) -> bool:
 
 def curve_of(args: argparse.Namespace, place: Place, *, binds: bool) -> Curve | None:
     """The keys that were given, for one end or the other. Raises UsageError, and KeyFileError."""
-    from events.sockets.curve import Curve
+    from events.subscribe.sockets import Curve
 
     server = None if binds else place.curve_server or args.curve_server
     clients = args.curve_clients if binds else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 from events.codec import json_line, to_dict
-from events.subscribe.native_continuity import NativeReport, ReceivedBatch
+from events.subscribe.continuity import NativeReport, ReceivedBatch
 from kvcache.cli import watching
 from kvcache.cli.event_lines import event_lines
 from kvcache.cli.hearing import Heard, heard
@@ -15,8 +15,7 @@ from kvcache.cli.output import Output, count, paint
 from kvcache.cli.subscribed_lines import interruption, json_interruption
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
-from sinks.known import Known
-from sinks.render import text
+from sinks.render import Known, text
 
 if TYPE_CHECKING:
     from events.subscribe.gathering import Worker

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from events.brokers.address import is_broker
 from events.errors import without_login
 from events.log.segments import is_log
-from events.told.state import FeedState
+from events.subscribe.workers import FeedState
 from kvcache.cli.hearing import NOTHING_HEARD, SILENCE_SECONDS
 from kvcache.cli.listening import (
     IN_TOPIC,
@@ -30,8 +30,7 @@ from kvcache.cli.told import worker_json
 from kvcache.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcache.tap.sources import Endpoint
-    from kvcache.tap.tap import Tap
+    from kvcache.tap.tap import Endpoint, Tap
 
 _WORK_SECONDS = 0.2
 _TWICE = "an ENDPOINT is given twice: leave one of them out"
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
     from kvcache.tap.lines import SCHEME, LinePlace
-    from kvcache.tap.sources import Endpoint
+    from kvcache.tap.tap import Endpoint
 
     if len({*args.endpoint}) < len(args.endpoint):
         raise UsageError(_TWICE)

@@ -8,8 +8,7 @@ from typing import Any
 
 from events.log import LogEnd, LogReader
 from events.packed import TOKEN_BYTES
-from events.told.prefix import Prefix, longest_prefixes
-from events.told.state import FeedState, Worker
+from events.subscribe.workers import FeedState, Prefix, WorkerState, longest_prefixes
 from events.types import EventBatch, Gap
 from kvcache.cli.log_end import end_json
 from kvcache.cli.messages import printable
@@ -62,7 +61,7 @@ class Folded:
         }
 
 
-def worker_json(worker: Worker) -> dict[str, Any]:
+def worker_json(worker: WorkerState) -> dict[str, Any]:
     """What is known of a worker, in numbers."""
     return {
         "worker": worker.name,
@@ -148,7 +147,7 @@ def show_workers(state: FeedState, out: Output) -> None:
         out.line("no worker was heard yet")
 
 
-def _completeness(worker: Worker) -> str:
+def _completeness(worker: WorkerState) -> str:
     return "all" if worker.complete else "since its last loss"
 
 

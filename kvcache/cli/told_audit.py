@@ -15,14 +15,14 @@ from kvcache.cli.progress import progress
 from kvcache.cli.times import Times, iso
 from kvcache.cli.told import show_workers, worker_json
 from kvcache.errors import UsageError
-from kvcache.tap.history import History
+from kvcache.tap.history import FeedHistory
 
 _UNTOLD = "engines tell nothing of requests: neither what was reused nor why tokens were computed"
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
-    batches, history = UpTo(LogReader(args.log, kind="feed"), args.until), History()
+    batches, history = UpTo(LogReader(args.log, kind="feed"), args.until), FeedHistory()
     with progress("reading", None, shown=not out.quiet) as update:
         for batch, within in span(batches, args.since):
             history.fold(batch, counts=within)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _facts(history: History) -> list[tuple[str, str]]:
+def _facts(history: FeedHistory) -> list[tuple[str, str]]:
     facts = [
         (
             "stored",
@@ -71,7 +71,7 @@ def _spread(ages: Ages, before: str) -> str:
     return f"{before}{middle} ({low} to {high})"
 
 
-def _to_json(history: History) -> dict[str, Any]:
+def _to_json(history: FeedHistory) -> dict[str, Any]:
     first, last = history.first, history.last
     assert first is not None
     assert last is not None

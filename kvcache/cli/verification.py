@@ -12,7 +12,7 @@ from events.types import EventBatch
 from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import Update, progress
 from kvcache.replay import Replayed, fold
-from sinks.known import Known
+from sinks.render import Known
 
 LAST_BATCHES = 64
 

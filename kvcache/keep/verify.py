@@ -10,7 +10,7 @@ from events.errors import LogDamaged, LogError, NotALog
 from events.log import LogEnd, LogReader
 from events.log.segments import UNREADABLE, Frame, is_log
 from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
-from events.told.state import FeedState
+from events.subscribe.workers import FeedState
 from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.fold.positional_fold import export_shared

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from events.told.blocks import Block
-from events.told.state import FeedState, Place, Worker, place_of
+from events.subscribe.workers import BlockPlace, FeedState, WorkerBlock, WorkerState, place_of
 from events.types import AnyEvent, EventBatch, FeedReceived, FeedRemoved, FeedStarted, FeedStored, Hash
 from kvcache.audit.histogram import Ages
 from kvcache.replay import fold_told
 
-_Key = tuple[int, Place, Hash]
+_Key = tuple[int, BlockPlace, Hash]
 _Name = tuple[int, int, Hash]
 """Of a worker and a group."""
 
@@ -22,12 +21,12 @@ _Name = tuple[int, int, Hash]
 class _Left(NamedTuple):
     """A block that has left a place."""
 
-    place: Place
+    place: BlockPlace
     since: int
     at: int
 
 
-class History(FeedState):
+class FeedHistory(FeedState):
     """A fold that also counts. Ages are in ns, by the clock of the engine where it says the time.
 
     A block that leaves a level and is in another one behind the same batch has moved: it lives on.
@@ -54,7 +53,7 @@ class History(FeedState):
         self._taken_over: dict[_Key, int] = {}
         """Of the epoch before, until it is said again or forgotten."""
         self._gone: dict[tuple[int, Hash], int] = {}
-        self._arrived: dict[_Name, Place] = {}
+        self._arrived: dict[_Name, BlockPlace] = {}
         """In this batch, while they were in another place of the worker."""
         self._left: dict[_Name, _Left] = {}
         """In this batch: it is not counted yet."""
@@ -86,7 +85,7 @@ class History(FeedState):
         counted = Counter(len(workers) for workers in self._holders.values())
         return dict(sorted(counted.items()))
 
-    def store(self, event: FeedStored) -> list[Block]:
+    def store(self, event: FeedStored) -> list[WorkerBlock]:
         """Count what becomes resident."""
         new, place, ages = super().store(event), place_of(event), []
         for block in new:
@@ -126,7 +125,7 @@ class History(FeedState):
             self._left[key] = _Left(place, since, self.now)
         return gone
 
-    def _before_move(self, key: _Name, place: Place) -> int | None:
+    def _before_move(self, key: _Name, place: BlockPlace) -> int | None:
         """Since when a block lives that has just left another place; None: it has not."""
         left = self._left.get(key)
         if left is None or left.place == place:
@@ -153,7 +152,7 @@ class History(FeedState):
             self.removed += 1
             _add(self.lifetimes, [max(0, left.at - left.since)])
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: WorkerState) -> None:
         """Count what is not known to be there any more."""
         number = worker.seen.worker
         for place, there in worker.blocks.items():

@@ -1,28 +1,445 @@
-"""Records live streams of KV events into a log, which it begins or continues.
+"""A recorder of live streams of KV events into a log, which it begins or continues.
 
 ::
 
     with Tap([Endpoint("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558")], "/data/taps") as tap:
         while True:
             tap.work(0.5)
+
+Each endpoint has a thread (`Listeners`); one other writes what they receive, a batch of the log for each of theirs
+(`FeedRecorder`), and holds what is resident.
+
+Whoever continues a log knows of each publisher the last batch received, and asks for just that batch: if it is the
+same, at the same time by the publisher's clock, nothing is missing but what follows, and what the log knew holds on
+(`Continued`). If there is something else under that number, another life of the engine has got there, and it is asked
+for everything. If it is not there any more, what was missed is a loss like any other. Whoever cannot be asked cannot
+prove anything.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
+import msgspec
+
+from events.formats.vllm import AllBlocksCleared
 from events.log import LogReader, LogStats, LogWriter
 from events.log.segments import is_log, segment_paths
-from events.told.state import FeedState
+from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.gathering import Gathering, Worker, replay_in_topic
+from events.subscribe.sockets import Curve
+from events.subscribe.subscriber import Subscriber
+from events.subscribe.workers import FeedState, WorkerState, from_wire
+from events.types import (
+    AnyEvent,
+    EventBatch,
+    FeedGap,
+    FeedReceived,
+    FeedRestarted,
+    FeedStarted,
+    WorkerSeen,
+)
 from kvcache._version import __version__
 from kvcache.replay import fold_told
 from kvcache.tap.lines import SCHEME, LineListener
-from kvcache.tap.recorder import FeedRecorder
-from kvcache.tap.sources import Endpoint, Hears, Last, Listener, Sources
+
+_POLL_MS = 50
+_LAST_SECOND = 1e9 * 9
+"""In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
+_MOST_QUEUED = 2000
+"""Reports between a thread and who records them; beyond that the sockets keep what comes, and then the engine."""
+
+
+class Continued(msgspec.Struct, frozen=True):
+    """The publisher is the one that was heard before, and goes on behind the batch that it said last."""
+
+
+class Last(msgspec.Struct, frozen=True):
+    """The last batch that a publisher was heard to say."""
+
+    number: int
+    published_ts: int
+
+
+def nanoseconds(seconds: float) -> int:
+    """A publisher's time in nanoseconds; 0 for what cannot be one."""
+    return int(seconds * 1e9) if 0 <= seconds < _LAST_SECOND else 0
+
+
+Heard = Report | Continued
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to listen.
+
+    `replay` is where what was missed is asked for; of a bound endpoint (`binds`) True: at the addresses in the topics.
+    """
+
+    address: str
+    replay: str | bool | None = None
+    binds: bool = False
+    topic: str = ""
+    curve: Curve | None = None
+    insecure: bool = False
+
+
+class EndpointListener:
+    """Listens at one endpoint. `before` has what publishers were heard to say last, by their sources.
+
+    A source is what tells publishers apart: the address of an endpoint or, where it is bound, their topic and key.
+    Raises EndpointError, InsecureEndpoint, KeyFileError.
+    """
+
+    def __init__(self, endpoint: Endpoint, before: Mapping[str, Last]) -> None:
+        self._endpoint = endpoint
+        self._unproven = dict(before)
+        self._one: Subscriber | None = None
+        self._many: Gathering | None = None
+        if endpoint.binds:
+            self._many = Gathering(
+                endpoint.address,
+                replay=replay_in_topic if endpoint.replay else None,
+                topic=endpoint.topic,
+                curve=endpoint.curve,
+                insecure=endpoint.insecure,
+                first=lambda worker: self._first(_source(worker)),
+            )
+        else:
+            self._connect()
+
+    @property
+    def address(self) -> str:
+        """As it was given; where any free port was asked for, with the port that was found."""
+        return self._many.endpoint if self._many is not None else self._endpoint.address
+
+    @property
+    def ignored(self) -> int:
+        """Messages of engines that were too many to be followed."""
+        return 0 if self._many is None else self._many.ignored
+
+    def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, Heard]]:
+        """What was heard, after at most so long."""
+        heard: list[tuple[str, Heard]] = []
+        begun_anew: set[str] = set()
+        for source, report in self._reports(timeout_ms):
+            if source in begun_anew:
+                continue  # it is told again, from the beginning
+            proven = self._prove(source, report)
+            if proven is None:
+                begun_anew.add(source)
+                self._begin_anew(source)
+            else:
+                heard.append((source, proven))
+        return heard
+
+    def close(self) -> None:
+        """Disconnect."""
+        for each in (self._one, self._many):
+            if each is not None:
+                each.close()
+
+    def _prove(self, source: str, report: Report) -> Heard | None:
+        """What to make of the first that is heard; None: it has to be asked for everything."""
+        last = self._unproven.get(source)
+        if last is None or (isinstance(report, Missed) and report.recovered):
+            return report
+        del self._unproven[source]
+        if not isinstance(report, Received) or report.seq != last.number or not report.replayed:
+            return report
+        return Continued() if nanoseconds(report.batch.ts) == last.published_ts else None
+
+    def _reports(self, timeout_ms: int) -> Iterator[tuple[str, Report]]:
+        if self._many is not None:
+            yield from ((_source(worker), report) for worker, report in self._many.poll(timeout_ms))
+        else:
+            assert self._one is not None
+            yield from ((self._endpoint.address, report) for report in self._one.poll(timeout_ms))
+
+    def _connect(self) -> None:
+        endpoint = self._endpoint
+        replay = endpoint.replay if isinstance(endpoint.replay, str) else None
+        start = None if replay is None else self._first(endpoint.address)
+        self._one = Subscriber(
+            endpoint.address, replay=replay, topic=endpoint.topic, start=start, curve=endpoint.curve
+        )
+
+    def _first(self, source: str) -> int:
+        last = self._unproven.get(source)
+        return 0 if last is None else last.number
+
+    def _begin_anew(self, source: str) -> None:
+        if self._one is not None:
+            self._one.close()
+            self._connect()
+        elif self._many is not None:
+            for worker in self._many.workers:
+                if _source(worker) == source:
+                    self._many.forget(worker)
+
+
+def _source(worker: Worker) -> str:
+    return f"{worker.topic} {worker.key}" if worker.key else worker.topic
+
+
+class AnyListener(Protocol):
+    """What listens at one endpoint."""
+
+    @property
+    def address(self) -> str:
+        """Where."""
+
+    @property
+    def ignored(self) -> int:
+        """Messages that nobody records."""
+
+    def poll(self) -> Sequence[tuple[str, Heard]]:
+        """What was heard, after a moment."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+class Listeners:
+    """All endpoints, each on its thread; what they hear is taken by one other."""
+
+    def __init__(self, listeners: Sequence[AnyListener]) -> None:
+        self._listeners = listeners
+        self.silent = {listener.address for listener in listeners}
+        """Where nothing was heard yet. For any thread to read."""
+        self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name=f"kvcache-tap-{each.address}", daemon=True)
+            for each in listeners
+        ]
+
+    @property
+    def ignored(self) -> int:
+        """Messages of engines that were too many to be followed."""
+        return sum(listener.ignored for listener in self._listeners)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, timeout: float) -> tuple[str, Heard] | None:
+        """The next that was heard; None after `timeout` seconds. Raises what has ended a listener."""
+        try:
+            heard = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(heard, BaseException):
+            raise heard
+        return heard
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _run(self, listener: AnyListener) -> None:
+        try:
+            while not self._stopping.is_set():
+                for heard in listener.poll():
+                    self.silent.discard(listener.address)
+                    self._put(heard)
+        except BaseException as error:  # noqa: BLE001  whoever takes is to hear of it
+            self._put(error)
+        finally:
+            listener.close()
+
+    def _put(self, heard: tuple[str, Heard] | BaseException) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(heard, timeout=_POLL_MS / 1000)
+            except queue.Full:
+                continue
+            return
+
+
+Listen = Callable[[Endpoint, Mapping[str, Last]], EndpointListener]
+
+
+BEFORE = "said before it was listened to"
+_NEVER: tuple[int, int, str] = (0, -1, "")
+
+
+class FeedRecorder:
+    """Writes the log. For one thread. `before`: the state that the log has had, if it is continued."""
+
+    def __init__(
+        self,
+        log: LogWriter,
+        endpoints: tuple[str, ...],
+        before: FeedState | None = None,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._log, self._endpoints, self._wall_ns = log, endpoints, wall_ns
+        self.state = FeedState()
+        """What is known now."""
+        self._before: dict[str, list[WorkerState]] = {}
+        for worker in before.workers.values() if before is not None else ():
+            self._before.setdefault(worker.seen.source, []).append(worker)
+        numbers = [worker.seen.worker for workers in self._before.values() for worker in workers]
+        self._next_worker = max(numbers, default=-1) + 1
+        self._sources: dict[str, dict[int | None, int]] = {}
+        """Of each publisher, its workers by rank."""
+        self._unheard: dict[str, tuple[int, int, str]] = {}
+        """What was lost of publishers since they began: it may have been of a rank that was not heard yet."""
+        self._seq = log.next_seq
+        self.batches = self.events = self.recovered = 0
+        """Heard since this began; batches that were missed and got by asking."""
+
+    def last_heard(self) -> dict[str, Last]:
+        """Of the publishers that were known before, what they said last."""
+        found = {}
+        for source, workers in self._before.items():
+            known = [w for w in workers if w.number is not None and w.published_ts is not None]
+            if known:
+                last = max(known, key=lambda worker: (worker.published_ts, worker.number))
+                assert last.number is not None
+                assert last.published_ts is not None
+                found[source] = Last(last.number, last.published_ts)
+        return found
+
+    def begin(self) -> None:
+        """Write the beginning of the epoch. To be called first."""
+        self._append([self._log.begin_epoch(0), FeedStarted(endpoints=self._endpoints)])
+
+    def hear(self, source: str, heard: Heard) -> None:
+        """Record what was heard from a publisher."""
+        if isinstance(heard, Continued):
+            self._take_over(source)
+            return
+        if not (isinstance(heard, Missed) and heard.recovered):
+            self._before.pop(source, None)
+        if isinstance(heard, Received):
+            self._receive(source, heard)
+        elif isinstance(heard, Missed) and heard.recovered:
+            self.recovered += heard.last - heard.first + 1
+        elif isinstance(heard, Missed):
+            self._lose(source, heard)
+        elif isinstance(heard, Restarted):
+            self._unheard.pop(source, None)
+            self._append(
+                [
+                    FeedRestarted(worker=worker, last=heard.last, first=heard.first)
+                    for worker in self._sources.get(source, {}).values()
+                ]
+            )
+
+    def catch_up(self) -> None:
+        """Where the disk has refused batches, and takes them again: say what is missing, and all that is known."""
+        if not self._log.has_lost:
+            return
+        gap = self._log.take_gap()
+        if gap is not None:
+            self._write([gap, FeedStarted(endpoints=self._endpoints), *self._restated()])
+
+    # --- what is heard ----------------------------------------------------------------------------------
+
+    def _receive(self, source: str, heard: Received) -> None:
+        batch = heard.batch
+        events: list[AnyEvent] = []
+        worker = self._worker(source, heard, events)
+        if not events and not batch.events:
+            return  # a heartbeat says that nothing is new
+        events.append(
+            FeedReceived(
+                worker=worker, number=heard.seq, published_ts=nanoseconds(batch.ts), replayed=heard.replayed
+            )
+        )
+        events += [from_wire(worker, event) for event in batch.events]
+        self.batches += 1
+        self.events += len(batch.events)
+        self._append(events)
+
+    def _worker(self, source: str, heard: Received, events: list[AnyEvent]) -> int:
+        """Whose batch it is; `events` get what has to be said of it first."""
+        ranks = self._sources.setdefault(source, {})
+        rank = heard.batch.rank
+        number = ranks.get(rank)
+        if number is None:
+            number = ranks[rank] = self._next_worker
+            self._next_worker += 1
+            events.append(
+                WorkerSeen(worker=number, source=source, topic=heard.topic, rank=rank, complete=True)
+            )
+            events += self._lost_before(source, heard, number, is_first=len(ranks) == 1)
+        elif heard.topic and heard.topic != (seen := self.state.workers[number].seen).topic:
+            complete = self.state.workers[number].complete
+            events.append(msgspec.structs.replace(seen, topic=heard.topic, complete=complete))
+        return number
+
+    def _lost_before(self, source: str, heard: Received, worker: int, *, is_first: bool) -> Iterable[FeedGap]:
+        """What a worker said before this, its first batch, if that was anything and matters."""
+        if source not in self._unheard and is_first and heard.seq and not heard.replayed:
+            self._unheard[source] = 0, heard.seq - 1, BEFORE
+        first, last, reason = self._unheard.get(source, _NEVER)
+        begins_anew = bool(heard.batch.events) and isinstance(heard.batch.events[0], AllBlocksCleared)
+        if last >= first and not begins_anew:
+            yield FeedGap(worker=worker, first=first, last=last, reason=reason)
+
+    def _lose(self, source: str, missed: Missed) -> None:
+        workers = self._sources.get(source, {})
+        first, last, _ = self._unheard.get(source, _NEVER)
+        start = missed.first if last < first else min(first, missed.first)
+        self._unheard[source] = (start, max(last, missed.last), missed.reason)
+        self._append(
+            [
+                FeedGap(worker=worker, first=missed.first, last=missed.last, reason=missed.reason)
+                for worker in workers.values()
+            ]
+        )
+
+    def _take_over(self, source: str) -> None:
+        """What the log knew of a publisher holds on."""
+        events: list[AnyEvent] = []
+        for worker in self._before.pop(source, ()):
+            if not worker.complete and worker.number is not None:
+                self._unheard[source] = 0, worker.number, BEFORE
+            self._sources.setdefault(source, {})[worker.seen.rank] = worker.seen.worker
+            events += _all_of(worker)
+        self._append(events)
+
+    # --- the log ----------------------------------------------------------------------------------------
+
+    def _restated(self) -> Iterable[AnyEvent]:
+        for worker in self.state.workers.values():
+            yield from _all_of(worker)
+
+    def _append(self, events: list[AnyEvent]) -> None:
+        if not events:
+            return
+        for event in events:
+            self.state.apply(event)
+        self._write(events)
+
+    def _write(self, events: list[AnyEvent]) -> None:
+        self._log.append(EventBatch(self._seq, self._wall_ns(), tuple(events)))
+        self._seq += 1
+
+
+def _all_of(worker: WorkerState) -> Iterable[AnyEvent]:
+    """Events that make of nothing what is known of a worker."""
+    yield msgspec.structs.replace(worker.seen, complete=worker.complete)
+    if worker.number is not None and worker.published_ts is not None:
+        yield FeedReceived(
+            worker=worker.seen.worker, number=worker.number, published_ts=worker.published_ts, replayed=False
+        )
+    yield from worker.resident()
+    yield from worker.copied()
 
 
 class Tap:
@@ -54,7 +471,7 @@ class Tap:
             addresses = tuple(endpoint.address for endpoint in endpoints)
             self._recorder = FeedRecorder(writer, addresses, before)
             last = self._recorder.last_heard()
-            listeners: list[Hears] = []
+            listeners: list[AnyListener] = []
             try:
                 listeners += (_listener(endpoint, last) for endpoint in endpoints)
             except BaseException:
@@ -65,7 +482,7 @@ class Tap:
             writer.close()
             raise
         self._log, self.endpoints = writer, tuple(listener.address for listener in listeners)
-        self._sources = Sources(listeners)
+        self._sources = Listeners(listeners)
         self._recorder.begin()
         self._sources.start()
 
@@ -115,10 +532,10 @@ class Tap:
         self._log.close()
 
 
-def _listener(endpoint: Endpoint, last: Mapping[str, Last]) -> Hears:
+def _listener(endpoint: Endpoint, last: Mapping[str, Last]) -> AnyListener:
     if endpoint.address.startswith(SCHEME):
         return LineListener(endpoint.address)
-    return Listener(endpoint, last)
+    return EndpointListener(endpoint, last)
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:

@@ -3,6 +3,7 @@
 `RouterFeed` is a sink. It folds each batch (`events.feed.fold`), holds changes back for a moment so that a router
 gets few messages instead of one per engine step, numbers what goes out, and gives it to its transport. Changes
 keep their order and are never netted: what a router sees is each state the cache went through, some of them at a time.
+A batch is cut by bounds from above (`change_bytes`): encoding to find out its size would cost more than all else.
 
 Whenever what routers hold may differ from the fold, "cleared" and the fold's whole state go out next: at the
 start, and after anything failed on the way out. What the fold itself has missed (`lost_seq`) only the manager
@@ -16,20 +17,105 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
 import msgspec
 
 from events.feed.cache_fold import StreamFold
-from events.feed.changes import AnyChange, Cleared
+from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
 from events.feed.fold import Feed
-from events.told.feed import WorkerFeed
-from events.types import EventBatch, Gap, GroupCreated
-from sinks.queue import Overflow
-from sinks.router.batches import BATCH_BYTES, change_bytes, in_batches
+from events.packed import NAME_BYTES, TOKEN_BYTES
+from events.subscribe.workers import WorkerFeed
+from events.types import EventBatch, Gap, GroupCreated, Namespace
 from sinks.router.numbers import FeedNumbers
+from sinks.runner import Overflow
+
+BATCH_BYTES = 64
+CHANGE_BYTES = 512
+"""Bounds what surrounds the columns of a batch and of a change: field names, headers, a salt's digest."""
+BLOCK_BYTES = 16
+"""Bounds a name and what else is said about a block, besides its LoRA adapter."""
+NUMBER_BYTES = 24
+EXTRA_BYTES = 80
+"""Bounds an item in a block: its digest in hex, and where it begins."""
+WIRE_TOKEN_BYTES = 5
+_PLAIN = Namespace()
+
+
+def change_bytes(change: AnyChange) -> int:
+    """A bound for the size of the encoded change."""
+    if isinstance(change, Stored):
+        # Without calls: this is asked for every block that decoding fills.
+        blocks = len(change.names) // NAME_BYTES
+        size = CHANGE_BYTES + blocks * BLOCK_BYTES + len(change.tokens) // TOKEN_BYTES * WIRE_TOKEN_BYTES
+        if change.extras:
+            size += sum(map(len, change.extras)) * EXTRA_BYTES
+        return size if change.namespace == _PLAIN else size + (blocks + 1) * _lora_bytes(change)
+    if isinstance(change, Removed):
+        return CHANGE_BYTES + len(change.names) // NAME_BYTES * BLOCK_BYTES
+    return len(change.encoded) if isinstance(change, Told) else CHANGE_BYTES
+
+
+def in_batches(changes: Iterable[AnyChange], max_bytes: int) -> Iterator[list[AnyChange]]:
+    """The changes, in order, in lists that encode to at most `max_bytes` where single blocks allow it."""
+    batch: list[AnyChange] = []
+    total = BATCH_BYTES
+    for change in changes:
+        size = change_bytes(change)
+        fits = size <= max_bytes - BATCH_BYTES
+        for piece in (change,) if fits else _cut(change, max_bytes - BATCH_BYTES):
+            if not fits:
+                size = change_bytes(piece)
+            if batch and total + size > max_bytes:
+                yield batch
+                batch, total = [], BATCH_BYTES
+            batch.append(piece)
+            total += size
+    if batch:
+        yield batch
+
+
+def _cut(change: AnyChange, max_bytes: int) -> Iterator[AnyChange]:
+    if isinstance(change, Stored):
+        lora = _lora_bytes(change)
+        items = max(map(len, change.extras), default=0)
+        block = BLOCK_BYTES + lora + change.tokens_per_block * WIRE_TOKEN_BYTES + items * EXTRA_BYTES
+        yield from _cut_stored(change, max(1, (max_bytes - CHANGE_BYTES - lora) // block))
+    elif isinstance(change, Removed):
+        step = max(1, (max_bytes - CHANGE_BYTES) // BLOCK_BYTES) * NAME_BYTES
+        for at in range(0, len(change.names), step):
+            yield Removed(change.group, change.level, change.names[at : at + step])
+    else:
+        yield change
+
+
+def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
+    step = blocks * NAME_BYTES
+    tokens_step = blocks * change.tokens_per_block * TOKEN_BYTES
+    parent = change.parent
+    for index, at in enumerate(range(0, len(change.names), step)):
+        names = change.names[at : at + step]
+        yield Stored(
+            change.group,
+            change.level,
+            names,
+            parent,
+            change.tokens[index * tokens_step : (index + 1) * tokens_step],
+            change.tokens_per_block,
+            change.namespace,
+            change.extras[index * blocks : (index + 1) * blocks],
+            change.padded[index * tokens_step : (index + 1) * tokens_step],
+        )
+        parent = names[-NAME_BYTES:]
+
+
+def _lora_bytes(change: Stored) -> int:
+    # A character is up to 4 bytes in UTF-8. An adapter without a name goes by its number.
+    name = change.namespace.lora_name
+    return 4 * len(name) if name is not None else NUMBER_BYTES * (change.namespace.lora_id is not None)
+
 
 SERVE_SECONDS = 0.01
 """How often the transport gets to look after its readers."""
@@ -46,7 +132,7 @@ class FeedBatch(msgspec.Struct, frozen=True):
     groups: tuple[GroupCreated, ...]
 
 
-class FeedState(msgspec.Struct, frozen=True):
+class FeedSnapshot(msgspec.Struct, frozen=True):
     """All that is visible after the batch `seq` (-1: before the first)."""
 
     seq: int
@@ -71,7 +157,7 @@ class FeedTransport(Protocol):
     def send(self, batch: FeedBatch) -> None:
         """Take one batch, without waiting for anybody."""
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Look after readers. `take_state` gives the state as of the last batch, sending what was held back."""
 
     def close(self) -> None:
@@ -267,6 +353,6 @@ class RouterFeed:
     def _heartbeat_changes(self) -> Sequence[AnyChange]:
         return ()
 
-    def _take_state(self) -> FeedState:
+    def _take_state(self) -> FeedSnapshot:
         self._flush()
-        return FeedState(self._numbers.next - 1, self._last_ts, self._whole(), self._feed.groups)
+        return FeedSnapshot(self._numbers.next - 1, self._last_ts, self._whole(), self._feed.groups)

@@ -19,8 +19,8 @@ from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Batched
 from events.formats.native import loses_track, origin_told
 from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, StateExported
-from sinks.base import CacheFold, SinkContext, SinkError
-from sinks.router.feed import FeedState, FeedTransport, RouterFeed
+from sinks.base import SinkContext, SinkError, StateFold
+from sinks.router.feed import FeedSnapshot, FeedTransport, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
 _LOG_ID_BYTES = 16
@@ -34,7 +34,7 @@ class NativeFold(StreamFold[Batched]):
     - `tokens`: whether token ids are passed on.
     """
 
-    def __init__(self, state: CacheFold | None, *, tokens: bool) -> None:
+    def __init__(self, state: StateFold | None, *, tokens: bool) -> None:
         super().__init__()
         self._state, self._tokens = state, tokens
         self._log_id = os.urandom(_LOG_ID_BYTES)
@@ -160,7 +160,7 @@ class NativeFeed(RouterFeed):
         # What says nothing would only show that numbers were jumped over.
         return () if self._native.last_seq is None else self._native.snapshot()
 
-    def _take_state(self) -> FeedState:
+    def _take_state(self) -> FeedSnapshot:
         return msgspec.structs.replace(super()._take_state(), changes=self._native.snapshot())
 
     def _heartbeat_changes(self) -> Sequence[AnyChange]:

@@ -1,14 +1,157 @@
-"""The options of a ``zmq+pub:`` URL, which `sinks.router.zmq` explains."""
+"""What the sinks that feed routers have in common: options of their URLs, the form of batches, whose feed it is."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from events.formats.native import Encoding
-from sinks.router.forms import Style, WireFormat
-from sinks.router.peers import MAX_CONNECTIONS
+from events.feed.changes import AnyChange, Batched, Stored, Told
+from events.feed.fold import Feed
+from events.formats.native import Encoding, NativeCodec, codec_of
+from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, join_batches
+from events.subscribe.workers import WorkerFeed
+from events.types import EventBatch, GroupCreated
+from sinks.base import SinkContext, SinkURL, SinkURLError
+from sinks.router.publisher import MAX_CONNECTIONS
+
+WireFormat = Literal["vllm", "sglang", "native"]
+Style = Literal["map", "array"]
+
+
+class Form(NamedTuple):
+    """What writes a batch."""
+
+    encode: Encode = ENCODERS["vllm"]
+    overhead: int = 1
+    """Up to so many times the bytes that are reckoned for a batch."""
+    join: Join = join_batches
+    """Makes one payload of several."""
+    is_cut: bool = False
+    """Whether a payload may be cut anywhere, where one is too large for a broker."""
+
+
+class FormOptions(Protocol):
+    """The options by which a URL chooses."""
+
+    @property
+    def format(self) -> WireFormat:
+        """Whose events they look like."""
+
+    @property
+    def style(self) -> Style:
+        """Maps, or arrays."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """Of `native`."""
+
+    @property
+    def tokens(self) -> bool | None:
+        """Whether token ids are told; None: as is usual in the format."""
+
+
+_NOT_NATIVE = ("style", "engine", "salts", "coalesce", "pad")
+"""Options about what other formats have."""
+
+
+def tells_tokens(options: FormOptions) -> bool:
+    """Whether token ids are told: routers find blocks by them, others need not know them."""
+    return options.format != "native" if options.tokens is None else options.tokens
+
+
+def form_of(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
+    """What writes the batches. Raises SinkURLError."""
+    if options.format == "native":
+        return _native(url, options, context)
+    if "encoding" in url.options:
+        raise SinkURLError(str(url), "encoding= is about format=native: leave it out")
+    form = _named(url, options)
+    return form if tells_tokens(options) else form._replace(encode=_WithoutTokens(form.encode))
+
+
+def _native(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
+    for name in _NOT_NATIVE:
+        if name in url.options:
+            raise SinkURLError(
+                str(url),
+                f"{name}= is about other formats: format=native tells batches as they are, leave it out",
+            )
+    codec = codec_of(options.encoding, context.key_bytes)
+    return Form(_Batches(codec), join=lambda payloads, rank: codec.join(payloads), is_cut=True)
+
+
+def _named(url: SinkURL, options: FormOptions) -> Form:
+    if options.style == "array":
+        if options.format != "vllm":
+            raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
+        return Form(ENCODERS["vllm-array"], ARRAY_OVERHEAD)
+    return Form(ENCODERS["sglang" if options.format == "sglang" else "vllm"])
+
+
+class _Batches:
+    """Writes the only batch that is told."""
+
+    def __init__(self, codec: NativeCodec) -> None:
+        self._codec = codec
+
+    def __call__(
+        self,
+        changes: Sequence[AnyChange],
+        ts: float,
+        rank: int = 0,
+        groups: Sequence[GroupCreated] = (),
+        *,
+        salts: Salts | None = None,
+    ) -> bytes:
+        """As `Encode` says."""
+        told = [change.batch for change in changes if isinstance(change, Batched)]
+        return self._codec.encode(told[0] if told else EventBatch(-1, int(ts * 1e9), ()))
+
+
+class _WithoutTokens:
+    """Writes no token ids: blocks are known by their names alone."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+
+    def __call__(
+        self,
+        changes: Sequence[AnyChange],
+        ts: float,
+        rank: int = 0,
+        groups: Sequence[GroupCreated] = (),
+        *,
+        salts: Salts | None = None,
+    ) -> bytes:
+        """As `Encode` says."""
+        return self._encode([_without_tokens(each) for each in changes], ts, rank, groups, salts=salts)
+
+
+def _without_tokens(change: AnyChange) -> AnyChange:
+    if isinstance(change, Stored):
+        return msgspec.structs.replace(change, tokens=b"", padded=b"")
+    if isinstance(change, Told):
+        event = msgspec.msgpack.decode(change.encoded)
+        if "token_ids" in event:
+            return Told(msgspec.msgpack.encode(event | {"token_ids": []}))
+    return change
+
+
+MAPS = Form()
+"""vLLM's maps: what is written where nothing else is asked for."""
+
+
+def feed_for(url: SinkURL, engine: str | None, context: SinkContext) -> Feed | WorkerFeed:
+    """What is folded for a URL whose option ``engine`` this is. Raises SinkURLError."""
+    if context.kind == "feed":
+        return WorkerFeed(engine)
+    if context.kind == "cache" and engine is not None:
+        reason = "engine= chooses one of the engines in a log of `kvcache tap`, but this is of one cache: leave it out"
+        raise SinkURLError(str(url), reason)
+    return Feed()
+
 
 INT32 = 2**31 - 1
 """More than any socket, and any rank, can be given."""

@@ -1,4 +1,13 @@
-"""The socket on which a feed is published, and which tells whoever comes what there is before anything else.
+"""The connections behind a ZeroMQ socket: who is there, how much it says, how to get rid of it, and who we are to it.
+
+ZeroMQ tells over which connection a message came (its descriptor), and by a monitor which connections begin and end. It
+bounds the size of a frame, but neither how many frames a message has nor how many messages a peer sends before anybody
+reads them; and it has no call to end a connection. So what a peer has sent is asked of the system, where that can tell
+(Linux), and who sends more than subscribers and readers of replays have reason to is cut off.
+
+Where a socket of the feed is: an address of this machine that is bound, or another one's that it connects to.
+
+The socket on which a feed is published, and which tells whoever comes what there is before anything else.
 
 Readers come to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
 stands, both are the same.
@@ -8,32 +17,271 @@ admitted. Just then one message can be sent to that subscriber alone. So a route
 of nothing that it cannot understand, and those that were there before are not disturbed.
 
 SECURITY: anybody who can connect can send anything. What is read in one go is bounded, who sends too much is cut off
-(`sinks.router.peers`), and the socket is closed for all, who connect again by themselves, in two cases: if what was
+(`sinks.router.publisher`), and the socket is closed for all, who connect again by themselves, in two cases: if what was
 said cannot be worked off, and if a message is no subscription, by which ZeroMQ loses count of whose subscription is
 whose.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import socket as sockets
+import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from events.diagnostics import get_logger
 from events.formats.vllm import encode_seq
-from events.sockets.refusals import SEEN_BY_CLIENT, SEEN_BY_SERVER
-from sinks.base import SinkError
-from sinks.router.peers import (
-    MAX_CONNECTIONS,
-    Complaints,
-    Peers,
-    connection_of,
-    endpoint_of,
-    port_of,
-    traffic,
+from events.subscribe.sockets import (
+    REASONS,
+    SEEN_BY_CLIENT,
+    SEEN_BY_SERVER,
+    is_final,
+    is_loopback,
+    is_wildcard,
+    tcp_address,
 )
-from sinks.router.places import Place
+from sinks.base import SinkError
+
+ALLOWED_BYTES, ALLOWED_PER_SECOND = 16 << 10, 4 << 10
+"""What a peer may send at the start, and then from second to second: a thousand times what a router does."""
+MAX_CONNECTIONS = 1000
+HANDSHAKE_SECONDS = 5.0
+"""Who has not said by then what it is goes."""
+SILENCE_SECONDS = 60.0
+"""A complaint is logged once in this time, however often there is reason for it."""
+
+_BEGIN = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
+_READABLE = int(zmq.POLLIN)
+_TCP_INFO = getattr(sockets, "TCP_INFO", None)
+_COUNTS = struct.Struct("=QQ")
+_COUNTS_AT = 120
+"""Where Linux tells of a connection how many bytes the peer has acknowledged, and how many it has sent."""
+
+_log = get_logger("sinks")
+
+
+class Complaints:
+    """Warnings about the peers of one socket, who could otherwise fill the log."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+        self._untold: dict[str, int] = {}
+
+    def tell(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
+        """Log it, unless that was done lately; then it is counted for the next time.
+
+        - `endpoint`: the socket's own; `peer`: the address of who it is about, if known.
+        """
+        now = time.monotonic()
+        if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
+            self._untold[event] = self._untold.get(event, 0) + 1
+            return
+        self._told[event] = now
+        about = {"endpoint": endpoint} if peer is None else {"endpoint": endpoint, "peer": peer}
+        _log.warning(event, **about, reason=reason, times_since_last=self._untold.pop(event, 0))
+
+
+class Peers:
+    """Who is connected to a socket. For the thread that owns the socket, which makes it before it binds or connects.
+
+    `refusals` are the events (`events.subscribe.sockets`) that are logged; at a port without keys none is.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        complaints: Complaints,
+        *,
+        most: int = MAX_CONNECTIONS,
+        refusals: int = 0,
+    ) -> None:
+        self._socket = socket
+        self._complaints = complaints
+        events = _BEGIN | zmq.Event.DISCONNECTED
+        self._monitor = socket.get_monitor_socket(int(events) | refusals)
+        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self.connected: dict[int, float] = {}
+        """Since when each is there."""
+        self.refused = 0
+        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        self._refusal: str | None = None
+        """Why a connection came to nothing that has not ended yet: only its end says which one it is."""
+        self._addresses: dict[int, str | None] = {}
+        self.turned_away = False
+        """Whether the other end, if we connect, has sent us away for good."""
+
+    def refresh(self) -> list[int]:
+        """Note who came; returns those that left."""
+        left: list[int] = []
+        # What `poll` finds out, without making a poller for it.
+        while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
+            message = recv_monitor_message(self._monitor)
+            connection, event = int(message["value"]), message["event"]
+            if event & _BEGIN:
+                # First, so that who is seen here has an address, whatever becomes of it at that moment.
+                self._addresses[connection] = _address_of(connection)
+                self.connected[connection] = time.monotonic()
+            elif event in REASONS:
+                self.refused += 1
+                self.turned_away = self.turned_away or is_final(event)
+                self._refusal = REASONS[event]
+            else:
+                self._end(connection)
+                left.append(connection)
+            if len(self.connected) > self._most:
+                self.cut_off(connection, "there are too many connections")
+        return left
+
+    def police(self) -> None:
+        """Cut off who has sent more than there is reason to; to be called often, as it bounds what can have come."""
+        now = time.monotonic()
+        for connection, since in self.connected.items():
+            sent = traffic(connection)[1]
+            if sent > ALLOWED_BYTES + ALLOWED_PER_SECOND * (now - since):
+                self.cut_off(connection, "it sends without end")
+
+    def cut_off(self, connection: int | None, reason: str) -> None:
+        """End a connection; nothing happens to a descriptor that has become something else."""
+        self.complain("peer_cut_off", reason, connection)
+        if connection is not None:
+            _hang_up(connection, port_of(endpoint_of(self._socket)))
+
+    def complain(self, event: str, reason: str, connection: int | None = None) -> None:
+        """Warn, of a connection with its address."""
+        peer = None if connection is None else self._addresses.get(connection)
+        self._complaints.tell(event, reason, endpoint_of(self._socket), peer)
+
+    def _end(self, connection: int) -> None:
+        since = self.connected.pop(connection, None)
+        # Who is there for longer than a handshake takes is not the one whose handshake has failed.
+        if (
+            self._refusal is not None
+            and since is not None
+            and time.monotonic() - since < 2 * HANDSHAKE_SECONDS
+        ):
+            self.complain("peer_refused", self._refusal, connection)
+            self._refusal = None
+        self._addresses.pop(connection, None)
+
+    def close(self) -> None:
+        """End the monitor; before the socket is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+
+def connection_of(message: zmq.Frame) -> int | None:
+    """The descriptor of the connection over which a message came; None where there is none."""
+    try:
+        return int(message.get(zmq.MessageOption.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return None
+
+
+def traffic(connection: int) -> tuple[int, int]:
+    """Bytes that the peer has taken, and that it has sent; zeros where the system does not tell."""
+    if _TCP_INFO is None:
+        return 0, 0
+    with suppress(OSError, struct.error):
+        peer = sockets.socket(fileno=connection)
+        try:
+            told = peer.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _COUNTS_AT + _COUNTS.size)
+        finally:
+            peer.detach()  # it is ZeroMQ's
+        taken, sent = _COUNTS.unpack_from(told, _COUNTS_AT)
+        return taken, sent
+    return 0, 0
+
+
+def _address_of(connection: int) -> str | None:
+    """Host and port of the other end; None if it has gone before anybody looked."""
+    with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
+        host, port = peer.getpeername()[:2]
+        return tcp_address(host, port).removeprefix("tcp://")
+    return None
+
+
+def _hang_up(connection: int, port: int) -> None:
+    # A copy, so that what is looked at is what is ended, whoever closes the descriptor meanwhile.
+    with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
+        if port in (peer.getsockname()[1], peer.getpeername()[1]):
+            peer.shutdown(sockets.SHUT_RDWR)
+
+
+def endpoint_of(socket: zmq.Socket[bytes]) -> str:
+    """Where a socket was bound or connected last, as in ``tcp://127.0.0.1:5557``."""
+    return str(socket.get_string(zmq.LAST_ENDPOINT))
+
+
+def port_of(endpoint: str | None) -> int:
+    """The port of a TCP endpoint; 0, any free one, where there is no endpoint yet."""
+    return int(endpoint.rpartition(":")[2]) if endpoint else 0
+
+
+def own_address() -> str:
+    """The address by which other machines know this one; its name, if it has none."""
+    with suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        # Sends nothing: it only makes the system choose the address from which it would be sent.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return sockets.gethostname()
+
+
+@dataclass(frozen=True)
+class SocketPlace:
+    """A host and a port; 0, if it is to be bound, is any free one."""
+
+    host: str
+    port: int
+    connects: bool = False
+    """Whether someone else is bound there."""
+
+    @property
+    def address(self) -> str:
+        """As ZeroMQ writes it."""
+        return tcp_address(self.host, self.port)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether nothing leaves this machine."""
+        return is_loopback(self.host)
+
+    def take(self, socket: zmq.Socket[bytes]) -> None:
+        """Bind or connect; raises SinkError if that cannot be done. One that connects tries for ever."""
+        try:
+            if self.connects:
+                socket.connect(self.address)
+            else:
+                socket.bind(self.address)
+        except zmq.ZMQError as error:
+            raise SinkError(self._why_not(error)) from None
+
+    def _why_not(self, error: zmq.ZMQError) -> str:
+        host, port = self.host, self.port
+        if self.connects:
+            return f"{host}:{port} cannot be connected to ({error.strerror}): give the router's host and port"
+        if error.errno == zmq.EADDRINUSE:
+            remedy = "end the process that has it, or name another port (0: any free one)"
+            return f"port {port} on {host} is in use: {remedy}"
+        return f"port {port} on {host} cannot be bound ({error.strerror}): the host must be an address of this machine"
+
+
+def binds_by_default(host: str) -> bool:
+    """Whether the place is taken or called, where nobody says: any address of this machine, and loopback, is taken."""
+    return is_wildcard(host) or is_loopback(host)
+
+
+def pod_at(endpoint: str) -> str:
+    """Host and port of an endpoint as others reach them."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return f"{own_address() if is_wildcard(host.strip('[]')) else host}:{port}"
+
 
 READ_AT_ONCE, READ_SECONDS = 1000, 0.003
 """What subscribers say is read in such portions, so that they cannot keep the feed from its work."""
@@ -65,7 +313,7 @@ class _Newcomer:
 
 
 @dataclass(slots=True)
-class Told:
+class FirstMessage:
     """A large first message on its way."""
 
     tracker: zmq.MessageTracker
@@ -76,7 +324,7 @@ class Told:
     moved_at: float
 
 
-class Publisher:
+class FeedSocket:
     """Owns an XPUB at a place. For one thread.
 
     `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing. `make` makes the
@@ -87,7 +335,7 @@ class Publisher:
     def __init__(
         self,
         make: Callable[[], zmq.Socket[bytes]],
-        place: Place,
+        place: SocketPlace,
         *,
         keyed: bool = False,
         most_peers: int = MAX_CONNECTIONS,
@@ -121,7 +369,7 @@ class Publisher:
         """The subscriptions of each connection that has any."""
         self._told: set[int] = set()
         """Connections that were told and have heard everything since; a further subscription needs no telling."""
-        self.on_their_way: list[Told] = []
+        self.on_their_way: list[FirstMessage] = []
         """Large first messages that subscribers may not have taken yet."""
         self._behind_since: float | None = None
         """Since when there has been more to read than was read."""
@@ -186,7 +434,7 @@ class Publisher:
         _address_newcomers(self._socket, False)
         if not tracker.done:
             taken = traffic(newcomer.connection)[0]
-            told = Told(tracker, payload, newcomer.connection, taken, time.monotonic())
+            told = FirstMessage(tracker, payload, newcomer.connection, taken, time.monotonic())
             self.on_their_way.append(told)
 
     def close(self) -> None:

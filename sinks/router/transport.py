@@ -1,7 +1,7 @@
 """A feed over ZeroMQ: the sockets, and what is told to whom on them.
 
 One socket publishes (`sinks.router.publisher`), another one answers who missed something
-(`sinks.router.replay_server`). Both tell who comes late the same snapshot of the state (`sinks.router.snapshot`).
+(`sinks.router.replay`). Both tell who comes late the same snapshot of the state (`sinks.router.replay`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import zmq
 from events.diagnostics import get_logger
 from events.feed.changes import AnyChange
 from events.formats import vllm
-from events.formats.wires import Encode, Join
-from events.sockets.curve import Curve
-from events.sockets.gate import Gate
-from events.sockets.hosts import is_loopback
-from events.sockets.keepalive import KEEPALIVE_SECONDS, set_keepalive
+from events.formats.vllm import Encode, Join
+from events.subscribe.sockets import KEEPALIVE_SECONDS, Curve, Gate, is_loopback, set_keepalive
 from events.types import GroupCreated
-from sinks.router.feed import FeedBatch, FeedState
+from sinks.router.feed import FeedBatch, FeedSnapshot
 from sinks.router.options import INT32
-from sinks.router.peers import HANDSHAKE_SECONDS, MAX_CONNECTIONS, endpoint_of, port_of
-from sinks.router.places import Place, pod_at
-from sinks.router.publisher import Publisher
-from sinks.router.replay_ring import ReplayRing
-from sinks.router.replay_server import STALL_SECONDS, ReplayServer
-from sinks.router.snapshot import Snapshot
+from sinks.router.publisher import (
+    HANDSHAKE_SECONDS,
+    MAX_CONNECTIONS,
+    FeedSocket,
+    SocketPlace,
+    endpoint_of,
+    pod_at,
+    port_of,
+)
+from sinks.router.replay import STALL_SECONDS, EncodedState, ReplayRing, ReplayServer
 
 MAX_INBOUND_BYTES = 512
 """Subscriptions and requests are short; whoever sends a longer frame is cut off."""
@@ -96,10 +97,10 @@ class ZMQTransport:
 
     def __init__(self, settings: ZMQSettings) -> None:
         self.settings = settings
-        self.publisher: Publisher
+        self.publisher: FeedSocket
         """The socket on which the feed is published; there from `open` on."""
         self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
-        self.snapshot: Snapshot | None = None
+        self.snapshot: EncodedState | None = None
         """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
         self._last: tuple[int, bytes] | None = None
         """Number of the last batch, and what a newcomer gets under it, if that was made already."""
@@ -161,7 +162,7 @@ class ZMQTransport:
         self._last = (batch.seq, b"")
         self.publisher.send(batch.seq, payload)
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Tell newcomers what there is, and make the state that readers of replays need."""
         replay = self.replay
         self.publisher.look_around()
@@ -189,10 +190,10 @@ class ZMQTransport:
 
     # --- who comes late -----------------------------------------------------------------------------------
 
-    def _has_snapshot(self, take_state: Callable[[], FeedState]) -> bool:
+    def _has_snapshot(self, take_state: Callable[[], FeedSnapshot]) -> bool:
         """Whether the state is ready to be told; else a part of the work on it is done."""
         if self.snapshot is None:
-            self.snapshot = Snapshot(take_state(), self._encode, self.settings.chunk_bytes)
+            self.snapshot = EncodedState(take_state(), self._encode, self.settings.chunk_bytes)
         if self.snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
             self.replay.snapshot = self.snapshot
         return self.snapshot.ready
@@ -221,8 +222,8 @@ class ZMQTransport:
             self._gate = Gate(self._context, settings.curve.clients)
             self._gate.open()
         # Opened again, it has the ports that readers know.
-        place = Place(settings.host, settings.port or port_of(self.endpoint), settings.connects)
-        self.publisher = Publisher(
+        place = SocketPlace(settings.host, settings.port or port_of(self.endpoint), settings.connects)
+        self.publisher = FeedSocket(
             lambda: self._socket(zmq.XPUB, settings.hwm, place),
             place,
             keyed=settings.curve is not None,
@@ -248,7 +249,7 @@ class ZMQTransport:
     def _replay_socket(self, port: int) -> zmq.Socket[bytes]:
         """Bound always: readers come to it, also where the feed itself connects."""
         settings = self.settings
-        place = Place(settings.replay_host or settings.host, port or port_of(self.replay_endpoint))
+        place = SocketPlace(settings.replay_host or settings.host, port or port_of(self.replay_endpoint))
         router = self._socket(zmq.ROUTER, REPLAY_HWM, place)
         router.set(zmq.ROUTER_MANDATORY, 1)  # to be told when a reader has no room
         try:
@@ -259,7 +260,7 @@ class ZMQTransport:
         self.replay_endpoint = endpoint_of(router)
         return router
 
-    def _socket(self, kind: int, hwm: int, place: Place) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, hwm: int, place: SocketPlace) -> zmq.Socket[bytes]:
         settings, socket = self.settings, self._context.socket(kind)
         options = {
             zmq.SNDHWM: hwm,

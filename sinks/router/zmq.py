@@ -1,67 +1,121 @@
 """``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that speak vLLM's KV event protocol.
 
 Each batch is one message of three frames (topic, number, payload) to whoever subscribes. Who connects, late or again,
-is first told "cleared" and the whole state, alone, in one batch under the last number (`sinks.router.publisher`). A
+is first sent "cleared" and the whole state, alone, in one batch under the last number (`sinks.router.publisher`). A
 subscriber that falls behind by more than `hwm` messages misses some; with ``replay=PORT`` it can ask for them there
-(`sinks.router.replay_server`), whatever it missed.
+(`sinks.router.replay`), whatever it missed. docs/settings.md has the options.
 
-Options:
-
-- ``format``: what payloads look like, ``vllm`` or ``sglang``; with ``style=array`` as vLLM wrote them until 0.23. Or
-  ``native``: all events of the cache, as ``encoding=msgpack`` or ``json`` (`sinks.router.native`).
-- ``tokens``: ``0`` leaves the token ids out, for readers that know blocks by their hashes alone; ``format=native`` has
-  them only with ``1``.
-- ``bind``, ``connect``: whether HOST and PORT are this feed's, to which readers connect, or those of a router that is
-  bound there and hears many feeds. By default ``*``, other wildcards and loopback are bound, and anything else is
-  connected to.
-- ``replay``: where missed batches are answered, ``PORT`` or ``HOST:PORT``; always bound. Without it nobody can ask.
-- ``topic``: by default ``kv@POD@MODEL``, the form in which llm-d finds pod and model.
-- ``pod``: for the topic; by default the HOST:PORT at which the feed is bound or, if it connects, its replay. Bound to
-  all interfaces, HOST is this machine's address in its network.
-- ``engine``: of a log of what engines told (`kvcache tap`), whose feed this is, if there are several. Topic and rank
-  are those that the engine gives, unless the URL does.
-- ``model``: for the topic; by default that of the cache, else ``unknown``.
-- ``rank``: data-parallel rank, in each payload.
-- ``rank_ports``: ``true`` adds the rank to each port but 0, as vLLM does.
-- ``curve_key``, ``curve_clients``, ``curve_server``: files with keys (`sinks.router.keys`).
-- ``insecure``: ``true`` lets prompts leave this machine unencrypted.
-- ``keepalive``: silence after which TCP looks whether a peer is still there, as in ``60s``; ``0``: never.
-- ``max_peers``: connections of each port.
-- ``salts``: how a prompt's cache salt is told: ``digest``, its SHA-256 in hex, or ``plain``, as the request gave it,
-  which is what NVIDIA Dynamo looks for. A salt is a secret that keeps tenants apart: who knows one can find out, by how
-  long requests take, what was asked under it. So ``plain`` is for ports that routers alone can reach. A salt that no
-  request has used since the process began (a resumed state), that is longer than 128 bytes, or that was used before
-  the last 65,536 others, goes out as its digest all the same.
-- ``coalesce``, ``max_batch``, ``heartbeat``: see `sinks.router.feed.RouterFeed`; as in ``50ms``, ``1MiB``, ``1s``.
-- ``ring``: memory for batches kept as they were sent. What is older is answered from the state.
-- ``pad``: ``true`` for readers that want every number from the one they ask for, as llm-d does: empty batches fill up.
-- ``hwm``: messages that wait per subscriber before it loses some.
-- ``state``: file for the numbers (`sinks.router.numbers`); by default ``feed-HOST-PORT.numbers`` in the context's
-  `state_dir`. ``state=`` without a path, port 0, and a context without `state_dir` mean: in memory.
-- ``first``: the number to begin with where no file knows better; by default the clock's, so that routers which followed
-  an earlier feed hear this one; with ``pad`` 0.
-- ``linger``: how long closing waits for subscribers to take what was sent.
-
-Port 0 takes any free one. The payloads hold token ids, that is the users' prompts, unless they are left out: without a
-host the sockets are bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name.
+SECURITY: the payloads hold token ids, that is the users' prompts, unless they are left out: without a host the sockets
+are bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name. A salt is a secret
+that keeps tenants apart, so ``salts=plain`` is for ports that routers alone can reach.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from events.subscribe.sockets import Curve, CurveUnavailable, KeyFileError, is_wildcard
 from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
-from sinks.router.addresses import feed_place, replay_place
 from sinks.router.feed import RouterFeed
-from sinks.router.forms import form_of, tells_tokens
-from sinks.router.keys import curve_of
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers, clock_number
-from sinks.router.options import ZMQOptions
-from sinks.router.places import Place
+from sinks.router.options import ZMQOptions, feed_for, form_of, tells_tokens
+from sinks.router.publisher import SocketPlace, binds_by_default
 from sinks.router.transport import ZMQSettings, ZMQTransport
-from sinks.router.whose import feed_for
+
+_REPLAY = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]:|(?P<host>[^:\[\]@/]+):)?(?P<port>[0-9]{1,5})")
+_MAX_PORT = (1 << 16) - 1
+
+
+def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
+    """Where the feed binds or connects; raises SinkURLError."""
+    if url.port is None:
+        raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
+    if options.bind and options.connect:
+        raise SinkURLError(str(url), "bind= and connect= exclude each other: leave one of them out")
+    host = _spelled(url.host or "127.0.0.1")
+    connects = options.connect or not (options.bind or binds_by_default(host))
+    if connects and (not url.port or is_wildcard(host)):
+        reason = "to connect, the router's host and port are needed, as in zmq+pub://router:5557"
+        raise SinkURLError(str(url), reason)
+    return SocketPlace(host, _of_rank(url, options, url.port), connects)
+
+
+def replay_place(url: SinkURL, options: ZMQOptions) -> SocketPlace | None:
+    """Where replays are asked for, always bound; None: nowhere. Raises SinkURLError."""
+    if options.replay is None:
+        return None
+    feed, given = feed_place(url, options), _REPLAY.fullmatch(options.replay)
+    if given is None or int(given["port"]) > _MAX_PORT:
+        raise SinkURLError(str(url), "bad option: replay must be a port or HOST:PORT")
+    host = given["v6"] or given["host"]
+    if host is None and feed.connects and not feed.is_near:
+        reason = "the feed connects, but its replay is bound here: say at which address, as in replay=*:5558"
+        raise SinkURLError(str(url), reason)
+    place = SocketPlace(_spelled(host or feed.host), _of_rank(url, options, int(given["port"])))
+    if place.address == feed.address and place.port:
+        reason = (
+            f"port {place.port} cannot be both its own and the replay's: name another in replay= (0: any)"
+        )
+        raise SinkURLError(str(url), reason)
+    return place
+
+
+def _of_rank(url: SinkURL, options: ZMQOptions, port: int) -> int:
+    """The port of this rank; any free one is any free one for each."""
+    moved = port + options.rank if options.rank_ports and port else port
+    if moved > _MAX_PORT:
+        raise SinkURLError(str(url), f"port {port} and rank {options.rank} make {moved}, which is no port")
+    return moved
+
+
+def _spelled(host: str) -> str:
+    """By IPv6 "localhost" may be another address than by IPv4."""
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def curve_of(
+    url: SinkURL, options: ZMQOptions, place: SocketPlace, replay: SocketPlace | None
+) -> Curve | None:
+    """The keys; None: nothing is encrypted, and needs not be. Raises SinkURLError."""
+    binds = not place.connects or replay is not None
+    needed = ["curve_key", *["curve_clients"] * binds, *["curve_server"] * place.connects]
+    given = [
+        name for name in ("curve_key", "curve_clients", "curve_server") if getattr(options, name) is not None
+    ]
+    if not given:
+        _refuse_clear(url, options, needed, place, replay)
+        return None
+    if options.insecure:
+        raise SinkURLError(str(url), "it is encrypted, so insecure= would change nothing: leave it out")
+    if sorted(given) != sorted(needed):
+        role = "connects" if place.connects else "binds"
+        with_replay = " with a replay" if place.connects and replay is not None else ""
+        reason = f"a feed that {role}{with_replay} is encrypted by {', '.join(needed)}; given is {', '.join(given)}"
+        raise SinkURLError(str(url), reason)
+    paths = [getattr(options, name) for name in ("curve_key", "curve_server", "curve_clients")]
+    key, server, clients = (None if path is None else url.file_path(path) for path in paths)
+    assert key is not None
+    try:
+        return Curve.read(key, server=server, clients=clients)
+    except (KeyFileError, CurveUnavailable) as error:
+        raise SinkURLError(str(url), str(error)) from None
+
+
+def _refuse_clear(
+    url: SinkURL, options: ZMQOptions, needed: list[str], place: SocketPlace, replay: SocketPlace | None
+) -> None:
+    far = next((each for each in (place, replay) if each is not None and not each.is_near), None)
+    if far is not None and not options.insecure:
+        files = " and ".join(f"{name}=" for name in needed)
+        reason = (
+            f"what it sends are prompts, and {far.address} lies beyond this machine: encrypt it with {files} "
+            "(`kvcache docs settings`), or say insecure=1 where the network itself keeps others out"
+        )
+        raise SinkURLError(str(url), reason)
+
 
 MAX_CHUNK_BYTES = 8 << 20
 
@@ -132,7 +186,7 @@ def _check_numbers(url: SinkURL, options: ZMQOptions) -> None:
 
 
 def _check_topic(
-    url: SinkURL, options: ZMQOptions, place: Place, replay: Place | None, context: SinkContext
+    url: SinkURL, options: ZMQOptions, place: SocketPlace, replay: SocketPlace | None, context: SinkContext
 ) -> None:
     if options.topic is not None:
         return

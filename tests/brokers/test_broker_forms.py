@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from events.brokers.records import Record
+from events.brokers.records import StreamRecord
 from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.server import Server
 
@@ -46,7 +46,7 @@ def test_form_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, broker: Ser
             stream = worker.transport.stream
             append = stream.append
 
-            def keep(record: Record, append: Callable[[Record], str] = append) -> str:
+            def keep(record: StreamRecord, append: Callable[[StreamRecord], str] = append) -> str:
                 sent.append(record.payload)  # noqa: B023
                 return append(record)
 

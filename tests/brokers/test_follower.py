@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from events.brokers.follower import RecordFollower
-from events.brokers.records import Record, parse_record
+from events.brokers.records import StreamRecord, parse_record
+from events.brokers.subscriber import RecordFollower
 from events.errors import EventDecodeError
 from events.subscribe.index import Index
 from tests.support.feeds.publisher import CLEARED, batch, removed, stored
 from tests.support.seeds import seeds
 
 
-def stream(rng: random.Random, batches: int) -> tuple[list[Record], list[set[int]]]:
+def stream(rng: random.Random, batches: int) -> tuple[list[StreamRecord], list[set[int]]]:
     """Records as a feed writes them, and what is resident after each."""
-    records, truth = [Record(0, batch(CLEARED))], [set[int]()]
+    records, truth = [StreamRecord(0, batch(CLEARED))], [set[int]()]
     held: list[int] = []
     seq = telling = 0
-    pieces: list[Record] = []
+    pieces: list[StreamRecord] = []
     for number in range(1, batches):
         if pieces and rng.random() < 0.5:
             record = pieces.pop(0)
@@ -30,18 +30,18 @@ def stream(rng: random.Random, batches: int) -> tuple[list[Record], list[set[int
             cut = [held[at : at + 3] for at in range(0, len(held), 3)]
             payloads = [batch(CLEARED), *(batch(stored(*some)) for some in cut)]
             last = len(payloads) - 1
-            pieces = [Record(seq, each, at, telling, at == last) for at, each in enumerate(payloads)]
+            pieces = [StreamRecord(seq, each, at, telling, at == last) for at, each in enumerate(payloads)]
             record = pieces.pop(0)
         else:
             seq += 1 + (rng.random() < 0.02) * 5  # numbers that were never used come with "cleared"
             if held and rng.random() < 0.4:
                 gone = held.pop(rng.randrange(len(held)))
-                record = Record(seq, batch(removed(gone)))
+                record = StreamRecord(seq, batch(removed(gone)))
             else:
                 held.append(number)
-                record = Record(seq, batch(stored(number)))
+                record = StreamRecord(seq, batch(stored(number)))
             if seq > records[-1].seq + 1 and record.piece is None:
-                record = Record(seq, batch(CLEARED, *(stored(name) for name in held)))
+                record = StreamRecord(seq, batch(CLEARED, *(stored(name) for name in held)))
         records.append(record)
         truth.append(set(held))
     return records, truth
@@ -76,8 +76,10 @@ def test_tags_of_others(tag: str | None) -> None:
         parse_record(tag, b"")
 
 
-@pytest.mark.parametrize("record", [Record(17, b"x"), Record(17, b"x", 5, 2, True), Record(0, b"", 0, 0)])
-def test_tags_come_back(record: Record) -> None:
+@pytest.mark.parametrize(
+    "record", [StreamRecord(17, b"x"), StreamRecord(17, b"x", 5, 2, True), StreamRecord(0, b"", 0, 0)]
+)
+def test_tags_come_back(record: StreamRecord) -> None:
     """A record is read as it was written."""
     assert parse_record(record.tag, record.payload) == record
     assert parse_record(record.tag.encode(), record.payload) == record
@@ -103,12 +105,12 @@ def test_a_state_that_is_none_is_dropped(pieces: tuple[bytes, ...]) -> None:
     follower, index = RecordFollower("w"), Index()
     last = len(pieces) - 1
     for at, piece in enumerate(pieces):
-        assert follower.take(Record(0, piece, at, 1, at == last)) == []
+        assert follower.take(StreamRecord(0, piece, at, 1, at == last)) == []
     assert (follower.malformed, follower.waiting) == (1, True)
     for record in (
-        Record(0, _BATCH, 0, 2),
-        Record(0, batch(stored(5)), 1, 2, True),
-        Record(1, batch(stored(6))),
+        StreamRecord(0, _BATCH, 0, 2),
+        StreamRecord(0, batch(stored(5)), 1, 2, True),
+        StreamRecord(1, batch(stored(6))),
     ):
         for report in follower.take(record):
             index.fold(report)

@@ -10,9 +10,9 @@ import pytest
 from confluent_kafka import Message, Producer
 
 from events.brokers.address import BrokerAddress, BrokerError
-from events.brokers.records import Record
+from events.brokers.kafka import KafkaStream
+from events.brokers.records import StreamRecord
 from sinks import SinkOpenError
-from sinks.brokers.kafka import KafkaStream
 from tests.support.ports import free_port
 from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.kafka_cluster import MockCluster
@@ -79,9 +79,9 @@ def test_lost_records_are_noticed(cluster: MockCluster, monkeypatch: pytest.Monk
     monkeypatch.setattr(confluent_kafka, "Producer", Forgetful)
     stream = KafkaStream(BrokerAddress("kafka", "127.0.0.1", cluster.port, cluster.stream), "w")
     stream.open()
-    stream.append(Record(1, b""))
+    stream.append(StreamRecord(1, b""))
     with pytest.raises(BrokerError, match="lost records of worker w"):
-        stream.append(Record(2, b""))
+        stream.append(StreamRecord(2, b""))
     assert len(delivered) == 2
     stream.close()
 

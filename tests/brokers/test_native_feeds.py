@@ -10,18 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from events.brokers.native_follower import NativeRecordFollower
-from events.brokers.records import Record
-from events.brokers.subscriber import NativeBrokerSubscriber
+from events.brokers.records import StreamRecord
+from events.brokers.subscriber import NativeBrokerSubscriber, NativeRecordFollower
 from events.formats.native import PackedBatches
-from events.subscribe.continuity import Missed, Restarted, Restated
-from events.subscribe.native_continuity import ReceivedBatch
+from events.subscribe.continuity import Missed, ReceivedBatch, Restarted, Restated
 from kvcache.record.told_state import ToldState
 from sinks import SinkContext, SinkRunner, open_sink
-from sinks.brokers.transport import BrokerSettings, BrokerTransport
-from sinks.router.forms import Form
+from sinks.brokers import BrokerSettings, BrokerTransport
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
+from sinks.router.options import Form
 from tests.support.feeds.native import Cache, FoldingReader
 from tests.support.feeds.native_feed import sent_by_a_cache
 from tests.support.secrets import TOKENS, betrayed
@@ -172,11 +170,11 @@ class Kept:
     name, max_payload = "kept", 1 << 20
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[StreamRecord] = []
 
     def open(self) -> int | None: ...
 
-    def append(self, record: Record) -> str:
+    def append(self, record: StreamRecord) -> str:
         self.records.append(record)
         return str(len(self.records))
 
@@ -191,7 +189,7 @@ MISSED = 8
 """Fewer records than these are missing at a time."""
 
 
-def heard(records: list[Record]) -> bool:
+def heard(records: list[StreamRecord]) -> bool:
     """Whether who begins here learns what is cached."""
     follower = NativeRecordFollower("w")
     return any(isinstance(report, ReceivedBatch) for record in records for report in follower.take(record))
@@ -203,7 +201,7 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
 
     States are told a piece at a time, with batches, whole and in pieces, in between.
     """
-    monkeypatch.setattr("sinks.brokers.transport.TELL_SECONDS", 0)
+    monkeypatch.setattr("sinks.brokers.TELL_SECONDS", 0)
     rng, kept = random.Random(seed), Kept()
     codec = PackedBatches()
     form = Form(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)
@@ -256,11 +254,14 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
 def test_numbers_that_go_back_are_another_life() -> None:
     """A worker that was given lower numbers tells its state in pieces: that is what readers go on with."""
 
-    def state(seq: int, seed: int) -> tuple[list[Record], Cache]:
+    def state(seq: int, seed: int) -> tuple[list[StreamRecord], Cache]:
         sent, cache = sent_by_a_cache(seed)
         payload = sent.states[-1].payload
         half = len(payload) // 2
-        return [Record(seq, payload[:half], 0, 1), Record(seq, payload[half:], 1, 1, last=True)], cache
+        return [
+            StreamRecord(seq, payload[:half], 0, 1),
+            StreamRecord(seq, payload[half:], 1, 1, last=True),
+        ], cache
 
     follower, reader = NativeRecordFollower("w"), FoldingReader(None)  # type: ignore[arg-type]
     for seq, seed in ((900, 1), (7, 2)):

@@ -12,8 +12,8 @@ import pytest
 from redis import ConnectionError, Redis  # noqa: A004
 
 from events.brokers.address import BrokerAddress, BrokerUnavailable
-from events.brokers.records import Record
-from sinks.brokers.redis import RedisStream
+from events.brokers.records import StreamRecord
+from events.brokers.redis import RedisStream
 from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -75,8 +75,8 @@ class TestOnce:
         assert (stream.open() or 0) >= last
         lose_answers(monkeypatch, iter([True]))
         with pytest.raises(BrokerUnavailable):
-            stream.append(Record(last, b"abandoned", 0, 1))
-        stream.append(Record(last, b"told anew", 0, 2))
+            stream.append(StreamRecord(last, b"abandoned", 0, 1))
+        stream.append(StreamRecord(last, b"told anew", 0, 2))
         assert server.tags("w")[-2:] == [f"{last}/1/0", f"{last}/2/0"]
         stream.close()
 

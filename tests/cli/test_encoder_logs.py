@@ -17,9 +17,7 @@ import pytest
 from cuda_ops.simulated import LateCopier
 from events.feed.changes import Removed, Stored
 from events.feed.fold import Feed
-from events.formats.sglang import encode_sglang
-from events.formats.vllm_arrays import encode_arrays
-from events.formats.vllm_encode import encode_batch
+from events.formats.vllm import encode_arrays, encode_batch, encode_sglang
 from events.log import LogReader
 from events.types import CROSS_WINDOW, SequenceAdded
 from kvcache.config import LogConfig
@@ -28,8 +26,7 @@ from kvcache.fold.residency import resident_names
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from sinks.known import Known
-from sinks.render import render_event
+from sinks.render import Known, render_event
 from tests.support.commands import Kvcache
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes

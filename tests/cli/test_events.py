@@ -39,8 +39,7 @@ from events.types import (
 )
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from sinks.known import Known
-from sinks.render import render_batch
+from sinks.render import Known, render_batch
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 from tests.support.commands import Kvcache, Start, run_log
 from tests.support.engines import strategies

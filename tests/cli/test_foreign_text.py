@@ -11,8 +11,7 @@ import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.errors import OutOfBlocks
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap
+from kvcache.tap.tap import Endpoint, Tap
 from tests.support.commands import Kvcache
 from tests.support.feeds.publisher import Publisher, batch, removed, replaying, stored
 from tests.support.feeds.tapped import work_until

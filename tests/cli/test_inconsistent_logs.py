@@ -26,8 +26,7 @@ from events.types import (
     TokensAppended,
     WorkerSeen,
 )
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap
+from kvcache.tap.tap import Endpoint, Tap
 from tests.support.commands import Kvcache
 from tests.support.feeds.publisher import Publisher, stored
 from tests.support.feeds.publisher import batch as told

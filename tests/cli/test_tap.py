@@ -20,9 +20,8 @@ from events.types import (
     WorkerSeen,
 )
 from kvcache.audit.histogram import Ages
-from kvcache.tap.history import History
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap
+from kvcache.tap.history import FeedHistory
+from kvcache.tap.tap import Endpoint, Tap
 from tests.support.commands import Kvcache, Start
 from tests.support.feeds.publisher import Publisher, batch, removed, stored
 from tests.support.feeds.tapped import work_until
@@ -176,7 +175,7 @@ def test_wrong_arguments(kvcache: Kvcache, tmp_path: Path, words: list[str], rea
 
 def test_history_over_epochs(log: Path) -> None:
     """What an audit counts is what happened, and its residency that of the fold."""
-    history = History()
+    history = FeedHistory()
     for each in LogReader(log, kind="feed"):
         history.fold(each)
     there = sum(worker.num_blocks for worker in history.workers.values())
@@ -203,8 +202,8 @@ def took(name: int, medium: str = "GPU") -> FeedRemoved:
     return FeedRemoved(worker=0, block_hashes=(name,), medium=medium)
 
 
-def history_of(*batches: EventBatch) -> History:
-    history = History()
+def history_of(*batches: EventBatch) -> FeedHistory:
+    history = FeedHistory()
     start = (FeedStarted(endpoints=()), WorkerSeen(worker=0, source="a", topic="", rank=0))
     for each in (EventBatch(0, 1, start), *batches):
         history.fold(each)

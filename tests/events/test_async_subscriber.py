@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import events
-from events.subscribe.asynchronous import AsyncSubscriber
 from events.subscribe.continuity import Missed, Received, Report, Restarted
-from events.subscribe.subscriber import Subscriber
+from events.subscribe.subscriber import AsyncSubscriber, Subscriber
 from tests.support.commands import RunPython
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 from tests.support.waiting import WAIT, wait_until

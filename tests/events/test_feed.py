@@ -14,14 +14,14 @@ import pytest
 from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Stored
 from events.feed.fold import Feed
-from events.formats.sglang import encode_sglang
+from events.formats.vllm import encode_sglang
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
-from sinks.router.batches import in_batches
+from sinks.router.feed import in_batches
 from tests.support.columns import pack_i64, pack_u32
 from tests.support.feeds.strict import NoBytes, StrictIndex, batches, landed_prefixes
 from tests.support.seeds import seeds

@@ -8,9 +8,15 @@ import msgspec
 import pytest
 
 from events.feed.changes import Change, Cleared, Removed, Stored
-from events.formats.sglang import encode_sglang
-from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
-from events.formats.vllm_arrays import encode_arrays
+from events.formats.vllm import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    encode_arrays,
+    encode_batch,
+    encode_sglang,
+)
 from events.types import FULL, SLIDING, GroupCreated, Namespace
 from tests.support.columns import pack_i32
 

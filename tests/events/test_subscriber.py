@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import decode_batch, encode_batch
-from events.subscribe import continuity, follower
+from events.subscribe import continuity
 from events.subscribe.continuity import Missed, Received, Report, Restarted
-from events.subscribe.index import GPU, HOST, STORAGE, Block, Index, level_of
-from events.subscribe.lines import Line, LineOptions
-from events.subscribe.subscriber import EndpointError, Subscriber
+from events.subscribe.index import GPU, HOST, STORAGE, Index, IndexedBlock, level_of
+from events.subscribe.subscriber import Connection, ConnectionOptions, EndpointError, Subscriber
 from events.types import Namespace
 from tests.support.columns import pack_i32
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
@@ -97,7 +96,7 @@ class TestLive:
         with Subscriber(endpoint):
             publisher.wait_subscribed()
         with zmq.Context() as context:
-            line = Line(context, zmq.SUB, endpoint, LineOptions())
+            line = Connection(context, zmq.SUB, endpoint, ConnectionOptions())
             assert not line.socket.ipv6  # which would find ::1, and nothing else
             line.close()
 
@@ -301,7 +300,7 @@ class TestReplay:
     def test_flood_during_a_long_answer(self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
         """More live messages than are held, during an answer of thousands, arrive once each, in order."""
         monkeypatch.setattr(continuity, "HELD_MAX", 500)
-        monkeypatch.setattr(follower, "HELD_MAX", 500)
+        monkeypatch.setattr("events.subscribe.subscriber.HELD_MAX", 500)
         total = 2000
         with (
             replaying({seq: payload(seq) for seq in range(total)}) as server,
@@ -336,7 +335,11 @@ class TestIndex:
         """A store of several blocks chains them, and gives each its tokens."""
         index = folded(batch(stored(10, 20)), batch(stored(30, parent=20)))
         assert index.blocks == {
-            (0, GPU): {10: Block(None, (10, 11)), 20: Block(10, (20, 21)), 30: Block(20, (30, 31))}
+            (0, GPU): {
+                10: IndexedBlock(None, (10, 11)),
+                20: IndexedBlock(10, (20, 21)),
+                30: IndexedBlock(20, (30, 31)),
+            }
         }
         assert (index.batches, index.events, index.orphans) == (2, 2, 0)
 
@@ -367,7 +370,7 @@ class TestIndex:
         index = folded(batch(stored(1, parent=9, **slides), stored(1, parent=9, group=1, **full)))
         assert index.orphans == 1
         assert (index.resident(0), index.resident(1)) == ({1}, {1})
-        assert index.blocks[0, GPU][1] == Block(9, (1, 2))
+        assert index.blocks[0, GPU][1] == IndexedBlock(9, (1, 2))
 
     def test_repeated_stores(self) -> None:
         """A block stored twice where it is is counted; after a removal it is not."""

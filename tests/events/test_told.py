@@ -11,12 +11,19 @@ import msgspec
 import pytest
 
 from events.feed.changes import AnyChange, Cleared, Told
-from events.formats.told import from_wire, to_wire
 from events.formats.vllm import decode_batch, encode_batch
-from events.told.blocks import blocks_of, stores_of
-from events.told.feed import SeveralWorkers, WorkerFeed
-from events.told.prefix import longest_prefixes
-from events.told.state import MOST_COPIES, FeedState, Worker
+from events.subscribe.workers import (
+    MOST_COPIES,
+    FeedState,
+    SeveralWorkers,
+    WorkerFeed,
+    WorkerState,
+    blocks_of,
+    from_wire,
+    longest_prefixes,
+    stores_of,
+    to_wire,
+)
 from events.types import (
     AnyEvent,
     EventBatch,
@@ -101,7 +108,7 @@ def test_blocks_make_the_event_that_they_were_taken_from() -> None:
 
 def test_a_part_of_a_store_keeps_what_is_its_own() -> None:
     """Of a run whose inner block has gone, both parts have their tokens, keys and parents."""
-    worker = Worker(WorkerSeen(worker=0, source="a", topic="", rank=0))
+    worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     slides: dict[str, Any] = {"kv_cache_spec_kind": "sliding_window", "session_id": "x"}
     worker.store(store(1, 2, 3, extra_keys=[["s"], None, ["i"]], **slides))
     worker.remove(FeedRemoved(worker=0, block_hashes=(2,)))
@@ -113,7 +120,7 @@ def test_a_part_of_a_store_keeps_what_is_its_own() -> None:
 
 def test_what_hangs_behind_a_block_on_its_way_is_told_with_it() -> None:
     """A block that is gone is told, and taken back, as long as something is there that nobody could place otherwise."""
-    worker = Worker(WorkerSeen(worker=0, source="a", topic="", rank=0))
+    worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     worker.store(store(1, 2, 3))
     worker.remove(FeedRemoved(worker=0, block_hashes=(1, 2)))
     gone = [FeedRemoved(worker=0, block_hashes=(name,)) for name in (2, 1)]
@@ -129,7 +136,7 @@ def test_what_hangs_behind_a_block_on_its_way_is_told_with_it() -> None:
 
 def test_a_store_with_holes_is_told_with_its_whole_span() -> None:
     """Where nobody knows which tokens are whose, the blocks that are left are told with all of them."""
-    worker = Worker(WorkerSeen(worker=0, source="a", topic="", rank=0))
+    worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     event = msgspec.structs.replace(store(1, 2, parent=5), tokens=pack_i32(list(range(10))))
     worker.store(event)
     worker.remove(FeedRemoved(worker=0, block_hashes=(1,)))
@@ -227,7 +234,7 @@ class NaiveRouter:
         return {key for key, count in self.there.items() if count}
 
 
-def resident(worker: Worker) -> set[tuple[str, int, Any]]:
+def resident(worker: WorkerState) -> set[tuple[str, int, Any]]:
     return {(place.medium, place.group, name) for place, there in worker.blocks.items() for name in there}
 
 
@@ -341,7 +348,7 @@ def test_a_feed_is_of_one_worker() -> None:
 
 def test_prefixes() -> None:
     """A prompt is found up to the first block that is missing, in its adapter and under its salt only."""
-    worker = Worker(WorkerSeen(worker=0, source="a", topic="", rank=0))
+    worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     prompt = pack_i32([1, 2, 2, 3, 3, 4, 7])
     worker.store(store(1, 2, 3))
     worker.store(msgspec.structs.replace(store(1), lora_name="sql", block_hashes=(11,)))

@@ -17,7 +17,7 @@ from kvcache.fold.prefix_tree import PathEnd, Root
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
-from sinks.router.replay_ring import ENTRY_BYTES, ReplayRing
+from sinks.router.replay import ENTRY_BYTES, ReplayRing
 from tests.support.engines import strategies
 from tests.support.engines.inside import blocks_of
 from tests.support.engines.rig import Rig, keep

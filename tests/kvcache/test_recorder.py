@@ -36,8 +36,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.life import SlotState, slot_states
 from kvcache.fold.slots import Level
 from kvcache.replay import replay
-from sinks.known import Known
-from sinks.render import render_event
+from sinks.render import Known, render_event
 from tests.oracles.naive_audit import NaiveAudit
 from tests.support.commands import Kvcache
 from tests.support.engines.foreign_engine import ForeignEngine

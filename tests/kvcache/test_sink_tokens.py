@@ -13,7 +13,7 @@ from events.size import batch_bytes
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.record import outputs
-from sinks import SinkRunner, queue
+from sinks import SinkRunner, runner
 from tests.oracles.json_reader import from_json
 from tests.support.feeds.sinks import PLANTED, RecordingSink
 
@@ -59,7 +59,7 @@ def test_a_batch_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         measured.append(batch)
         return batch_bytes(batch)
 
-    for user in (outputs, queue, writer):
+    for user in (outputs, runner, writer):
         monkeypatch.setattr(user, "batch_bytes", measure)
     stream = play(True, [Saying(True), Saying(None)], tmp_path / "log")
     assert measured == stream

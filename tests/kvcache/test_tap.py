@@ -17,12 +17,11 @@ from events.errors import LogOfOtherKind, LogWriteFailed
 from events.formats.vllm import encode_seq
 from events.log import LogReader, LogWriter
 from events.subscribe.gathering import MAX_WORKERS
-from events.told.state import FeedState, Worker
+from events.subscribe.workers import FeedState, WorkerState
 from events.types import AnyEvent, FeedGap, FeedRestarted, Gap, WorkerSeen
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap, state_of
+from kvcache.tap.tap import Endpoint, Tap, state_of
 from tests.support.engines.traffic import config
 from tests.support.feeds.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
 from tests.support.feeds.tapped import work_until
@@ -38,7 +37,7 @@ def names(tap_or_state: Tap | FeedState) -> list[set[Any]]:
     return [{name for there in worker.blocks.values() for name in there} for worker in state.workers.values()]
 
 
-def the_worker(tap: Tap) -> Worker:
+def the_worker(tap: Tap) -> WorkerState:
     [worker] = tap.state.workers.values()
     return worker
 

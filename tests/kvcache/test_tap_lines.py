@@ -14,12 +14,11 @@ from events.formats.vllm import decode_batch, encode_batch
 from events.log import LogReader
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.index import Index, level_of
-from events.told.feed import WorkerFeed
+from events.subscribe.workers import WorkerFeed
 from events.types import FeedGap, FeedRestarted
 from kvcache import KVCacheManager, PrefixIndex
 from kvcache.fold.residency import resident_names
-from kvcache.tap.sources import Endpoint
-from kvcache.tap.tap import Tap, state_of
+from kvcache.tap.tap import Endpoint, Tap, state_of
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from tests.support.engines import strategies

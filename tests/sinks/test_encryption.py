@@ -11,11 +11,18 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from events.sockets import gate
-from events.sockets.curve import Curve, CurveUnavailable, KeyFileError, read_directory, read_pair, read_public
-from events.sockets.keepalive import set_keepalive
+from events.subscribe import sockets
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.index import Index
+from events.subscribe.sockets import (
+    Curve,
+    CurveUnavailable,
+    KeyFileError,
+    read_directory,
+    read_pair,
+    read_public,
+    set_keepalive,
+)
 from events.subscribe.subscriber import Subscriber
 from sinks import SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
@@ -29,7 +36,7 @@ SMALL = "ring=1KiB&max_batch=2KiB&coalesce=0"
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    monkeypatch.setattr(gate, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(sockets, "LOOK_SECONDS", 0)
     keys = Keys(tmp_path)
     keys.make("feed", "friend", "stranger")
     keys.allow("friend")
@@ -189,7 +196,7 @@ class TestAccess:
         """Should the list not be asked, for whatever reason, the answer is no."""
         heard: list[object] = []
         came: set[float] = set()
-        monkeypatch.setattr(gate.Gate, "open", lambda gate: None)
+        monkeypatch.setattr(sockets.Gate, "open", lambda gate: None)
         monkeypatch.setattr("sinks.router.transport.HANDSHAKE_SECONDS", 0.1)
         with encrypted(keys) as worker:
             worker.put(worker.source.store(1, 1))

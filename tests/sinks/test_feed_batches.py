@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from events.feed.changes import AnyChange, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
-from sinks.router.batches import change_bytes, in_batches
-from sinks.salts import MAX_SALT_BYTES
+from sinks.base import MAX_SALT_BYTES
+from sinks.router.feed import change_bytes, in_batches
 from tests.support.feeds.feed_source import BLOCK, Reader, names, state_of, tokens
 
 SPACES = [

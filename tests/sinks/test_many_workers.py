@@ -14,13 +14,13 @@ import pytest
 import zmq
 
 from events.formats.vllm import Hash
-from events.sockets import gate
-from events.sockets.curve import Curve
+from events.subscribe import sockets
 from events.subscribe.continuity import HELD_MAX
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.gathering import Gathering, InsecureEndpoint, replay_in_topic
 from events.subscribe.gathering import Worker as Heard
 from events.subscribe.index import Index
+from events.subscribe.sockets import Curve
 from tests.support.feeds.keys import Keys
 from tests.support.feeds.publisher import ReplayServer, batch, stored
 from tests.support.feeds.workers import Worker, connecting, resident
@@ -64,7 +64,7 @@ class Router:
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    monkeypatch.setattr(gate, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(sockets, "LOOK_SECONDS", 0)
     keys = Keys(tmp_path)
     keys.make("router", "a", "b", "other")
     return keys

@@ -13,14 +13,13 @@ import msgspec
 import pytest
 import zmq
 
-import sinks.router.snapshot
+import sinks.router.replay
 from events.codec import batch_without_tokens, decode_batch, encode_batch
 from events.formats.native import PackedBatches, SpelledBatches
 from events.formats.vllm import Message
 from events.log import LogReader, LogWriter
-from events.subscribe.continuity import Missed, Restarted, Restated
-from events.subscribe.native import NativeSubscriber
-from events.subscribe.native_continuity import NativeContinuity, ReceivedBatch
+from events.subscribe.continuity import Missed, NativeContinuity, ReceivedBatch, Restarted, Restated
+from events.subscribe.subscriber import NativeSubscriber
 from events.types import CacheCreated, EpochStarted, EventBatch, Gap, StateExported
 from sinks import SinkContext, SinkOpenError, SinkRunner, open_sink
 from sinks.base import SinkURLError
@@ -125,7 +124,7 @@ class TestLosses:
         self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, replay: bool
     ) -> None:
         """With a replay it gets what it missed; without one it asks for the state by subscribing anew."""
-        monkeypatch.setattr("events.subscribe.native._ASK_AGAIN_SECONDS", 0.05)
+        monkeypatch.setattr("events.subscribe.subscriber._ASK_AGAIN_SECONDS", 0.05)
         cache = stack.enter_context(closing(Cache(URL)))
         reader = reader_of(cache, replay=replay)
         stack.enter_context(closing(reader))
@@ -144,7 +143,7 @@ class TestLosses:
 
     def test_older_than_the_ring(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         """Then the replay tells the state, and what came since."""
-        monkeypatch.setattr(sinks.router.snapshot, "MIN_TAIL_BYTES", 0)
+        monkeypatch.setattr(sinks.router.replay, "MIN_TAIL_BYTES", 0)
         cache = stack.enter_context(closing(Cache(f"{URL}&ring=4KiB")))
         reader = reader_of(cache)
         stack.enter_context(closing(reader))

@@ -25,7 +25,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.publish.publisher import Publisher
 from sinks import open_sink
 from sinks.base import SinkContext, SinkError, SinkURLError
-from sinks.otel.sink import MAX_HELD, OtelSink
+from sinks.otel import MAX_HELD, OtelSink
 from tests.support.feeds.scraping import cache, serve_some
 from tests.support.feeds.sinks import RecordingSink
 from tests.support.logs.random_logs import random_log
@@ -331,7 +331,7 @@ def test_what_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         def export(self, spans: Any) -> SpanExportResult:
             return SpanExportResult.FAILURE if self.refuses else super().export(spans)
 
-    monkeypatch.setattr("sinks.otel.sink.MAX_HELD", 5)
+    monkeypatch.setattr("sinks.otel.MAX_HELD", 5)
     assert MAX_HELD > 512
     batches = RecordingSink()
     with KVCacheManager(cache(), sinks=[batches]) as manager:

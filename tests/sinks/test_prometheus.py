@@ -22,9 +22,7 @@ from kvcache.manager import KVCacheManager
 from sinks import SinkOpenError, SinkRunner, open_sink
 from sinks.base import SinkContext, SinkURLError
 from sinks.histogram import Histogram
-from sinks.prometheus.blocks import BlockMetrics
-from sinks.prometheus.server import MAX_CONNECTIONS
-from sinks.prometheus.sink import PrometheusSink
+from sinks.prometheus import MAX_CONNECTIONS, BlockMetrics, PrometheusSink
 from tests.oracles.naive_metrics import NaiveMetrics
 from tests.support.feeds.scraping import (
     DOCS,
@@ -224,7 +222,7 @@ def test_idle_connections_neither_pile_up_nor_keep_others_out() -> None:
 
 def test_who_asks_for_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one who says a little now and then."""
-    monkeypatch.setattr("sinks.prometheus.server.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("sinks.prometheus.MAX_SECONDS", 0.3)
     with (
         KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager,
         socket.create_connection(("127.0.0.1", sink_of(manager).port), WAIT) as slow,
@@ -247,7 +245,7 @@ def test_who_asks_for_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.needs("openssl")
 def test_who_begins_no_handshake_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TLS others are served while somebody has connected and says nothing."""
-    monkeypatch.setattr("sinks.prometheus.server.MAX_SECONDS", 3600)
+    monkeypatch.setattr("sinks.prometheus.MAX_SECONDS", 3600)
     cert, key = self_signed(tmp_path)
     with KVCacheManager(
         cache(), sinks=[f"prometheus://127.0.0.1:0?certfile={cert}&keyfile={key}"]

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE
-from sinks.router.replay_server import ANSWERS_AT_ONCE, ReplayServer
+from sinks.router.replay import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source, State
 from tests.support.feeds.workers import Router, Worker, churn, last_seq, read_answer

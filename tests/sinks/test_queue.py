@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from events.size import batch_bytes
 from events.types import EventBatch
-from sinks.queue import BatchQueue, Loss, Overflow
+from sinks.runner import BatchQueue, LostBatches, Overflow
 from tests.support.feeds.sinks import check_stream, gaps, make_batch
 from tests.support.waiting import WAIT
 
@@ -20,7 +20,7 @@ def take_all(queue: BatchQueue) -> list[EventBatch]:
     """Everything in the queue, losses as the batches that a sink gets for them."""
     taken = []
     while (item := queue.take()) is not None:
-        taken.append(item.as_batch() if isinstance(item, Loss) else item[0])
+        taken.append(item.as_batch() if isinstance(item, LostBatches) else item[0])
     return taken
 
 
@@ -43,7 +43,7 @@ def test_drop_newest_keeps_the_oldest_before_one_gap() -> None:
     queue = filled("drop_newest", 10)
     first = queue.take()
     assert first is not None
-    assert not isinstance(first, Loss)
+    assert not isinstance(first, LostBatches)
     assert first[0].seq == 0
     queue.put(make_batch(10))
     stream = take_all(queue)
@@ -195,7 +195,7 @@ def test_any_order_of_steps_loses_nothing_uncounted(
             put += 1
             put_events += events
         elif (item := queue.take()) is not None:
-            stream.append(item.as_batch() if isinstance(item, Loss) else item[0])
+            stream.append(item.as_batch() if isinstance(item, LostBatches) else item[0])
         assert queue.waiting_bytes <= max_bytes
         assert queue.waiting_events <= max_events
         assert len(queue) <= 2 * max_events + 2

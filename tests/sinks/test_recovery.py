@@ -21,12 +21,11 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
 from sinks.base import State
-from sinks.prometheus.blocks import BlockMetrics
-from sinks.prometheus.collector import Collector
-from sinks.queue import Overflow
+from sinks.prometheus import BlockMetrics, MetricsCollector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
+from sinks.runner import Overflow
 from tests.oracles.json_reader import from_json
 from tests.support.commands import RunPython
 from tests.support.feeds.sinks import RecordingSink, check_stream, gaps, make_batch
@@ -240,7 +239,7 @@ class TestRunner:
         manager = KVCacheManager(KVCacheConfig(max_sequence_length=64, primary_blocks=4))
 
         def up() -> float:
-            collector = Collector(BlockMetrics(), "m")
+            collector = MetricsCollector(BlockMetrics(), "m")
             collector.probe = Mock(wraps=manager, step_times=None, sink_stats=lambda: [runner.stats()])
             families = {each.name: each for each in collector.collect()}
             return families["kvcache_sink_up"].samples[0].value

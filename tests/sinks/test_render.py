@@ -29,8 +29,7 @@ from events.types import (
     StateExported,
     TokensAppended,
 )
-from sinks.known import Known
-from sinks.render import render_batch, render_event, text
+from sinks.render import Known, render_batch, render_event, text
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 from tests.support.feeds.sinks import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
@@ -154,7 +153,7 @@ def test_requests_are_known_from_the_state() -> None:
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ends of sequences are lost, the oldest requests are forgotten."""
-    monkeypatch.setattr("sinks.known.MAX_REQUESTS", 2)
+    monkeypatch.setattr("sinks.render.MAX_REQUESTS", 2)
     known = Known()
     for handle in (1, 2, 3):
         known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", 0, (0,), (0,), 0))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from sinks.router.replay_ring import ENTRY_BYTES, ReplayRing
+from sinks.router.replay import ENTRY_BYTES, ReplayRing
 
 
 def ring_of(*sizes: int, first: int = 0, max_bytes: int = 1 << 20) -> ReplayRing:

@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from events.tokens.names import salt_digest
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.replay import replay
-from sinks import salts
+from sinks import base
+from sinks.base import MAX_SALT_BYTES, PlainSalts
 from sinks.router.transport import ZMQTransport
-from sinks.salts import MAX_SALT_BYTES, PlainSalts
 from tests.support.waiting import WAIT
 
 SECRET = "tenant-4711-secret"
@@ -128,7 +128,7 @@ class TestPlainSalts:
 
     def test_those_used_last_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """When there are too many, the one goes that was used longest ago."""
-        monkeypatch.setattr(salts, "MAX_SALTS", 2)
+        monkeypatch.setattr(base, "MAX_SALTS", 2)
         known = PlainSalts()
         find = known.ask()
         known.remember(["a", None, "b", "a", "c"])

@@ -9,8 +9,8 @@ import pytest
 
 from events.feed.changes import AnyChange, Cleared, Stored
 from events.types import GroupCreated, Namespace
-from sinks.router.feed import FeedState
-from sinks.router.snapshot import Snapshot
+from sinks.router.feed import FeedSnapshot
+from sinks.router.replay import EncodedState
 from tests.support.feeds.feed_source import BLOCK, names, tokens
 
 
@@ -23,8 +23,8 @@ def encode(told: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated])
     return b"".join(change.names if isinstance(change, Stored) else b"C" for change in told)
 
 
-def snapshot(count: int, piece_bytes: int = 4000) -> Snapshot:
-    return Snapshot(FeedState(7, 1.0, chain([Cleared()], changes(count)), ()), encode, piece_bytes)
+def snapshot(count: int, piece_bytes: int = 4000) -> EncodedState:
+    return EncodedState(FeedSnapshot(7, 1.0, chain([Cleared()], changes(count)), ()), encode, piece_bytes)
 
 
 def test_is_encoded_piece_by_piece() -> None:
@@ -61,7 +61,7 @@ def test_what_is_sent_meanwhile_belongs_to_it() -> None:
 
 def test_is_worn_when_telling_anew_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once more was sent than the state takes, and never while it is encoded."""
-    monkeypatch.setattr("sinks.router.snapshot.MIN_TAIL_BYTES", least := 4000)
+    monkeypatch.setattr("sinks.router.replay.MIN_TAIL_BYTES", least := 4000)
     made = snapshot(1)
     made.append(b"x" * (least + 1))
     assert not made.worn

@@ -12,8 +12,7 @@ import pytest
 
 from events.types import EventBatch
 from sinks import SinkContext, SinkError, SinkURLError, open_sink
-from sinks.known import Known
-from sinks.render import render_batch
+from sinks.render import Known, render_batch
 from tests.oracles.json_reader import from_json
 from tests.support.feeds.sinks import KEY_BYTES, PLANTED, SAMPLES
 

@@ -15,7 +15,6 @@ from events.errors import EventDecodeError
 from events.formats.trtllm import EventDicts
 from events.log import LogWriter
 from events.subscribe.continuity import Missed, Received, Restarted
-from events.subscribe.dicts import DictFollower
 from events.subscribe.index import Index
 from events.types import EventBatch, Gap
 from kvcache import KVCacheManager
@@ -23,6 +22,7 @@ from kvcache.fold.exported_state import export
 from kvcache.publish.errors import NoTokens
 from kvcache.publish.publisher import Publisher
 from kvcache.replay import replay
+from kvcache.tap.lines import DictFollower
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.trtllm import DictFeed, LineTransport
 from tests.support.engines import strategies

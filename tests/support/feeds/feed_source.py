@@ -28,7 +28,7 @@ from events.types import (
     SequenceAdded,
     StateExported,
 )
-from sinks.router.feed import FeedBatch, FeedState
+from sinks.router.feed import FeedBatch, FeedSnapshot
 from tests.support.columns import pack_i32
 
 BLOCK = 4
@@ -205,7 +205,7 @@ class RecordingTransport:
     subscribers: int = 0
     sent: list[FeedBatch] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    states: list[FeedState] = field(default_factory=list)
+    states: list[FeedSnapshot] = field(default_factory=list)
     wants_state: bool = False
     fails: int = 0
     """So many calls of `send` raise."""
@@ -221,7 +221,7 @@ class RecordingTransport:
             raise OSError(5, "broken")
         self.sent.append(batch)
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         if self.wants_state:
             self.wants_state = False
             self.states.append(take_state())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq.auth
 
-from events.sockets.curve import Curve
+from events.subscribe.sockets import Curve
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from events.log import LogWriter
-from events.subscribe.native_continuity import NativeReport, ReceivedBatch
+from events.subscribe.continuity import NativeReport, ReceivedBatch
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.errors import CapacityError, OutOfBlocks

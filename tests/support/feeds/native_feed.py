@@ -10,7 +10,7 @@ from events.formats.vllm import Message
 from events.types import EventBatch
 from kvcache.record.told_state import ToldState
 from sinks import SinkContext
-from sinks.router.feed import FeedBatch, FeedState
+from sinks.router.feed import FeedBatch, FeedSnapshot
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
 from tests.support.feeds.native import Cache
@@ -57,7 +57,7 @@ class Sent:
 
     def close(self) -> None: ...
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         self._take_state = take_state
 
     def send(self, batch: FeedBatch) -> None:

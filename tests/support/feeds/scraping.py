@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.config import KVCacheConfig
 from kvcache.manager import KVCacheManager
-from sinks.prometheus.sink import PrometheusSink
+from sinks.prometheus import PrometheusSink
 from tests.support.engines import strategies
 from tests.support.needs import program
 from tests.support.ports import free_port

@@ -13,7 +13,7 @@ from events.subscribe.continuity import Missed, Report
 from events.subscribe.gathering import Worker
 from events.subscribe.index import Index
 from sinks import SinkContext, SinkRunner, open_sink
-from sinks.brokers.transport import BrokerTransport
+from sinks.brokers import BrokerTransport
 from sinks.router.feed import RouterFeed
 from tests.support.feeds.feed_source import Source, name
 from tests.support.waiting import WAIT, wait_until

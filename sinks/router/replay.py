@@ -1,20 +1,21 @@
-"""Answers readers that missed batches, over a ROUTER socket and on a thread of its own.
+"""The server for readers that missed batches: a ROUTER socket on a thread of its own.
 
 The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants to begin at, 8 bytes big-endian,
 and gets ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker
 ``[b"", b"", ff*8, b""]``. Meanwhile it keeps what comes live.
 
-Batches that the ring still has are sent as they were. In place of older ones the whole state is told (*compacted
+Batches that the ring still has are sent as they were. In place of older ones the whole state is published (*compacted
 replay*): "cleared" and all blocks, parents first, under the numbers that end with the one whose state it is; what was
 sent since follows. So an answer is as long as the state is large, however old the feed. Readers that insist on each
 number from the one they asked for get the state under the first of these numbers, and empty batches up to its own
-(`contiguous`).
+(`contiguous`). The encoded state (`EncodedState`) is kept with the batches sent since, for all who come late: encoding
+a million blocks takes about a second, so it is done a moment at a time, and anew only when the batches outweigh the
+state.
 
 A few answers are sent at once, by turns; the other readers wait in line, since an empty answer would say that nothing
 was missed. Each has one place there, which it loses when it leaves. Who asks again during an answer goes to the end of
-the line, and of several such requests the last one counts. So each waits for at most one answer to every other
-connection, however often those ask. Nothing is sent where the socket would block, and a reader that takes nothing for
-`stall_seconds` is cut off, so what waits to be sent is bounded.
+the line, and of several such requests the last one counts. Nothing is sent where the socket would block, and a reader
+that takes nothing for `stall_seconds` is disconnected, so what waits to be sent is bounded.
 """
 
 from __future__ import annotations
@@ -23,17 +24,111 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import zmq
 
 from events.diagnostics import get_logger
+from events.feed.changes import AnyChange
 from events.formats.vllm import END_OF_REPLAY, encode_seq
-from events.sockets.refusals import SEEN_BY_SERVER
-from sinks.router.peers import MAX_CONNECTIONS, Complaints, Peers, connection_of
-from sinks.router.replay_ring import ReplayRing
-from sinks.router.snapshot import Encode, Join, Snapshot
+from events.subscribe.sockets import SEEN_BY_SERVER
+from events.types import GroupCreated
+from sinks.router.feed import FeedSnapshot, in_batches
+from sinks.router.publisher import MAX_CONNECTIONS, Complaints, Peers, connection_of
+
+ENTRY_BYTES = 100
+"""Counted per batch besides its payload, so that a ring of heartbeats is bounded too."""
+
+
+class ReplayRing:
+    """Payloads of consecutive batches, at most `max_bytes` of them. One thread writes, any may read."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.start(0)
+
+    def start(self, seq: int) -> None:
+        """Forget everything; the next batch is `seq`."""
+        self._payloads: dict[int, bytes] = {}
+        self._bytes = 0
+        self.next_seq = seq
+        """The number of the batch that comes next."""
+
+    def append(self, seq: int, payload: bytes) -> None:
+        """Add a batch; the oldest give way. After a hole in the numbers everything before it is forgotten."""
+        if seq != self.next_seq:
+            self.start(seq)
+        self._payloads[seq] = payload
+        self._bytes += len(payload) + ENTRY_BYTES
+        self.next_seq = seq + 1
+        while self._bytes > self._max_bytes:
+            oldest = self._payloads.pop(self.next_seq - len(self._payloads))
+            self._bytes -= len(oldest) + ENTRY_BYTES
+
+    def get(self, seq: int) -> bytes | None:
+        """The payload of a batch; None if it is not held."""
+        return self._payloads.get(seq)
+
+
+MIN_TAIL_BYTES = 1 << 20
+"""However small the state is, so much may be sent before it is encoded anew."""
+
+Encode = Callable[[Sequence[AnyChange], float, Sequence[GroupCreated]], bytes]
+"""Changes, a time and the groups to a payload."""
+Join = Callable[[Sequence[bytes]], bytes]
+"""Payloads to one with all their events, and the time of the last one."""
+
+
+class EncodedState:
+    """Written by the feed's thread, which only ever adds to it: any thread may read it once it is `ready`."""
+
+    def __init__(self, state: FeedSnapshot, encode: Encode, piece_bytes: int) -> None:
+        self.seq = state.seq
+        """The number of the last batch that the state includes."""
+        self.ts = state.ts
+        """When that batch went out."""
+        self.ready = False
+        self.pieces: list[bytes] = []
+        """Payloads that tell the state together: the first one clears, parents come first."""
+        self.tail: list[bytes] = []
+        """The payloads of the batches after `seq`."""
+        self._groups, self._encode = state.groups, encode
+        self._changes = in_batches(state.changes, piece_bytes)
+        self._state_bytes = self._tail_bytes = 0
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the last batch in the tail; `seq` if there is none."""
+        return self.seq + len(self.tail)
+
+    @property
+    def worn(self) -> bool:
+        """Whether more was sent since than the state takes."""
+        return self.ready and self._tail_bytes > max(self._state_bytes, MIN_TAIL_BYTES)
+
+    def advance(self, seconds: float) -> bool:
+        """Encode for about so long, and at least a piece, so that it comes to an end; returns `ready`."""
+        deadline = time.perf_counter() + seconds
+        for changes in self._changes:
+            self.pieces.append(self._encode(changes, self.ts, self._groups))
+            self._state_bytes += len(self.pieces[-1])
+            if time.perf_counter() >= deadline:
+                return False
+        self.ready = True
+        return True
+
+    def append(self, payload: bytes) -> None:
+        """The batch after `last_seq` was sent."""
+        self.tail.append(payload)
+        self._tail_bytes += len(payload)
+
+    def in_payloads(self, count: int, join: Join) -> Iterator[bytes]:
+        """The state in at most `count` payloads."""
+        each = -(-len(self.pieces) // count)
+        for at in range(0, len(self.pieces), each):
+            yield join(self.pieces[at : at + each])
+
 
 TURN_MESSAGES = 64
 """Sent to one reader before the next one has its turn."""
@@ -58,7 +153,7 @@ _log = get_logger("sinks")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayRequest:
     """What a reader asks for."""
 
     start: int
@@ -66,7 +161,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplayAnswer:
     """What one reader still gets."""
 
     reader: bytes
@@ -112,10 +207,10 @@ class ReplayServer:
         self._state_numbers = (sys.maxsize, -1)
         """Within these numbers some reader may have got a part of the state. Who asks from there on, and not from the
         first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
-        self.answers: deque[Answer] = deque()
-        self.line: dict[bytes, Request] = {}
+        self.answers: deque[ReplayAnswer] = deque()
+        self.line: dict[bytes, ReplayRequest] = {}
         """Readers that wait, first the one that has waited longest. All of them were connected when last looked."""
-        self.snapshot: Snapshot | None = None
+        self.snapshot: EncodedState | None = None
         """The state, ready, and what was sent since; None: there is none."""
         self.wants_snapshot = False
         """Whether somebody waits for `snapshot`."""
@@ -158,9 +253,9 @@ class ReplayServer:
             self._peers.close()
             self._socket.close()
 
-    def _receive(self) -> list[tuple[bytes, Request]]:
+    def _receive(self) -> list[tuple[bytes, ReplayRequest]]:
         """Take the requests that are there, and who sent them. What is no request gets no answer."""
-        asked: list[tuple[bytes, Request]] = []
+        asked: list[tuple[bytes, ReplayRequest]] = []
         for _ in range(READ_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -168,7 +263,7 @@ class ReplayServer:
                 break
             if len(frames) == 3 and not len(frames[1]):
                 start = int.from_bytes(frames[2].bytes, "big")
-                asked.append((frames[0].bytes, Request(start, connection_of(frames[2]))))
+                asked.append((frames[0].bytes, ReplayRequest(start, connection_of(frames[2]))))
         return asked
 
     def _forget_who_left(self) -> None:
@@ -180,7 +275,7 @@ class ReplayServer:
             }
             self.dropped += waiting - len(self.line)
 
-    def _line_up(self, asked: Iterable[tuple[bytes, Request]]) -> None:
+    def _line_up(self, asked: Iterable[tuple[bytes, ReplayRequest]]) -> None:
         """Put who is still connected into the line; who stands there already keeps its place."""
         for reader, request in asked:
             if request.connection in self._peers.connected:
@@ -198,7 +293,7 @@ class ReplayServer:
         for reader in ready[: ANSWERS_AT_ONCE - len(self.answers)]:
             request = self.line.pop(reader)
             messages = self._messages(request.start)
-            self.answers.append(Answer(reader, request.connection, messages, self.clock()))
+            self.answers.append(ReplayAnswer(reader, request.connection, messages, self.clock()))
 
     def _messages(self, start: int) -> Iterator[Numbered | None]:
         """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
@@ -230,7 +325,7 @@ class ReplayServer:
             reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
             _log.warning("feed_numbers_went_back", asked=min(asked, 2**64), next=end, reason=reason)
 
-    def _from_snapshot(self, snapshot: Snapshot, start: int) -> Iterator[Numbered]:
+    def _from_snapshot(self, snapshot: EncodedState, start: int) -> Iterator[Numbered]:
         """The state and what was sent since; only the latter if `start` lies there."""
         if start <= snapshot.seq:
             count = snapshot.seq + 1 - start
@@ -263,7 +358,7 @@ class ReplayServer:
             return 0
         return BUSY_POLL_MS if self.answers else STOP_POLL_MS
 
-    def _advance(self, answer: Answer) -> tuple[int, bool]:
+    def _advance(self, answer: ReplayAnswer) -> tuple[int, bool]:
         """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
         sent = 0
         try:
@@ -293,7 +388,7 @@ class ReplayServer:
             return sent, False
         return sent, self._has_patience(answer, sent)
 
-    def _prepare(self, answer: Answer) -> bool:
+    def _prepare(self, answer: ReplayAnswer) -> bool:
         """Hold the next message, or none at the end; False if it is not known yet."""
         answer.held = next(answer.messages, _END)
         if answer.held is None:
@@ -324,7 +419,7 @@ class ReplayServer:
         send(b"", _LAST)
         return taken
 
-    def _has_patience(self, answer: Answer, sent: int) -> bool:
+    def _has_patience(self, answer: ReplayAnswer, sent: int) -> bool:
         now = self.clock()
         if sent:
             answer.moved_at = now

@@ -1,24 +1,90 @@
-"""Keys for ZeroMQ's encryption (CURVE), from files in the format of `zmq.auth`.
+"""What both ends of a router feed set on their ZeroMQ sockets: encryption (CURVE), who may connect, keepalive.
 
-Both ends have a key pair. Whoever *connects* is the client and knows the other's public key beforehand; whoever *binds*
-is the server and has a list of the clients that it lets in (`events.sockets.gate`).
+Both ends have a key pair, in files in the format of `zmq.auth`. Whoever *connects* is the client and knows the other's
+public key beforehand; whoever *binds* is the server and has a directory with the keys of the clients that it accepts
+(`Gate`): ZeroMQ asks about each client (its ZAP protocol), and `zmq.auth` answers on a thread of its own.
 
 SECURITY: what is secret stays in `KeyPair.secret`, which no `repr`, message or log shows. A file with a secret that
-others may read, or that a group may write, is refused: its secret is none.
+others may read, or that a group may write, is refused.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import stat
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 
+from events.diagnostics import get_logger
 from events.errors import EventsError, UnsafeFile
 from events.files.safe import refuse_foreign
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+
+WILDCARDS = ("*", "0.0.0.0", "::")  # noqa: S104  not bound here, but recognized
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it is every address of this machine, so that only binding makes sense."""
+    return host in WILDCARDS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it. A name other than the usual ones may be anybody's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo", "lo0")
+
+
+def tcp_address(host: str, port: int) -> str:
+    """As ZeroMQ writes it, with brackets around an IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+KEEPALIVE_SECONDS = 60.0
+_PROBES = 6
+
+
+def set_keepalive(socket: zmq.Socket[bytes], seconds: float) -> None:
+    """Probe after `seconds` of silence, and give the connection up after as long again; 0: never.
+
+    For all TCP connections of a socket, to be set before it is bound or connects.
+    """
+    if not seconds:
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 0)
+        return
+    whole = max(1, round(seconds))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, whole)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, whole // _PROBES))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
+
+
+_FINAL = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+SEEN_BY_SERVER = _FINAL
+"""To who is bound the third kind only says that somebody went away, as who does who just looks."""
+SEEN_BY_CLIENT = _FINAL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+"""To who connects it may mean that the server did not like what it heard, and hung up."""
+REASONS = {
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH): "a key is not on the list of those that may connect",
+    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "one end has no key, or the wrong one, or is no ZeroMQ",
+    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): "the other end hung up before keys were compared",
+}
+
+
+def is_final(event: int) -> bool:
+    """Whether ZeroMQ does not connect again by itself after this."""
+    return bool(event & _FINAL)
+
 
 DOMAIN = "kvcache"
 """Named on every encrypted server; who comes is asked about under this name."""
@@ -172,3 +238,70 @@ def _check_mode(path: Path, forbidden: int) -> None:
         raise KeyFileError(path, reason) from None
     except (OSError, ValueError) as error:
         raise KeyFileError(path, getattr(error, "strerror", None) or "there is no such path") from None
+
+
+LOOK_SECONDS = 1.0
+KEYS_TOLD = 100
+"""Of the keys that are turned away so many are logged, each once: whoever makes new ones must not fill the log."""
+
+_log = get_logger("sockets")
+
+
+class Gate:
+    """Stands before all encrypted servers of a context, from `open` to `close`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Path) -> None:
+        self._context, self._clients = context, clients
+        self._keys = read_directory(clients)
+        self._looked_at = time.monotonic()
+        self._handler: ThreadAuthenticator | None = None
+        self._told: set[bytes] = set()
+        self._wrong: list[str] = []
+        """What was wrong with the directory's files when it was looked at last."""
+        self.refused = 0
+        """Clients that came with a key which is not in the directory."""
+
+    def open(self) -> None:
+        """Begin, before a server is bound."""
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._handler = ThreadAuthenticator(self._context)
+        self._handler.start()
+        self._handler.configure_curve_callback(DOMAIN, credentials_provider=self)
+
+    def close(self) -> None:
+        """End; those who are in stay in. May be called twice."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.stop()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key is let in; asked by `zmq.auth`, on its thread."""
+        del domain
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look_again()
+        allowed = key in self._keys
+        if not allowed:
+            self.refused += 1
+            self._tell(key)
+        return allowed
+
+    def _tell(self, key: bytes) -> None:
+        """Say which key that was, for who has forgotten to put it there; it is public."""
+        if key not in self._told and len(self._told) < KEYS_TOLD:
+            self._told.add(key)
+            _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
+
+    def _look_again(self) -> None:
+        # Whoever cannot be read may have been taken off the list.
+        try:
+            self._keys, errors = sort_directory(self._clients)
+        except KeyFileError as error:
+            self._keys, errors = frozenset(), [error]
+        wrong = [str(error) for error in errors]
+        for reason in wrong:
+            if reason not in self._wrong:
+                _log.error("allow_list_unreadable", reason=reason)
+        self._wrong = wrong

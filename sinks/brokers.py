@@ -1,30 +1,165 @@
-"""A feed in a broker's stream: its batches, and its whole state again and again for who comes late.
+"""``nats:``, ``redis:`` and ``kafka:`` feed routers by way of a broker (docs/brokers.md).
 
 Each record is acknowledged before the next one goes out. A broker that is away is tried again for a while with the
-same record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed tells "cleared" and its
+same record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed publishes "cleared" and its
 whole state next. Whether what failed is in the stream after all does not matter then.
 
-Streams are trimmed, so a state must never be far back. Besides what the feed tells by itself, at the start and after
-failures, the state goes out in pieces, between live batches: when as much was sent since the last one as that took,
-and at least every `restate_seconds`. What lies before the last complete state but one is then removed, where the
-broker lets each worker trim its own; so a reader that is not far behind never misses anything.
+Streams are trimmed, so a state must never be far back. Besides at the start and after failures, the state goes out in
+pieces, between live batches: when as much was sent since the last one as that took, and at least every
+`restate_seconds`. What lies before the last complete state but one is then removed, where the broker lets each worker
+trim its own; so a reader that is not far behind never misses anything.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Annotated, Literal, Protocol, TypeVar
 
-from events.brokers.address import BrokerError, BrokerUnavailable
-from events.brokers.records import Record
+import msgspec
+
+from events.brokers.address import (
+    NAME,
+    PORTS,
+    STREAM,
+    AccessOptions,
+    BrokerAddress,
+    BrokerError,
+    BrokerUnavailable,
+    BrokerURLError,
+)
+from events.brokers.kafka import KafkaStream
+from events.brokers.nats import NATSStream
+from events.brokers.records import StreamRecord
+from events.brokers.redis import NAMES, RedisStream
 from events.feed.changes import AnyChange
+from events.formats.native import Encoding
 from events.types import GroupCreated
-from sinks.base import SinkError, SinkUnavailable
-from sinks.router.batches import in_batches
-from sinks.router.feed import FeedBatch, FeedState
-from sinks.router.forms import MAPS, Form
+from events.units import parse_bytes, parse_seconds
+from sinks.base import SinkContext, SinkError, SinkUnavailable, SinkURL, SinkURLError
+from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed, in_batches
+from sinks.router.native import NativeFeed
+from sinks.router.numbers import FeedNumbers, clock_number
+from sinks.router.options import INT32, MAPS, Form, Style, WireFormat, feed_for, form_of, tells_tokens
+
+_BYTES = ("max_batch", "max_bytes")
+LEAST_RETAIN = 3
+"""So many times `restate` messages must be kept: for the state before, the one in the making, and some air."""
+
+
+class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
+    """Options that all brokers have."""
+
+    format: WireFormat = "vllm"
+    style: Style = "map"
+    encoding: Encoding = "msgpack"
+    tokens: bool | None = None
+    worker: str | None = None
+    engine: str | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
+    salts: Literal["digest", "plain"] = "digest"
+    coalesce: str = "50ms"
+    max_batch: str = "512KiB"
+    heartbeat: str = "5s"
+    restate: str = "10min"
+    timeout: str = "5s"
+    state: str | None = None
+    first: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+
+
+Options = TypeVar("Options", bound=BrokerOptions)
+
+
+def address_of(url: SinkURL, options: BrokerOptions) -> BrokerAddress:
+    """Where the broker is. Raises SinkURLError."""
+    try:
+        return BrokerAddress(
+            url.scheme,
+            url.host or "127.0.0.1",
+            url.port or PORTS[url.scheme],
+            url.path.strip("/") or STREAM,
+            url.user,
+            url.password,
+            options,
+        )
+    except BrokerURLError as error:
+        raise SinkURLError(str(url), error.reason) from None
+
+
+def worker_of(url: SinkURL, options: BrokerOptions) -> str:
+    """The name under which readers know this feed: by default this machine's, and the rank."""
+    name = options.worker
+    if name is None:
+        name = socket.gethostname().partition(".")[0] + (f"-{options.rank}" if options.rank else "")
+    if not NAME.fullmatch(name):
+        raise SinkURLError(
+            str(url), "a worker's name has letters, digits, _ and - only: give one with worker="
+        )
+    return name
+
+
+def quantity(url: SinkURL, options: BrokerOptions, name: str) -> float:
+    """A duration in seconds, or a size in bytes. Raises SinkURLError."""
+    parse = parse_bytes if name in _BYTES else parse_seconds
+    try:
+        return parse(getattr(options, name))
+    except ValueError as error:
+        raise SinkURLError(str(url), f"bad option: {name}={error}") from None
+
+
+def retain_seconds(url: SinkURL, options: BrokerOptions) -> float:
+    """How long messages are kept. Raises SinkURLError where a live worker's state would be forgotten."""
+    retain, restate = quantity(url, options, "retain"), quantity(url, options, "restate")
+    if retain < LEAST_RETAIN * restate:
+        reason = (
+            f"retain must be {LEAST_RETAIN} times restate, or a state is forgotten before the next is told"
+        )
+        raise SinkURLError(str(url), f"bad option: {reason}")
+    return retain
+
+
+def feed_of(
+    url: SinkURL, options: BrokerOptions, context: SinkContext, stream: Stream, worker: str
+) -> RouterFeed:
+    """The sink that feeds a worker's stream."""
+    pace = {name: quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
+    form = form_of(url, options, context)
+    settings = BrokerSettings(
+        rank=options.rank,
+        piece_bytes=int(pace["max_batch"]),
+        timeout_seconds=quantity(url, options, "timeout"),
+        restate_seconds=quantity(url, options, "restate"),
+        salts=context.salts.ask() if options.salts == "plain" else None,
+        form=form,
+    )
+    transport = BrokerTransport(stream, settings)
+    first = clock_number() if options.first is None else options.first
+    numbers = FeedNumbers(_state_path(url, options, worker, context), first=first)
+    if options.format == "native":
+        tokens, heartbeat = tells_tokens(options), pace["heartbeat"]
+        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
+    return RouterFeed(
+        transport,
+        numbers,
+        coalesce_seconds=pace["coalesce"],
+        max_batch_bytes=int(pace["max_batch"] / form.overhead),
+        heartbeat_seconds=pace["heartbeat"],
+        feed=feed_for(url, options.engine, context),
+        opens_as=transport.speak_as,
+    )
+
+
+def _state_path(url: SinkURL, options: BrokerOptions, worker: str, context: SinkContext) -> Path | None:
+    if options.state is not None:
+        return url.file_path(options.state) if options.state else None
+    if context.state_dir is None:
+        return None
+    stream = url.path.strip("/") or STREAM
+    return context.state_dir / f"feed-{url.scheme}-{stream}-{worker}.numbers"
+
 
 HEADER_BYTES = 4096
 """More than what brokers and headers add to a payload."""
@@ -50,7 +185,7 @@ class Stream(Protocol):
     def max_payload(self) -> int:
         """Bytes of the largest message that the broker takes."""
 
-    def append(self, record: Record) -> str:
+    def append(self, record: StreamRecord) -> str:
         """Have the broker keep a record, once, also if called again with it after a failure; returns where."""
 
     def trim(self, place: str) -> None:
@@ -92,7 +227,7 @@ class BrokerTransport:
         self.tellings = 0
         """Number of messages sent in pieces so far: states, and batches that were too large."""
         self._rank = settings.rank
-        self._state: Iterator[Record] | None = None
+        self._state: Iterator[StreamRecord] | None = None
         """The rest of the state that is being told."""
         self._begin()
 
@@ -136,7 +271,7 @@ class BrokerTransport:
         if self._kept is None:
             self._kept = place  # a feed begins with its whole state
 
-    def tick(self, take_state: Callable[[], FeedState]) -> None:
+    def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Tell the state, if it is time to, for a moment."""
         self.stream.breathe()
         try:
@@ -166,18 +301,18 @@ class BrokerTransport:
                 f"{max(0, self.stream.max_payload - HEADER_BYTES)}B or less, or have it take larger ones"
             )
 
-    def _append(self, record: Record) -> str:
+    def _append(self, record: StreamRecord) -> str:
         return self._until_done(lambda: self.stream.append(record))
 
     def _append_all(self, seq: int, payload: bytes) -> str:
         """Have a batch kept, in pieces if it is too large and may be cut; returns where the first one is."""
         first, *rest = self._cut(payload)
         if not rest:
-            return self._append(Record(seq, payload))
+            return self._append(StreamRecord(seq, payload))
         self.tellings += 1
-        place = self._append(Record(seq, first, 0, self.tellings))
+        place = self._append(StreamRecord(seq, first, 0, self.tellings))
         for number, piece in enumerate(rest, 1):
-            self._append(Record(seq, piece, number, self.tellings, last=number == len(rest)))
+            self._append(StreamRecord(seq, piece, number, self.tellings, last=number == len(rest)))
         return place
 
     def _cut(self, payload: bytes) -> list[bytes]:
@@ -206,24 +341,24 @@ class BrokerTransport:
         late = self.clock() - self._told_at >= self.settings.restate_seconds
         return late or self._bytes_since > max(self._state_bytes, self.settings.min_bytes)
 
-    def _pieces(self, state: FeedState, telling: int) -> Iterator[Record]:
+    def _pieces(self, state: FeedSnapshot, telling: int) -> Iterator[StreamRecord]:
         """The state's records. Only behind a piece it is known whether that was the last one."""
         payload = None
         number = 0
         for piece in self._payloads(state):
             if payload is not None:
-                yield Record(state.seq, payload, number, telling)
+                yield StreamRecord(state.seq, payload, number, telling)
                 number += 1
             payload = piece
         assert payload is not None
-        yield Record(state.seq, payload, number, telling, last=True)
+        yield StreamRecord(state.seq, payload, number, telling, last=True)
 
-    def _payloads(self, state: FeedState) -> Iterator[bytes]:
+    def _payloads(self, state: FeedSnapshot) -> Iterator[bytes]:
         piece_bytes = self.settings.piece_bytes // self.settings.form.overhead
         for changes in in_batches(state.changes, piece_bytes):
             yield from self._cut(self._encode(changes, state.ts, state.groups))
 
-    def _tell(self, state: Iterator[Record]) -> None:
+    def _tell(self, state: Iterator[StreamRecord]) -> None:
         """Send pieces for about so long, and at least one: batches that are sent from then on are not in the state."""
         deadline = time.perf_counter() + TELL_SECONDS
         for record in state:
@@ -245,3 +380,52 @@ class BrokerTransport:
 
     def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
         return self.settings.form.encode(changes, ts, self._rank, groups, salts=self.settings.salts)
+
+
+class RedisOptions(BrokerOptions, frozen=True, kw_only=True):
+    """Options of a ``redis:`` URL."""
+
+    retain: str = "60min"
+
+
+class NATSOptions(RedisOptions, frozen=True, kw_only=True):
+    """Options of a ``nats:`` URL."""
+
+    max_bytes: str = "0"
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
+
+
+_OPTIONS: dict[str, type[BrokerOptions]] = {
+    "kafka": BrokerOptions,
+    "nats": NATSOptions,
+    "redis": RedisOptions,
+}
+
+
+def create(url: SinkURL, context: SinkContext) -> RouterFeed:
+    """Make the sink for the URL of a broker."""
+    options = url.read_options(_OPTIONS[url.scheme])
+    worker = worker_of(url, options)
+    try:
+        stream = _stream(url, options, worker)
+    except BrokerError as error:
+        raise SinkURLError(str(url), error.reason) from None
+    return feed_of(url, options, context, stream, worker)
+
+
+def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
+    address = address_of(url, options)
+    if isinstance(options, NATSOptions):
+        return NATSStream(
+            address,
+            worker,
+            retain_seconds=retain_seconds(url, options),
+            max_bytes=int(quantity(url, options, "max_bytes")),
+            replicas=options.replicas,
+        )
+    if isinstance(options, RedisOptions):
+        if worker == NAMES:
+            reason = f"{NAMES} is the key with the names of all: choose another name with worker="
+            raise SinkURLError(str(url), reason)
+        return RedisStream(address, worker, retain_seconds=retain_seconds(url, options))
+    return KafkaStream(address, worker, timeout_seconds=quantity(url, options, "timeout"))

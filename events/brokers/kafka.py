@@ -1,0 +1,269 @@
+"""Kafka as a broker: a worker's records are in one topic, in the partition of its name.
+
+The producer is idempotent: a record that it sends again is there once. It tries for `timeout_seconds`; then the
+record is given up with the producer, so that it cannot come late, and the feed publishes its state under the next
+number. Readers belong to no group and commit nothing: each keeps its place itself, and begins at the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
+from events.brokers.records import StreamRecord, StreamRewound, parse_record
+from events.errors import EventDecodeError
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer, KafkaError, Message, Producer
+
+
+TAG = "record"
+"""The header with a record's tag. The key is the worker, by which Kafka chooses the partition."""
+MAX_BYTES = 16 << 20
+"""Of a message, as far as the client is concerned."""
+_SILENT = logging.getLogger("kvcache.kafka")
+_SILENT.addHandler(logging.NullHandler())
+_SILENT.propagate = False
+_SILENT.setLevel(logging.CRITICAL + 1)  # each call tells its own
+
+
+def client_settings(address: BrokerAddress) -> dict[str, Any]:
+    """The settings of any client of this broker. Raises BrokerError."""
+    access = address.access
+    address.tls_context()  # raises, and says which files are wrong
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    settings: dict[str, Any] = {
+        "bootstrap.servers": f"{host}:{address.port}",
+        "logger": _SILENT,
+        "reconnect.backoff.max.ms": 1000,
+    }
+    protocol = "SSL" if access.tls else "PLAINTEXT"
+    if address.user is not None:
+        protocol = f"SASL_{protocol}"
+        settings |= {
+            "sasl.mechanisms": "PLAIN",
+            "sasl.username": address.user,
+            "sasl.password": address.secret or "",
+        }
+    tls = {"ssl.ca.location": access.cafile, "ssl.certificate.location": access.certfile}
+    tls["ssl.key.location"] = access.keyfile
+    settings["security.protocol"] = protocol
+    return settings | {name: value for name, value in tls.items() if value is not None}
+
+
+def told(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
+    """What an error of the client is for us."""
+    where = str(address)
+    if error is None:
+        return BrokerUnavailable(where, "it does not answer")
+    name = error.name()
+    if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"):
+        return BrokerError(where, "user or password is wrong, or has no right to this")
+    if name == "MSG_SIZE_TOO_LARGE":
+        reason = "a batch is more than it takes in one message (message.max.bytes in its configuration)"
+        return BrokerError(where, reason)
+    if name in ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART"):
+        reason = f"there is no topic {address.stream}: make one, with a retention.ms of three times restate or more"
+        return BrokerUnavailable(where, reason)
+    if name in ("_TRANSPORT", "_ALL_BROKERS_DOWN"):
+        return BrokerUnavailable(where, "it cannot be reached")
+    return BrokerUnavailable(where, name.strip("_").replace("_", " ").lower())
+
+
+_AT_ONCE = 200
+_SECONDS = 3.0
+
+
+class KafkaReader:
+    """Reads all workers, or one; the other's records come over the wire all the same."""
+
+    def __init__(self, address: BrokerAddress, worker: str | None) -> None:
+        try:
+            import confluent_kafka  # noqa: F401
+        except ImportError:
+            raise missing_extra(address) from None
+        self._address, self._only = address, worker
+        self._consumer: Consumer | None = None
+        self._error: KafkaError | None = None
+        """What the client has said last about the broker."""
+
+    def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
+        """The next records."""
+        from confluent_kafka import KafkaException
+
+        try:
+            if self._consumer is None:
+                self._begin()
+            assert self._consumer is not None
+            self._error = None
+            messages = self._consumer.consume(_AT_ONCE, max(seconds, 0.01))
+        except KafkaException as failure:
+            self.close()
+            raise told(self._address, self._error or failure.args[0]) from None
+        if not messages and self._error is not None:
+            # The client connects again by itself, and goes on where it was.
+            raise told(self._address, self._error)
+        return [record for message in messages for record in self._records(message)]
+
+    def close(self) -> None:
+        """Disconnect."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
+
+    def _begin(self) -> None:
+        from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
+
+        settings = {
+            "group.id": "kvcache",  # asked for, but joined by nobody
+            "enable.auto.commit": False,
+            "auto.offset.reset": "error",
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 50,
+            "error_cb": self._note,
+        }
+        self._error = None
+        self._consumer = Consumer(client_settings(self._address) | settings)
+        topic = self._consumer.list_topics(self._address.stream, timeout=_SECONDS).topics[
+            self._address.stream
+        ]
+        if topic.error is not None:
+            raise KafkaException(topic.error)
+        beginnings = [TopicPartition(topic.topic, each, OFFSET_BEGINNING) for each in topic.partitions]
+        self._consumer.assign(beginnings)
+
+    def _note(self, error: KafkaError) -> None:
+        self._error = error
+
+    def _records(self, message: Message) -> list[tuple[str, StreamRecord]]:
+        error = message.error()
+        if error is not None:
+            self.close()
+            if error.name() in ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE"):
+                raise StreamRewound(None)
+            raise told(self._address, error)
+        worker = (message.key() or b"").decode(errors="replace")
+        if self._only is not None and worker != self._only:
+            return []
+        tags = dict(message.headers() or ())
+        try:
+            return [(worker, parse_record(tags.get(TAG), message.value() or b""))]
+        except EventDecodeError:
+            return []  # not the feed's
+
+
+_CONNECT_SECONDS = 1.5
+
+
+class KafkaStream:
+    """Writes as one worker."""
+
+    max_payload = MAX_BYTES
+
+    def __init__(self, address: BrokerAddress, worker: str, *, timeout_seconds: float = 5.0) -> None:
+        try:
+            import confluent_kafka  # noqa: F401
+        except ImportError:
+            raise missing_extra(address) from None
+        self.name = str(address)
+        self._address, self._worker, self._timeout = address, worker, timeout_seconds
+        self._producer: Producer | None = None
+        self._error: KafkaError | None = None
+        """What the client has said last about the broker."""
+        self._outcome: Message | KafkaError | None = None
+        self._last: tuple[int, int] | None = None
+        """Partition and offset of our last record."""
+
+    def open(self) -> int | None:
+        """Connect. Which number was the last one is not known: finding it would mean reading the topic."""
+        self._connect()
+        self._last = None
+        return None
+
+    def append(self, record: StreamRecord) -> str:
+        """Produce, and wait for the acknowledgement of all replicas in sync."""
+        if self._producer is None:
+            self._connect()
+        assert self._producer is not None
+        self._outcome = None
+        try:
+            self._producer.produce(
+                self._address.stream,
+                record.payload,
+                key=self._worker,
+                headers={TAG: record.tag},
+                on_delivery=self._delivered,
+            )
+        except BufferError:
+            raise BrokerUnavailable(self.name, "its client has no room") from None
+        self._producer.flush(self._timeout + 1)
+        message = self._acknowledged()
+        place = message.partition() or 0, message.offset() or 0
+        last, self._last = self._last, place
+        if last is not None and last[0] == place[0] and place[1] <= last[1]:
+            raise BrokerError(
+                self.name, f"it has lost records of worker {self._worker} that it had acknowledged"
+            )
+        return f"{place[0]}/{place[1]}"
+
+    def trim(self, place: str) -> None:
+        """Others write to the same partition: what is old goes by the topic's own retention."""
+
+    def breathe(self) -> None:
+        """Let the client tell of errors."""
+        if self._producer is not None:
+            self._producer.poll(0)
+
+    def close(self) -> None:
+        """Disconnect; nothing is on its way."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.purge()
+            producer.flush(0)
+
+    def _connect(self) -> None:
+        from confluent_kafka import KafkaException, Producer
+
+        self.close()
+        self._error = None
+        settings = {
+            "enable.idempotence": True,
+            "message.timeout.ms": max(1, int(self._timeout * 1000)),
+            "message.max.bytes": MAX_BYTES,
+            "linger.ms": 0,  # the feed has gathered already
+            "error_cb": self._note,
+        }
+        try:
+            self._producer = Producer(client_settings(self._address) | settings)
+            topic = self._producer.list_topics(self._address.stream, timeout=_CONNECT_SECONDS)
+            error = topic.topics[self._address.stream].error
+        except KafkaException as failure:
+            self.close()
+            raise self._told(failure.args[0]) from None
+        if error is not None:
+            self.close()
+            raise told(self._address, error)
+
+    def _told(self, error: KafkaError | None) -> BrokerError:
+        """What the client has said of the broker tells more than that its time is over."""
+        return told(self._address, self._error or error)
+
+    def _note(self, error: KafkaError) -> None:
+        self._error = error
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        self._outcome = message if error is None else error
+
+    def _acknowledged(self) -> Message:
+        from confluent_kafka import Message
+
+        outcome = self._outcome
+        if isinstance(outcome, Message):
+            return outcome
+        self.close()
+        reason = self._told(outcome).reason
+        if outcome is not None and outcome.name() == "MSG_SIZE_TOO_LARGE":
+            raise told(self._address, outcome)
+        # Not to be tried again under the same number: whether it is there is not known.
+        raise BrokerError(self.name, reason)

@@ -1,0 +1,427 @@
+"""NATS JetStream as a broker: ``STREAM.WORKER`` is the subject of each worker.
+
+The client is asyncio's. Its loop runs only while something is asked of it, on the thread that asks, so nothing here
+needs a lock. It does not reconnect by itself: its user does, knowing what was lost.
+
+Each message has an id, by which the server drops one that it has (`Nats-Msg-Id`, within two minutes), and the place
+of the worker's message before it, without which the server does not take it. So a server that has lost what it
+acknowledged, and a second process that publishes as the same worker, are noticed with the next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
+from events.brokers.records import StreamRecord, StreamRewound, parse_record
+from events.errors import EventDecodeError
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js import JetStreamContext
+    from nats.js.api import RawStreamMsg, StreamInfo
+
+
+CONNECT_SECONDS = 2
+Result = TypeVar("Result")
+
+
+class NATSSession:
+    """Connects when it is needed. All its errors are BrokerError."""
+
+    def __init__(self, address: BrokerAddress) -> None:
+        try:
+            import nats  # noqa: F401
+        except ImportError:
+            raise missing_extra(address) from None
+        self._address = address
+        self._runner: asyncio.Runner | None = None
+        self._client: Client | None = None
+        self._noted: Exception | None = None
+        """What the client has said last about its connection."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        """What the server takes in one message, headers included, in bytes."""
+        assert self._client is not None
+        return self._client.max_payload
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        """The client's calls; to be awaited in `run`."""
+        assert self._client is not None
+        return self._client.jetstream()
+
+    def connect(self) -> None:
+        """Connect anew. Raises BrokerUnavailable, and BrokerError if we are refused."""
+        from nats.aio.client import Client
+
+        self.close()
+        self._noted = None
+        self._runner = asyncio.Runner()
+        self._client = Client()
+        try:
+            self.run(self._connect(self._client), CONNECT_SECONDS * 2)
+        except BrokerError:
+            self.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+        """Do it, within so many seconds. Raises BrokerUnavailable where the connection is the trouble."""
+        import nats.errors
+
+        assert self._runner is not None
+        try:
+            return self._runner.run(asyncio.wait_for(work, seconds))
+        except nats.errors.NoServersError as error:
+            raise self._refused(self._noted or error) from None
+        except (TimeoutError, OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or "it does not answer"
+            raise BrokerUnavailable(str(self._address), reason) from None
+        except nats.errors.MaxPayloadError:
+            raise
+        except nats.errors.Error as error:
+            raise self._refused(error) from None
+
+    def breathe(self) -> None:
+        """Let the client answer the server's pings."""
+        if self._runner is not None and self.connected:
+            self._runner.run(asyncio.sleep(0))
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        client, self._client = self._client, None
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        with runner, contextlib.suppress(Exception):  # what cannot be closed is gone
+            if client is not None:
+                runner.run(asyncio.wait_for(client.close(), CONNECT_SECONDS))
+
+    async def _connect(self, client: Client) -> None:
+        address = self._address
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        await client.connect(
+            f"nats://{host}:{address.port}",
+            user=address.user,
+            password=address.secret,
+            tls=address.tls_context(),
+            allow_reconnect=False,
+            connect_timeout=CONNECT_SECONDS,
+            # The client tries a server at most twice before it gives up, and says only here what was wrong.
+            max_reconnect_attempts=1,
+            reconnect_time_wait=0,
+            error_cb=self._note,
+        )
+
+    async def _note(self, error: Exception) -> None:
+        self._noted = error
+
+    def _refused(self, error: Exception) -> BrokerError:
+        from nats.js.errors import APIError
+
+        where = str(self._address)
+        if isinstance(error, OSError):
+            return BrokerUnavailable(
+                where, os.strerror(error.errno) if error.errno else "it cannot be reached"
+            )
+        # What the server says quotes at most our own names.
+        text = str(error).removeprefix("nats: ").strip("'\" ")
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            return BrokerError(where, "user or password is wrong, or has no right to this")
+        if isinstance(error, APIError):
+            return BrokerUnavailable(where, f"JetStream refuses: {error.description or type(error).__name__}")
+        return BrokerUnavailable(where, text or type(error).__name__)
+
+
+TAG = "Kvcache-StreamRecord"
+"""The header with a record's tag."""
+_AT_ONCE = 100
+_ASK_SECONDS = 3.0
+"""What the server has to answer within."""
+_LOOK_SECONDS = 2.0
+"""After so much silence it is looked whether the server still knows us."""
+_FORGET_SECONDS = 60.0
+"""When the server forgets a reader that does not ask any more."""
+
+
+class NATSReader:
+    """Reads all workers, or one. It keeps its place itself, so nothing of it has to survive in the server."""
+
+    def __init__(self, address: BrokerAddress, worker: str | None) -> None:
+        self._address = address
+        self._subject = f"{address.stream}.{worker or '*'}"
+        self._session = NATSSession(address)
+        self._pull: JetStreamContext.PullSubscription | None = None
+        self._last = 0
+        """Where in the stream what was read last stands."""
+        self._last_record: tuple[str | None, str | None] = None, None
+        """Its subject and tag."""
+        self._created: datetime | None = None
+        """When the stream was made."""
+        self._heard_at = 0.0
+
+    def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
+        """The next records."""
+        if self._pull is None or not self._session.connected:
+            self._begin()
+        assert self._pull is not None
+        try:
+            messages = self._session.run(self._fetch(self._pull, max(seconds, 0.01)), seconds + _ASK_SECONDS)
+            self._look(self._pull, heard=bool(messages))
+        except BrokerError:
+            # The server may take for delivered what was not read: it is asked for from there on again.
+            self._pull = None
+            raise
+        return [record for message in messages for record in self._records(message)]
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._session.close()
+
+    def _begin(self) -> None:
+        """Connect, and go on where it broke off. Raises StreamRewound where that is not there any more."""
+        from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+        self._pull = None
+        self._session.connect()
+        stream = self._address.stream
+        jetstream = self._session.jetstream
+        info = self._session.run(jetstream.stream_info(stream), _ASK_SECONDS)
+        rewound = not self._is_where_it_was(info)
+        if rewound:
+            self._last = 0
+        self._created = info.created
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=self._last + 1,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=_FORGET_SECONDS,
+        )
+        work = jetstream.pull_subscribe(self._subject, stream=stream, config=config)
+        self._pull = self._session.run(work, _ASK_SECONDS)
+        self._heard_at = time.monotonic()
+        if rewound:
+            raise StreamRewound(None)
+
+    def _is_where_it_was(self, info: StreamInfo) -> bool:
+        """Whether what was read last still stands in its place, or was removed as old."""
+        if not self._last:
+            return True
+        if info.created != self._created or info.state.last_seq < self._last:
+            return False
+        there = self._session.run(self._find(self._last), _ASK_SECONDS)
+        return there is None or (there.subject, (there.headers or {}).get(TAG)) == self._last_record
+
+    async def _find(self, place: int) -> RawStreamMsg | None:
+        from nats.js.errors import NotFoundError
+
+        try:
+            return await self._session.jetstream.get_msg(self._address.stream, place)
+        except NotFoundError:
+            return None
+
+    def _look(self, pull: JetStreamContext.PullSubscription, *, heard: bool) -> None:
+        """Silence may mean that the server was started anew, and knows nothing of us."""
+        now = time.monotonic()
+        if not heard and now - self._heard_at > _LOOK_SECONDS:
+            self._session.run(pull.consumer_info(), _ASK_SECONDS)
+            heard = True
+        if heard:
+            self._heard_at = now
+
+    def _records(self, message: Msg) -> list[tuple[str, StreamRecord]]:
+        tag = (message.headers or {}).get(TAG)
+        self._last = message.metadata.sequence.stream
+        self._last_record = message.subject, tag
+        try:
+            record = parse_record(tag, message.data)
+        except EventDecodeError:
+            return []  # not the feed's
+        return [(message.subject.rpartition(".")[2], record)]
+
+    async def _fetch(self, pull: JetStreamContext.PullSubscription, seconds: float) -> list[Msg]:
+        import nats.errors
+
+        try:
+            return await pull.fetch(_AT_ONCE, timeout=seconds)
+        except nats.errors.TimeoutError:
+            return []
+
+
+_ANSWER_SECONDS = 2.0
+"""What the server has to answer within."""
+_REMEMBER_SECONDS = 120.0
+"""How long the server knows the ids of messages."""
+_ID = "Nats-Msg-Id"
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_WRONG_LAST_SEQUENCE = 10071
+
+
+class NATSStream:
+    """Publishes as one worker.
+
+    The stream is made if there is none: kept in files, `replicas` times, its messages for `retain_seconds`, and at most
+    `max_bytes` of them (0: any number).
+    """
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        worker: str,
+        *,
+        retain_seconds: float = 3600.0,
+        max_bytes: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self.name = str(address)
+        self._stream, self._worker = address.stream, worker
+        self._subject = f"{address.stream}.{worker}"
+        self._session = NATSSession(address)
+        self._retain, self._max_bytes, self._replicas = retain_seconds, max_bytes, replicas
+        self._last = 0
+        """Where in the stream our last message stands; 0: there is none."""
+        self._tried: str | None = None
+        """The id of the last message that was sent; it may be there."""
+
+    @property
+    def max_payload(self) -> int:
+        """What the server takes in one message."""
+        return self._session.max_payload
+
+    def open(self) -> int | None:
+        """Connect, make the stream where there is none, and find our last message."""
+        self._connect()
+        self._tried = None
+        last = self._last_message()
+        self._last = 0 if last is None or last.seq is None else last.seq
+        if last is None:
+            return None
+        try:
+            return parse_record((last.headers or {}).get(TAG), b"").seq
+        except EventDecodeError:
+            raise BrokerError(
+                self.name, f"the subject {self._subject} has messages of something else"
+            ) from None
+
+    def append(self, record: StreamRecord) -> str:
+        """Publish, and wait for the acknowledgement."""
+        import nats.errors
+
+        if not self._session.connected:
+            self._connect()
+        unique = f"{self._worker}.{record.tag}"
+        try:
+            self._last = self._publish(record, unique)
+        except nats.errors.MaxPayloadError:
+            reason = f"a batch of {len(record.payload)} bytes is more than it takes in one message"
+            raise BrokerError(self.name, f"{reason} (max_payload in its configuration)") from None
+        except BrokerUnavailable:
+            self._session.close()
+            raise
+        finally:
+            self._tried = unique
+        return str(self._last)
+
+    def trim(self, place: str) -> None:
+        """Purge the subject up to there."""
+        if int(place) <= 1:
+            return  # to the server that would mean all of it
+        if not self._session.connected:
+            self._connect()
+        work = self._session.jetstream.purge_stream(self._stream, seq=int(place), subject=self._subject)
+        try:
+            self._session.run(work, _ANSWER_SECONDS)
+        except BrokerUnavailable:
+            self._session.close()
+            raise
+
+    def breathe(self) -> None:
+        """Answer the server's pings."""
+        self._session.breathe()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._session.close()
+
+    def _connect(self) -> None:
+        self._session.connect()
+        self._session.run(self._make_stream(), _ANSWER_SECONDS)
+
+    async def _make_stream(self) -> None:
+        from nats.js.api import StorageType, StreamConfig
+        from nats.js.errors import NotFoundError
+
+        jetstream = self._session.jetstream
+        try:
+            await jetstream.stream_info(self._stream)
+        except NotFoundError:
+            config = StreamConfig(
+                name=self._stream,
+                subjects=[f"{self._stream}.*"],
+                max_age=self._retain,
+                max_bytes=self._max_bytes or -1,
+                storage=StorageType.FILE,
+                num_replicas=self._replicas,
+                duplicate_window=min(_REMEMBER_SECONDS, self._retain),
+            )
+            await jetstream.add_stream(config)
+
+    def _publish(self, record: StreamRecord, unique: str) -> int:
+        """Publish behind our last message; returns where it stands."""
+        work = self._session.run(self._acknowledged(record, unique), _ANSWER_SECONDS)
+        if work is not None:
+            return work
+        # Our last message is not where we know it.
+        last = self._last_message()
+        found = (last.headers or {}).get(_ID) if last is not None else None
+        place = 0 if last is None or last.seq is None else last.seq
+        if found == unique:
+            return place  # an acknowledgement was lost
+        lost = found != self._tried
+        self._last = place
+        if lost:
+            reason = (
+                f"it does not have the last message of worker {self._worker}: it has lost it, or another process "
+                "publishes as the same worker (give each its own with worker=)"
+            )
+            raise BrokerError(self.name, reason)
+        return self._publish(record, unique)
+
+    async def _acknowledged(self, record: StreamRecord, unique: str) -> int | None:
+        """Where it stands; None if our last message is not where we know it."""
+        from nats.js.errors import BadRequestError
+
+        headers = {_ID: unique, _EXPECTED: str(self._last), TAG: record.tag}
+        try:
+            answer = await self._session.jetstream.publish(
+                self._subject, record.payload, timeout=_ANSWER_SECONDS, stream=self._stream, headers=headers
+            )
+        except BadRequestError as error:
+            if error.err_code != _WRONG_LAST_SEQUENCE:
+                raise
+            return None
+        return answer.seq
+
+    def _last_message(self) -> RawStreamMsg | None:
+        return self._session.run(self._find_last_message(), _ANSWER_SECONDS)
+
+    async def _find_last_message(self) -> RawStreamMsg | None:
+        from nats.js.errors import NotFoundError
+
+        try:
+            return await self._session.jetstream.get_last_msg(self._stream, self._subject)
+        except NotFoundError:
+            return None

@@ -1,0 +1,699 @@
+"""The state of workers whose feeds were recorded: a fold over the events of a log of kind `feed`.
+
+`from_wire` and `to_wire` convert between vLLM's KV events and those of the log; nothing is lost but the order of a
+map's keys, and whether an absent value is left out or nil. What a store says of all its blocks is kept once (`Scope`),
+the rest by block. In sliding windows a store may name fewer blocks than its tokens make, and nothing says which: then
+its tokens stay with all of its blocks.
+
+Engines may store a block again while it is resident, and remove each copy: copies are counted, and the block is
+resident until the last one is gone. Behind a loss nothing is known to be resident but what is stored after it. A block
+that is on its way between levels is resident nowhere for a moment; it is kept as long as a resident block follows it
+(`Lineage`), so that a reader who joins just then can place those blocks.
+
+`WorkerFeed` is what routers get of one worker: its own events, without copies.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from events import types as ev
+from events.errors import EventsError
+from events.feed.cache_fold import StreamFold
+from events.feed.changes import AnyChange, Cleared, Told
+from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
+from events.packed import TOKEN_BYTES
+from events.types import (
+    FeedCleared,
+    FeedGap,
+    FeedReceived,
+    FeedRemoved,
+    FeedRestarted,
+    FeedStarted,
+    FeedStored,
+    FeedUnknown,
+    Hash,
+    WorkerSeen,
+)
+
+AnyTold = FeedStored | FeedRemoved | FeedCleared | FeedUnknown
+_pack = msgspec.msgpack.encode
+_unpack = msgspec.msgpack.decode
+_IN_MORE = (
+    "extra_keys",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "session_id",
+    "lookahead_token_ids",
+    "cache_salt",
+)
+CLEARED = _pack({"type": "AllBlocksCleared"})
+
+
+def from_wire(worker: int, event: VLLMEvent) -> AnyTold:
+    """What a worker told, as an event of the log."""
+    if isinstance(event, BlockStored):
+        return _stored(worker, event)
+    if isinstance(event, BlockRemoved):
+        return FeedRemoved(
+            worker=worker,
+            block_hashes=event.block_hashes,
+            medium=event.medium,
+            group_idx=event.group_idx,
+            locality=event.locality,
+            ownership=event.ownership,
+            more=_pack(event.more) if event.more else b"",
+        )
+    if isinstance(event, Unknown):
+        return FeedUnknown(worker=worker, name=event.name)
+    assert isinstance(event, AllBlocksCleared)
+    return FeedCleared(worker)
+
+
+def _stored(worker: int, event: BlockStored) -> FeedStored:
+    more = {name: value for name in _IN_MORE if (value := getattr(event, name)) is not None}
+    try:
+        tokens = array("i", cast("tuple[int, ...]", event.token_ids)).tobytes()
+    except (TypeError, OverflowError):
+        tokens = b""
+        more["token_ids"] = event.token_ids
+    if event.more:
+        more = event.more | more
+    return FeedStored(
+        worker=worker,
+        block_hashes=event.block_hashes,
+        parent_block_hash=event.parent_block_hash,
+        tokens=tokens,
+        block_size=event.block_size,
+        medium=event.medium,
+        group_idx=event.group_idx,
+        lora_id=event.lora_id,
+        lora_name=event.lora_name,
+        locality=event.locality,
+        ownership=event.ownership,
+        more=_pack(more) if more else b"",
+    )
+
+
+def to_wire(event: FeedStored | FeedRemoved) -> bytes:
+    """The event as one of vLLM's maps, in msgpack: all fields that vLLM always has, and others that have a value."""
+    fields: dict[str, Any] = {"block_hashes": event.block_hashes}
+    if isinstance(event, FeedStored):
+        fields |= {
+            "parent_block_hash": event.parent_block_hash,
+            "token_ids": array("i", event.tokens).tolist(),
+            "block_size": event.block_size,
+            "lora_id": event.lora_id,
+            "medium": event.medium,
+            "lora_name": event.lora_name,
+        }
+    else:
+        fields["medium"] = event.medium
+    for name in ("group_idx", "locality", "ownership"):
+        if (value := getattr(event, name)) is not None:
+            fields[name] = value
+    more = _unpack(event.more) if event.more else {}
+    return _pack({"type": f"WorkerBlock{type(event).__name__.removeprefix('Feed')}", **fields, **more})
+
+
+PER_BLOCK = ("extra_keys", "lookahead_token_ids")
+"""Further fields that have an entry for each block."""
+SLIDING_KINDS = ("sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention")
+"""Of attention that looks back only so far; as engines call them."""
+ODD_TOKENS = "token_ids"
+"""The further field that has tokens which are no plain numbers."""
+
+_Own = tuple[tuple[str, Any], ...]
+
+
+class Scope(NamedTuple):
+    """What a store says of all its blocks: the event without the columns that the blocks have."""
+
+    event: FeedStored
+    whole: bool
+    """Whether the tokens are in it, too, because nobody knows which are whose."""
+    chained: bool = True
+    """Whether a block is of no use without its parent, as with full attention."""
+
+
+class WorkerBlock(NamedTuple):
+    """A resident block."""
+
+    name: Hash
+    parent: Hash | None
+    tokens: bytes
+    """int32 LE; empty where the engine did not say, or `scope.whole`."""
+    own: _Own
+    """Its entries of further fields."""
+    scope: Scope
+
+    def field(self, name: str) -> Any:
+        """Its entry of a further field, or what is said of all; None: there is none."""
+        for key, value in self.own:
+            if key == name:
+                return value
+        more = self.scope.event.more
+        return _unpack(more).get(name) if more else None
+
+
+def blocks_of(event: FeedStored) -> list[WorkerBlock]:
+    """The blocks that are stored, in order."""
+    hashes, size = event.block_hashes, event.block_size
+    more: dict[str, Any] = _unpack(event.more) if event.more else {}
+    count = len(hashes)
+    own = {name: more.pop(name) for name in PER_BLOCK if _has_each(more.get(name), count)}
+    aligned = not event.tokens or len(event.tokens) == count * size * TOKEN_BYTES
+    if ODD_TOKENS in more and _has_each(more[ODD_TOKENS], count * size) and size:
+        odd = more.pop(ODD_TOKENS)
+        own[ODD_TOKENS] = [odd[at * size : (at + 1) * size] for at in range(count)]
+    whole = not aligned or ODD_TOKENS in more
+    bare = msgspec.structs.replace(
+        event,
+        block_hashes=(),
+        parent_block_hash=event.parent_block_hash if whole else None,
+        tokens=event.tokens if whole else b"",
+        more=_pack(more) if more else b"",
+    )
+    chained = not whole and more.get("kv_cache_spec_kind") not in SLIDING_KINDS
+    scope, step = Scope(bare, whole, chained), size * TOKEN_BYTES if event.tokens and not whole else 0
+    blocks, parent = [], event.parent_block_hash
+    for at, name in enumerate(hashes):
+        mine = tuple([(key, values[at]) for key, values in own.items()])
+        blocks.append(WorkerBlock(name, parent, event.tokens[at * step : (at + 1) * step], mine, scope))
+        parent = name
+    return blocks
+
+
+def _has_each(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count
+
+
+def stores_of(blocks: Iterable[WorkerBlock]) -> Iterator[FeedStored]:
+    """Events that store these blocks, in this order; those that follow each other in one prefix by one event."""
+    run: list[WorkerBlock] = []
+    for block in blocks:
+        if run and not _continues(run[-1], block):
+            yield _store(run)
+            run = []
+        run.append(block)
+    if run:
+        yield _store(run)
+
+
+def _continues(before: WorkerBlock, block: WorkerBlock) -> bool:
+    if block.scope.whole or before.scope.whole:
+        return block.scope is before.scope
+    same = block.scope is before.scope or block.scope == before.scope
+    return (
+        same
+        and block.parent == before.name
+        and [key for key, _ in block.own] == [key for key, _ in before.own]
+    )
+
+
+def _store(run: Sequence[WorkerBlock]) -> FeedStored:
+    scope = run[0].scope
+    own: dict[str, list[Any]] = {}
+    for block in run:
+        for key, value in block.own:
+            own.setdefault(key, []).extend(value if key == ODD_TOKENS else [value])
+    more = scope.event.more
+    if own:
+        more = _pack({**own, **(_unpack(more) if more else {})})
+    return msgspec.structs.replace(
+        scope.event,
+        block_hashes=tuple([block.name for block in run]),
+        parent_block_hash=scope.event.parent_block_hash if scope.whole else run[0].parent,
+        tokens=scope.event.tokens if scope.whole else b"".join([block.tokens for block in run]),
+        more=more,
+    )
+
+
+def parents_first(blocks: Iterable[WorkerBlock]) -> Iterator[WorkerBlock]:
+    """The blocks in their order, but each behind its parent, in whatever places of its group that is."""
+    rows = list(blocks)
+    at: dict[tuple[int, Hash], list[int]] = {}
+    for row, block in enumerate(rows):
+        at.setdefault((_group(block), block.name), []).append(row)
+    met, told = bytearray(len(rows)), bytearray(len(rows))
+    for first in range(len(rows)):
+        path = [first]
+        while path:
+            row = path[-1]
+            block = rows[row]
+            if not met[row]:
+                met[row] = True
+                parents = () if block.parent is None else at.get((_group(block), block.parent), ())
+                path += [each for each in parents if not met[each]]
+                continue
+            path.pop()
+            if not told[row]:
+                told[row] = True
+                yield block
+
+
+def _group(block: WorkerBlock) -> int:
+    return block.scope.event.group_idx or 0
+
+
+Key = tuple[int, Hash]
+"""Group and name."""
+
+
+class Lineage:
+    """What hangs behind which block, resident or kept."""
+
+    def __init__(self) -> None:
+        self._children: dict[Key, int] = {}
+        self.kept: dict[Key, WorkerBlock] = {}
+        """In the order in which they went."""
+
+    def add(self, group: int, block: WorkerBlock) -> None:
+        """It is resident in one more place."""
+        if not block.scope.chained:
+            return
+        if block.parent is not None:
+            self._children[group, block.parent] = self._children.get((group, block.parent), 0) + 1
+        back = self.kept.pop((group, block.name), None)
+        if back is not None:
+            self._let_go(group, back)
+
+    def take(self, group: int, block: WorkerBlock, *, is_last: bool) -> None:
+        """It is resident in one place less; `is_last`: and now in none of its group."""
+        if not block.scope.chained:
+            return
+        if is_last and (group, block.name) in self._children:
+            self.kept[group, block.name] = block
+        else:
+            self._let_go(group, block)
+
+    def clear(self) -> None:
+        """Nothing is resident."""
+        self._children.clear()
+        self.kept.clear()
+
+    def _let_go(self, group: int, block: WorkerBlock) -> None:
+        """Nothing of it hangs behind its parent any more, which may have been kept for it alone."""
+        gone: WorkerBlock | None = block
+        while gone is not None and gone.parent is not None:
+            key = (group, gone.parent)
+            left = self._children[key] - 1
+            if left:
+                self._children[key] = left
+                return
+            del self._children[key]
+            gone = self.kept.pop(key, None)
+
+
+GPU = "GPU"
+MOST_COPIES = 100
+"""Of one block in one place that are counted: of more, the last ones are not known to be there."""
+
+
+class BlockPlace(NamedTuple):
+    """Where blocks are, as the engine calls it; a removal has to name the same."""
+
+    medium: str
+    group: int
+    locality: str | None = None
+    ownership: str | None = None
+
+
+def place_of(event: FeedStored | FeedRemoved) -> BlockPlace:
+    """No medium is the GPU, no group the first one."""
+    return BlockPlace(event.medium or GPU, event.group_idx or 0, event.locality, event.ownership)
+
+
+def name_of(seen: WorkerSeen) -> str:
+    """What people call a worker: where it is, and its rank if it is not the first one."""
+    return f"{seen.source}#{seen.rank}" if seen.rank else seen.source
+
+
+@dataclass
+class WorkerState:
+    """What is known of one engine, or of one of its data-parallel ranks."""
+
+    seen: WorkerSeen
+    complete: bool = True
+    """Whether all that is resident in it is known."""
+    number: int | None = None
+    """Of the last batch."""
+    published_ts: int | None = None
+    """When that was published, by its clock."""
+    blocks: dict[BlockPlace, dict[Hash, WorkerBlock]] = field(default_factory=dict)
+    copies: dict[tuple[BlockPlace, Hash], int] = field(default_factory=dict)
+    """Of blocks that have several."""
+    lineage: Lineage = field(default_factory=Lineage)
+    batches: int = 0
+    gaps: int = 0
+    lost: int = 0
+    """Batches in these."""
+    restarts: int = 0
+    clears: int = 0
+    stored: int = 0
+    removed: int = 0
+    repeated: int = 0
+    """Blocks that were stored while they were resident."""
+    unknown_removals: int = 0
+    """Blocks that were removed, but not known to be there: behind a loss, that is as it has to be."""
+    unknown_events: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return name_of(self.seen)
+
+    @property
+    def num_blocks(self) -> int:
+        """Resident, each counted once for each place that it is in."""
+        return sum(map(len, self.blocks.values()))
+
+    def store(self, event: FeedStored) -> list[WorkerBlock]:
+        """Take the blocks in; returns those that were not resident there before."""
+        place = place_of(event)
+        there = self.blocks.setdefault(place, {}) if event.block_hashes else {}
+        new = []
+        for block in blocks_of(event):
+            if block.name in there:
+                self.repeated += 1
+                self.copies[place, block.name] = min(self.copies.get((place, block.name), 1) + 1, MOST_COPIES)
+            else:
+                there[block.name] = block
+                self.lineage.add(place.group, block)
+                new.append(block)
+        self.stored += len(event.block_hashes)
+        return new
+
+    def remove(self, event: FeedRemoved) -> list[Hash]:
+        """Take a copy of each away; returns those that are not resident there any more."""
+        place = place_of(event)
+        there = self.blocks.get(place, {})
+        gone = []
+        for name in event.block_hashes:
+            left = self.copies.pop((place, name), 1) - 1
+            if left > 1:
+                self.copies[place, name] = left
+            elif not left and (block := there.pop(name, None)) is not None:
+                self.lineage.take(place.group, block, is_last=not self._has(place.group, name))
+                gone.append(name)
+            elif not left:
+                self.unknown_removals += 1
+        if not there:
+            self.blocks.pop(place, None)
+        self.removed += len(event.block_hashes)
+        return gone
+
+    def _has(self, group: int, name: Hash) -> bool:
+        return any(place.group == group and name in there for place, there in self.blocks.items())
+
+    def forget(self) -> None:
+        """Nothing is resident."""
+        self.blocks.clear()
+        self.copies.clear()
+        self.lineage.clear()
+
+    def resident(self) -> Iterator[FeedStored | FeedRemoved]:
+        """Events that make what is resident now; nothing that happens later changes them.
+
+        They are stores, parents first. What is resident only behind a block that is not there at the moment comes with
+        that block, which is removed again at the end.
+        """
+        blocks = [block for there in self.blocks.values() for block in there.values()]
+        kept = [*self.lineage.kept.values()]
+        return chain(stores_of(parents_first(blocks + kept)), _removals(kept))
+
+    def copied(self) -> Iterator[FeedStored]:
+        """Stores of the further copies that there are of some of these: of all that have a second one, a third, …"""
+        return stores_of(
+            self.blocks[place][name]
+            for number in range(1, max(self.copies.values(), default=1))
+            for (place, name), count in self.copies.items()
+            if count > number
+        )
+
+
+def _removals(blocks: Iterable[WorkerBlock]) -> Iterator[FeedRemoved]:
+    """Deepest first."""
+    for block in reversed(list(parents_first(blocks))):
+        event = block.scope.event
+        yield FeedRemoved(
+            worker=event.worker,
+            block_hashes=(block.name,),
+            medium=event.medium,
+            group_idx=event.group_idx,
+            locality=event.locality,
+            ownership=event.ownership,
+        )
+
+
+class FeedState:
+    """All workers of a log."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.started: FeedStarted | None = None
+        self.tokens_recorded = True
+        self.workers: dict[int, WorkerState] = {}
+        """Of this epoch, by their numbers."""
+        self._handlers: dict[type, Callable[[Any], object]] = {
+            ev.EpochStarted: self._begin_epoch,
+            FeedStarted: self._start,
+            WorkerSeen: self._see,
+            FeedReceived: self._receive,
+            FeedStored: self.store,
+            FeedRemoved: self.remove,
+            FeedCleared: self._clear,
+            FeedGap: self._lose,
+            FeedRestarted: self._restart,
+            FeedUnknown: self._note,
+        }
+
+    def apply(self, event: ev.AnyEvent) -> None:
+        """Change the state by one event; those of other kinds of logs change nothing. KeyError: an unknown worker."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def store(self, event: FeedStored) -> list[WorkerBlock]:
+        """What becomes resident by it."""
+        return self.workers[event.worker].store(event)
+
+    def remove(self, event: FeedRemoved) -> list[Hash]:
+        """What is not resident any more."""
+        return self.workers[event.worker].remove(event)
+
+    def forget(self, worker: WorkerState) -> None:
+        """Nothing in a worker is known to be resident any more."""
+        worker.forget()
+
+    def _begin_epoch(self, event: ev.EpochStarted) -> None:
+        self.epoch, self.tokens_recorded = event.epoch, event.tokens_recorded
+
+    def _start(self, event: FeedStarted) -> None:
+        self.started = event
+        self.workers.clear()
+
+    def _see(self, event: WorkerSeen) -> None:
+        worker = self.workers.get(event.worker)
+        if worker is None:
+            worker = self.workers[event.worker] = WorkerState(event)
+        worker.seen, worker.complete = event, event.complete
+
+    def _receive(self, event: FeedReceived) -> None:
+        worker = self.workers[event.worker]
+        worker.number, worker.published_ts = event.number, event.published_ts
+        worker.batches += 1
+
+    def _clear(self, event: FeedCleared) -> None:
+        worker = self.workers[event.worker]
+        self.forget(worker)
+        worker.complete = True
+        worker.clears += 1
+
+    def _lose(self, event: FeedGap) -> None:
+        worker = self.workers[event.worker]
+        self.forget(worker)
+        worker.complete = False
+        worker.gaps += 1
+        worker.lost += event.last - event.first + 1
+
+    def _restart(self, event: FeedRestarted) -> None:
+        worker = self.workers[event.worker]
+        self.forget(worker)
+        worker.complete = True
+        worker.restarts += 1
+
+    def _note(self, event: FeedUnknown) -> None:
+        self.workers[event.worker].unknown_events += 1
+
+
+class SeveralWorkers(EventsError):
+    """A feed is that of one worker."""
+
+
+class WorkerFeed(StreamFold[AnyChange]):
+    """Folds batches into the changes of the worker with this name; None: of the only one that there is.
+
+    `fold` raises SeveralWorkers.
+    """
+
+    _heard_when_lost = (ev.Gap, ev.FeedStarted, ev.WorkerSeen)
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.worker: WorkerState | None = None
+        self._name = name
+        self._number: int | None = None
+        self._names: dict[int, str] = {}
+        self._of_worker: dict[type, Callable[[WorkerState, Any], None]] = {
+            ev.FeedStored: self._store,
+            ev.FeedRemoved: self._remove,
+            ev.FeedCleared: self._clear,
+            ev.FeedGap: self._clear,
+            ev.FeedRestarted: self._clear,
+        }
+        self._handlers |= {ev.FeedStarted: self._start, ev.WorkerSeen: self._see}
+        self._handlers |= dict.fromkeys(self._of_worker, self._hear)
+
+    def snapshot(self) -> Iterator[AnyChange]:
+        """Everything that is known to be resident, as stores, parents first; what is folded later changes nothing."""
+        if self.worker is None:
+            return iter(())
+        return map(_told, self.worker.resident())
+
+    @property
+    def missing(self) -> str | None:
+        """Whom the log does not know (yet), in words; None: its worker is there."""
+        if self.worker is not None:
+            return None
+        if self._name is None:
+            return "the log knows of no worker yet"
+        names = ", ".join(sorted(self._names.values())) or "none"
+        return f"the log knows of no worker {self._name}; there are {names}"
+
+    def _hear(self, event: Any) -> None:
+        """What some worker told."""
+        if self.worker is not None and event.worker == self._number:
+            self._of_worker[type(event)](self.worker, event)
+
+    def _start(self, event: ev.FeedStarted) -> None:
+        self._begin()
+        self.worker = self._number = None
+        self._names.clear()
+        self._changes.append(Cleared())
+
+    def _see(self, event: ev.WorkerSeen) -> None:
+        self._names[event.worker] = name_of(event)
+        if self._name is None and len(self._names) > 1:
+            names = ", ".join(sorted(self._names.values()))
+            raise SeveralWorkers(
+                f"the log is of several workers, and a feed is of one: name it with engine=; there are {names}"
+            )
+        if self._name in (None, self._names[event.worker]):
+            if self.worker is None:
+                self.worker, self._number = WorkerState(event), event.worker
+            self.worker.seen = event
+
+    def _store(self, worker: WorkerState, event: ev.FeedStored) -> None:
+        new = worker.store(event)
+        if len(new) == len(event.block_hashes):
+            self._changes += [_told(event)] if new else []
+        else:
+            self._changes += map(_told, stores_of(new))
+
+    def _remove(self, worker: WorkerState, event: ev.FeedRemoved) -> None:
+        gone = worker.remove(event)
+        if gone:
+            self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
+
+    def _clear(self, worker: WorkerState, event: ev.FeedCleared | ev.FeedGap | ev.FeedRestarted) -> None:
+        worker.forget()
+        self._changes.append(Cleared())
+
+
+def _told(event: ev.FeedStored | ev.FeedRemoved) -> Told:
+    return Told(to_wire(event))
+
+
+class Prefix(NamedTuple):
+    """What a worker has of a prompt."""
+
+    worker: WorkerState
+    tokens: int
+    blocks: int
+    media: dict[str, int]
+    """Blocks by the best place that each is in, in the worker's own words."""
+
+
+def longest_prefixes(
+    workers: Iterable[WorkerState], tokens: bytes, *, lora: str | None = None, salt: str | None = None
+) -> list[Prefix]:
+    """Of each worker what it has, most first; `tokens` are int32 LE. Also what its last token is in counts."""
+    found = [_longest(worker, tokens, lora, salt) for worker in workers]
+    return sorted(found, key=lambda prefix: -prefix.tokens)
+
+
+def _longest(worker: WorkerState, tokens: bytes, lora: str | None, salt: str | None) -> Prefix:
+    groups: dict[int, list[tuple[str, WorkerBlock]]] = {}
+    for place, there in worker.blocks.items():
+        for block in there.values():
+            groups.setdefault(place.group, []).append((place.medium, block))
+    paths = [_path(blocks, tokens, lora, salt) for blocks in groups.values() if blocks[0][1].scope.chained]
+    if not paths:
+        return Prefix(worker, 0, 0, {})
+    path = min(paths, key=lambda found: sum(size for _, size in found))
+    media: dict[str, int] = {}
+    for medium, _ in path:
+        media[medium] = media.get(medium, 0) + 1
+    return Prefix(worker, sum(size for _, size in path), len(path), media)
+
+
+def _path(
+    blocks: Iterable[tuple[str, WorkerBlock]], tokens: bytes, lora: str | None, salt: str | None
+) -> list[tuple[str, int]]:
+    """The medium and the tokens of each block from the prompt's beginning on."""
+    behind: dict[Hash | None, list[tuple[str, WorkerBlock]]] = {}
+    for medium, block in blocks:
+        if block.tokens:
+            behind.setdefault(block.parent, []).append((medium, block))
+    path: list[tuple[str, int]] = []
+    parent: Hash | None = None
+    at = 0
+    while True:
+        here = [
+            (medium, block)
+            for medium, block in behind.get(parent, ())
+            if tokens[at : at + len(block.tokens)] == block.tokens
+            and _suits(block, lora, salt if not at else None)
+        ]
+        if not here:
+            return path
+        medium, block = min(here, key=lambda found: found[0] != "GPU")
+        path.append((medium, len(block.tokens) // TOKEN_BYTES))
+        at, parent = at + len(block.tokens), block.name
+
+
+def _suits(block: WorkerBlock, lora: str | None, salt: str | None) -> bool:
+    """Whether a prompt with this adapter and, at its beginning, this salt may have the block.
+
+    Engines tell a salt as it is, or as its SHA-256 in hex. What else a block's hash covers (images), no prompt of plain
+    tokens has.
+    """
+    event = block.scope.event
+    adapter = event.lora_name if event.lora_name is not None or event.lora_id is None else str(event.lora_id)
+    if adapter != lora:
+        return False
+    extra = [key for key in block.field("extra_keys") or () if key != adapter]
+    told = extra or (
+        [block.field("cache_salt")] if block.parent is None and block.field("cache_salt") else []
+    )
+    if salt is None:
+        return not told
+    return len(told) == 1 and told[0] in (salt, sha256(salt.encode()).hexdigest())

@@ -1,0 +1,617 @@
+"""``prometheus://HOST:PORT`` serves a cache's metrics over HTTP, for Prometheus to fetch.
+
+``prometheus://:9090`` listens on all addresses, ``prometheus://127.0.0.1:9090`` only to its own machine. With
+``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` to those only who have a certificate of that
+authority. Metrics hold no tokens, no names of blocks and no request ids; their names are in docs/monitoring.md.
+
+`BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
+lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The
+`MetricsCollector` names the metrics. The server differs from `prometheus_client`'s own in what a slow or hostile peer
+can do: a connection has ten seconds for all that it wants, TLS included, and there are at most 32; who comes then takes
+the place of the oldest one.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.packed import SLOT_BYTES
+from events.structs import LEVEL_NAMES
+from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason
+from sinks.base import Probe, SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.histogram import SECONDS, Histogram
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from sinks.base import Probe
+
+
+Slots = npt.NDArray[np.int32]
+_UNKNOWN = 0
+
+
+class _SlotTimes:
+    """When the blocks of one window and level were stored and last used, in ns; 0 where that is unknown."""
+
+    def __init__(self, size: int) -> None:
+        self.stored, self.used = np.zeros(size, np.int64), np.zeros(size, np.int64)
+
+    def forget(self) -> None:
+        self.stored[:] = self.used[:] = _UNKNOWN
+
+
+class BlockMetrics:
+    """Counters and ages; written by the sink's thread, read by any."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.requests = self.refused = self.finished = self.lost_batches = 0
+        self.reused_tokens: Counter[str] = Counter()
+        """By level, or ``partial``."""
+        self.stored = self.allocated = self.copied = self.recomputed = 0
+        self.removed: Counter[tuple[str, str]] = Counter()
+        """By level and reason."""
+        self.moved: Counter[str] = Counter()
+        """Blocks by direction: ``offload``, ``onboard``."""
+        self.moved_bytes: Counter[str] = Counter()
+        self.failed_copies = 0
+        self.idle_before_evict = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
+        self.lifetime = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
+        self.reuse_gap = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
+        self.copy_seconds = {name: Histogram(SECONDS) for name in ("offload", "onboard")}
+        self._now = 0
+        self._times: list[tuple[_SlotTimes, _SlotTimes]] = []
+        self._block_bytes: list[int] = []
+        self._transfers: dict[int, tuple[str, int]] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.CacheCreated: self._create,
+            ev.StateExported: self._export,
+            ev.Gap: self._lose,
+            ev.SequenceAdded: self._admit,
+            ev.SequenceRemoved: self._finish,
+            ev.AdmissionRefused: self._refuse,
+            ev.BlocksAllocated: self._allocate,
+            ev.BlocksCopied: self._copy,
+            ev.BlocksStored: self._store,
+            ev.BlocksFilled: self._store,
+            ev.BlocksReused: self._reuse,
+            ev.BlocksMoved: self._move,
+            ev.BlocksRemoved: self._remove,
+            ev.TransferLanded: self._land,
+            ev.TransferFailed: self._fail,
+            ev.CacheCleared: self._clear,
+        }
+
+    def fold(self, batch: ev.EventBatch) -> None:
+        """Count what one batch says."""
+        self._now = batch.ts
+        for event in batch.events:
+            handler = self._handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+
+    # -- the cache
+
+    def _create(self, event: ev.CacheCreated) -> None:
+        self._times = [
+            (_SlotTimes(group.num_blocks[PRIMARY]), _SlotTimes(group.num_blocks[SECONDARY]))
+            for group in event.groups
+        ]
+        self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
+        self._transfers.clear()
+
+    def _export(self, event: ev.StateExported) -> None:
+        self._forget()
+
+    def _lose(self, event: ev.Gap) -> None:
+        self.lost_batches += event.last_seq - event.first_seq + 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._transfers.clear()
+        for levels in self._times:
+            for times in levels:
+                times.forget()
+
+    def _clear(self, event: ev.CacheCleared) -> None:
+        for levels in event.removed:
+            for level, blocks in zip(LEVEL_NAMES, levels, strict=True):
+                self.removed[level, "cleared"] += blocks
+        self._forget()
+
+    # -- requests
+
+    def _admit(self, event: ev.SequenceAdded) -> None:
+        secondary = max(event.reused_secondary)
+        self.requests += 1
+        self.prompt_tokens += event.num_tokens
+        # Where windows differ, what one of them has to bring back counts as reused from secondary.
+        self.reused_tokens["primary"] += event.reused - event.reused_partial - secondary
+        self.reused_tokens["secondary"] += secondary
+        self.reused_tokens["partial"] += event.reused_partial
+
+    def _finish(self, event: ev.SequenceRemoved) -> None:
+        self.finished += 1
+
+    def _refuse(self, event: ev.AdmissionRefused) -> None:
+        self.refused += 1
+
+    # -- blocks
+
+    def _allocate(self, event: ev.BlocksAllocated) -> None:
+        self.allocated += len(event.slots) // SLOT_BYTES
+
+    def _copy(self, event: ev.BlocksCopied) -> None:
+        self.copied += 1
+
+    def _store(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
+        slots = np.frombuffer(event.slots, np.int32)
+        self.stored += len(slots)
+        times = self._times[event.group][PRIMARY]
+        times.stored[slots] = times.used[slots] = self._now
+
+    def _reuse(self, event: ev.BlocksReused) -> None:
+        slots, times = np.frombuffer(event.slots, np.int32), self._times[event.group][event.level]
+        if not event.replaced:  # else a block was computed twice, and nothing saved
+            self._observe(self.reuse_gap[LEVEL_NAMES[event.level]], times.used[slots])
+        times.used[slots] = np.where(times.used[slots] == _UNKNOWN, _UNKNOWN, self._now)
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        old, new = np.frombuffer(event.from_slots, np.int32), np.frombuffer(event.to_slots, np.int32)
+        source = self._times[event.group][event.from_level]
+        target = self._times[event.group][event.to_level]
+        if event.why == MoveReason.OFFLOAD:
+            self._observe(self.idle_before_evict["primary"], source.used[old])
+        target.stored[new], target.used[new] = source.stored[old], source.used[old]
+        source.stored[old] = source.used[old] = _UNKNOWN
+        if event.why == MoveReason.RECOMPUTED:
+            self.recomputed += len(new)
+            return
+        self.moved[event.why] += len(new)
+        self.moved_bytes[event.why] += len(new) * self._block_bytes[event.group]
+        self._transfers[event.transfer] = (str(event.why), self._now)
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        level, slots = LEVEL_NAMES[event.level], np.frombuffer(event.slots, np.int32)
+        times = self._times[event.group][event.level]
+        self.removed[level, str(event.why)] += len(slots)
+        self._observe(self.idle_before_evict[level], times.used[slots])
+        self._observe(self.lifetime[level], times.stored[slots])
+        times.stored[slots] = times.used[slots] = _UNKNOWN
+
+    def _observe(self, histogram: Histogram, since: npt.NDArray[np.int64]) -> None:
+        known = since[since != _UNKNOWN]
+        if len(known):
+            histogram.observe(np.maximum(self._now - known, 0))
+
+    # -- copies
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer in array("q", event.transfers):
+            why, since = self._transfers.pop(transfer, ("", 0))
+            if why:
+                self.copy_seconds[why].observe(np.array([max(self._now - since, 0)], np.int64))
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        for transfer in array("q", event.transfers):
+            self._transfers.pop(transfer, None)
+            self.failed_copies += 1
+
+
+Rows = Sequence[tuple[dict[str, str], float]]
+"""Values and their labels."""
+PREFIX = "kvcache_"
+"""Of all names."""
+
+
+class MetricsCollector:
+    """What prometheus-client asks for the metrics of one cache."""
+
+    def __init__(self, blocks: BlockMetrics, model: str) -> None:
+        self._blocks, self._labels = blocks, {"model": model}
+        self.probe: Probe | None = None
+        """Of a manager, or of a fold of its log; None: what only they know is left out."""
+        self.last_batch_ns = 0
+        """When the last batch was made."""
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as of now."""
+        yield from self._of_requests()
+        yield from self._of_blocks()
+        yield from self._of_ages()
+        if self.last_batch_ns:
+            age = max(0.0, time.time() - self.last_batch_ns / 1e9)
+            yield self._gauge("last_batch_age_seconds", "Time since the last batch of events.", [({}, age)])
+        if self.probe is not None:
+            yield from self._of_state(self.probe.stats())
+            yield from self._of_steps(self.probe)
+            yield from self._of_log(self.probe.log_stats())
+            yield from self._of_sinks(self.probe.sink_stats())
+
+    # -- what events say
+
+    def _of_requests(self) -> Iterator[Metric]:
+        blocks = self._blocks
+        yield self._counter("requests", "Requests admitted.", [({}, blocks.requests)])
+        yield self._counter("requests_finished", "Requests that ended.", [({}, blocks.finished)])
+        text = "Requests that did not fit; each is counted once until it is admitted."
+        yield self._counter("requests_refused", text, [({}, blocks.refused)])
+        text = "Prompt tokens of admitted requests: what was looked up."
+        yield self._counter("prefix_cache_queries", text, [({}, blocks.prompt_tokens)])
+        text = (
+            "Prompt tokens that needed no computing, by where they were found; partial: in a part of a block."
+        )
+        levels = [({"level": level}, blocks.reused_tokens[level]) for level in (*LEVEL_NAMES, "partial")]
+        yield self._counter("prefix_cache_hits", text, levels)
+        text = "Batches of events that did not reach these metrics."
+        yield self._counter("metrics_lost_batches", text, [({}, blocks.lost_batches)])
+
+    def _of_blocks(self) -> Iterator[Metric]:
+        blocks = self._blocks
+        yield self._counter("blocks_allocated", "Blank slots taken.", [({}, blocks.allocated)])
+        yield self._counter("blocks_stored", "Blocks that became reusable.", [({}, blocks.stored)])
+        text = "Blocks copied because only a part of them was wanted."
+        yield self._counter("blocks_copied", text, [({}, blocks.copied)])
+        text = "Blocks that were computed again while they lay in secondary."
+        yield self._counter("blocks_recomputed", text, [({}, blocks.recomputed)])
+        text = "Blocks whose content is gone, by level and reason; capacity: evicted."
+        removed = sorted(blocks.removed.copy().items())
+        rows = [({"level": level, "reason": reason}, count) for (level, reason), count in removed]
+        yield self._counter("blocks_removed", text, rows)
+        text = "Blocks moved between the levels; offload: evicted from primary, kept in secondary."
+        ways = ("offload", "onboard")
+        yield self._counter("blocks_moved", text, [({"direction": way}, blocks.moved[way]) for way in ways])
+        text = "Bytes of these blocks."
+        moved = [({"direction": way}, blocks.moved_bytes[way]) for way in ways]
+        yield self._counter("moved_bytes", text, moved)
+        yield self._counter("copies_failed", "Copies of blocks that failed.", [({}, blocks.failed_copies)])
+
+    def _of_ages(self) -> Iterator[Metric]:
+        blocks = self._blocks
+        text = "Time from a block's last use to its eviction from a level."
+        yield self._histogram("block_idle_before_evict_seconds", text, "level", blocks.idle_before_evict)
+        text = "Time from storing a block to its removal, by the level it was removed from."
+        yield self._histogram("block_lifetime_seconds", text, "level", blocks.lifetime)
+        text = "Time from a block's last use to its reuse, by the level it was found in."
+        yield self._histogram("block_reuse_gap_seconds", text, "level", blocks.reuse_gap)
+        text = "Time from the decision to copy blocks to the step that found the copy complete."
+        yield self._histogram("copy_seconds", text, "direction", blocks.copy_seconds)
+
+    # -- what the process knows
+
+    def _of_state(self, stats: Any) -> Iterator[Metric]:
+        rows: list[tuple[dict[str, str], float]] = []
+        usage: list[tuple[dict[str, str], float]] = []
+        for level, total, blank, idle in zip(
+            LEVEL_NAMES, stats.blocks_total, stats.blocks_blank, stats.blocks_unreferenced, strict=True
+        ):
+            counts = {"held": total - blank - idle, "reusable": idle, "blank": blank}
+            rows += [({"level": level, "state": state}, count) for state, count in counts.items()]
+            usage += [({"level": level}, (total - blank - idle) / total)] if total else []
+        text = (
+            "Slots by what they are: held by running requests, cached and held by none (reusable), or blank."
+        )
+        yield self._gauge("blocks", text, rows)
+        yield self._gauge("usage_ratio", "Share of the slots that running requests hold.", usage)
+        yield self._gauge("requests_running", "Running requests.", [({}, stats.sequences)])
+        text = "Hits that were a returning request's own tokens, computed before it was preempted."
+        yield self._counter("prefix_cache_own_hits", text, [({}, stats.reused_tokens_own)])
+        text = "Blocks computed by two requests at a time, of which one was given back."
+        yield self._counter("blocks_deduplicated", text, [({}, stats.blocks_deduplicated)])
+        text = "Blocks of prompts by what was cached of them: all (full), the start (partial), or nothing (missed)."
+        kinds = ("full", "partial", "missed")
+        looked_up = (stats.blocks_reused_full, stats.blocks_reused_partial, stats.blocks_missed)
+        rows = [({"cached": kind}, count) for kind, count in zip(kinds, looked_up, strict=True)]
+        yield self._counter("prompt_blocks", text, rows)
+        text = "Slots that were taken for the first time."
+        yield self._counter("blocks_first_used", text, [({}, stats.blocks_allocated_new)])
+        text = "Bytes of the starts of blocks that were copied."
+        yield self._counter("copied_bytes", text, [({}, stats.bytes_copied)])
+        yield self._counter("events", "Events.", [({}, stats.events)])
+        yield self._counter(
+            "batches", "Batches of events: engine steps that changed something.", [({}, stats.batches)]
+        )
+
+    def _of_steps(self, probe: Probe) -> Iterator[Metric]:
+        if probe.step_times is not None:
+            text = "Time that the manager's calls take of an engine step, from one flush to the next."
+            yield self._histogram("step_seconds", text, None, {"": probe.step_times})
+
+    def _of_log(self, log: Any) -> Iterator[Metric]:
+        if log is None:
+            return
+        # Who only reads the log does not know what its writer has before itself.
+        text = "Batches in the log's files; durable, unless the log is set to fsync=never."
+        yield self._counter("log_batches", text, [({}, log.batches)])
+        yield self._counter("log_bytes", "Bytes in the log's files.", [({}, log.bytes)])
+        yield self._counter(
+            "log_dropped_batches", "Batches that the log has lost.", [({}, log.dropped_batches)]
+        )
+        if log.durable_seq is not None:
+            text = "The last batch known to be on disk; -1: none."
+            yield self._gauge("log_durable_batch", text, [({}, float(log.durable_seq))])
+        if log.lag_batches is not None:
+            yield self._gauge("log_lag_batches", "Batches that wait to be written.", [({}, log.lag_batches)])
+        if log.state is not None:
+            text = "Whether the log is written: 0 while the disk refuses."
+            yield self._gauge("log_up", text, [({}, float(log.state == "running"))])
+
+    def _of_sinks(self, sinks: Any) -> Iterator[Metric]:
+        text = "Batches that a sink has taken."
+        yield self._counter("sink_batches", text, [({"sink": each.name}, each.batches) for each in sinks])
+        text = "Batches that did not reach a sink."
+        rows = [({"sink": each.name}, each.dropped_batches) for each in sinks]
+        yield self._counter("sink_dropped_batches", text, rows)
+        rows = [({"sink": each.name}, each.errors) for each in sinks]
+        yield self._counter("sink_errors", "Times that a sink has failed.", rows)
+        text = "Connections to a feed that came to nothing because of keys."
+        rows = [({"sink": each.name}, each.refused_peers) for each in sinks]
+        yield self._counter("sink_refused_peers", text, rows)
+        text = "Batches that wait for a sink."
+        yield self._gauge(
+            "sink_lag_batches", text, [({"sink": each.name}, each.lag_batches) for each in sinks]
+        )
+        text = "Whether a sink works: 0 while it fails, or is left out because it does."
+        rows = [({"sink": each.name}, float(each.state == "running")) for each in sinks]
+        yield self._gauge("sink_up", text, rows)
+
+    # -- families
+
+    def _counter(self, name: str, text: str, rows: Rows) -> Metric:
+        from prometheus_client.core import CounterMetricFamily
+
+        return self._filled(CounterMetricFamily, name, text, rows)
+
+    def _gauge(self, name: str, text: str, rows: Rows) -> Metric:
+        from prometheus_client.core import GaugeMetricFamily
+
+        return self._filled(GaugeMetricFamily, name, text, rows)
+
+    def _filled(self, kind: Any, name: str, text: str, rows: Rows) -> Metric:
+        labels = list({**self._labels, **(rows[0][0] if rows else {})})
+        family: Metric = kind(PREFIX + name, text, labels=labels)
+        for row, value in rows:
+            family.add_metric([*self._labels.values(), *row.values()], value)  # type: ignore[attr-defined]
+        return family
+
+    def _histogram(self, name: str, text: str, label: str | None, rows: Mapping[str, Histogram]) -> Metric:
+        from prometheus_client.core import HistogramMetricFamily
+
+        labels = [*self._labels, *([label] if label else [])]
+        family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        for value, histogram in rows.items():
+            buckets, total = histogram.cumulative()
+            family.add_metric([*self._labels.values(), *([value] if label else [])], buckets, total)
+        return family
+
+
+MAX_CONNECTIONS = 32
+MAX_SECONDS = 10.0
+"""A connection's life."""
+_LOOK_SECONDS = 0.5
+"""How often connections are looked at that are too old; whoever stops the server waits as long."""
+_LEAVE_SECONDS = 0.2
+"""How long the oldest connection's thread may take to end before a new one is turned away."""
+_PAUSE_SECONDS = 0.1
+"""After a connection that could not be taken: without it, one that waits while no file can be opened is tried again
+and again."""
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base's name
+        """Say nothing about who asks."""
+
+
+class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
+    """Listens on `host` ("": all addresses) at `port` (0: any that is free), once it is made. Raises OSError.
+
+    With `tls` it speaks HTTPS only.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+    """Of connections that were not taken yet; where there is no room, the system lets who comes wait for a second."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._since: dict[socket.socket, float] = {}
+        """When each connection began; the oldest is the first."""
+        self._lock = threading.Lock()
+        address = host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")  # noqa: S104  as the URL says
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self.address_family = found[0]
+        super().__init__((address, port), _SilentHandler)
+        if tls is not None:
+            # The handshake is left to the connection's own thread.
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def server_bind(self) -> None:
+        """Take the address, without asking the network for its name as HTTPServer does."""
+        if self.address_family == socket.AF_INET6 and self.server_address[0] == "::":
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def serve(self) -> None:
+        """Answer, until `shutdown` is called."""
+        self.serve_forever(_LOOK_SECONDS)
+
+    # -- of socketserver
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection. What goes wrong, as where no file can be opened, passes."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_PAUSE_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Have a thread answer, if there is a place."""
+        if not (self._places.acquire(blocking=False) or self._free_place()):
+            self.shutdown_request(request)
+            return
+        with self._lock:
+            self._since[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._leave(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer; on a thread of its own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """Hang up on who is there for too long."""
+        now = time.monotonic()
+        with self._lock:
+            for connection, since in self._since.items():
+                if now - since > MAX_SECONDS:
+                    _hang_up(connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: whoever knocks could fill the log."""
+
+    # -- connections
+
+    def _free_place(self) -> bool:
+        with self._lock:
+            for oldest in self._since:
+                _hang_up(oldest)
+                break
+        return self._places.acquire(timeout=_LEAVE_SECONDS)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            del self._since[request]
+        self._places.release()
+
+
+def tls_context(certfile: str, keyfile: str | None, client_cafile: str | None) -> ssl.SSLContext:
+    """What encrypts; with `client_cafile` for those only who have a certificate of that authority. Raises OSError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certfile, keyfile)
+    if client_cafile is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(client_cafile)
+    return context
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        # TLS has nothing to say any more.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+PORT = 9090
+"""Where the URL names none."""
+
+
+class PrometheusOptions(msgspec.Struct, frozen=True):
+    """Options of the URL."""
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    client_cafile: str | None = None
+
+
+class PrometheusSink:
+    """Counts what batches say, and serves that to whoever asks."""
+
+    folds = True
+    needs_cache = True
+    """Its counters are those since the engine began, also where it is not in the engine's process."""
+    needs_tokens = False
+
+    def __init__(self, host: str, port: int, options: PrometheusOptions, model: str) -> None:
+        self._host, self._port, self._options = host, port, options
+        self._blocks = BlockMetrics()
+        self.collector = MetricsCollector(self._blocks, model)
+        self._server: MetricsServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, probe: Probe) -> None:
+        """Serve also what events do not say: gauges, step times, log and sinks, as far as the probe knows."""
+        self.collector.probe = probe
+
+    @property
+    def port(self) -> int:
+        """Where it listens while it is open: the URL's, or any free one for port 0."""
+        return self._server.server_port if self._server is not None else self._port
+
+    def open(self) -> None:
+        """Listen. Raises SinkError if the address cannot be had, or the certificates cannot be read."""
+        from prometheus_client import make_wsgi_app
+        from prometheus_client.registry import CollectorRegistry
+
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        options = self._options
+        try:
+            tls = None
+            if options.certfile is not None:
+                tls = tls_context(options.certfile, options.keyfile, options.client_cafile)
+        except OSError as error:
+            raise SinkError(f"the certificates cannot be used: {error.strerror or error}") from None
+        try:
+            self._server = MetricsServer(self._host, self._port, tls)
+        except OSError as error:
+            where = f"{self._host}:{self._port}" if self._host else f"port {self._port} of all addresses"
+            raise SinkError(f"cannot listen on {where}: {error.strerror or error}") from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve, name="kvcache-metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, batch: EventBatch) -> None:
+        """Count one batch."""
+        self._blocks.fold(batch)
+        self.collector.last_batch_ns = batch.ts
+
+    def close(self) -> None:
+        """Stop listening."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+
+def create(url: SinkURL, context: SinkContext) -> PrometheusSink:
+    """The sink for a ``prometheus:`` URL."""
+    options = url.read_options(PrometheusOptions)
+    url.refuse_login()
+    if url.path not in ("", "/"):
+        raise SinkURLError(str(url), "metrics are at /metrics: give host and port only")
+    if (options.certfile is None) != (options.keyfile is None):
+        raise SinkURLError(str(url), "certfile and keyfile belong together")
+    if options.client_cafile is not None and options.certfile is None:
+        raise SinkURLError(str(url), "client_cafile asks for certfile and keyfile as well")
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        raise SinkURLError(
+            str(url), "it needs prometheus-client: pip install 'kvcache[prometheus]'"
+        ) from None
+    return PrometheusSink(url.host or "", PORT if url.port is None else url.port, options, context.model)
