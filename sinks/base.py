@@ -31,6 +31,7 @@ import msgspec
 from events.errors import FieldsError, option_name, shortened, without_login
 from events.tokens.names import salt_digest
 from events.types import CacheCreated, EventBatch, PoolShared, StateExported
+from events.units import parse_bytes, parse_seconds
 from sinks.histogram import Histogram
 
 MAX_SALTS = 1 << 16
@@ -70,6 +71,8 @@ State = Literal["running", "failing", "quarantined", "closed"]
 _PORT_SHOWN = 6
 """A port that is too large is repeated if it has no more digits."""
 
+_SIZES = ("max_batch", "max_bytes", "ring")
+"""Options that are sizes; others with a unit are durations."""
 LOGIN_IGNORED = (
     "it asks nobody who he is, so a user and a password would be ignored and protect nothing: leave them out"
 )
@@ -313,6 +316,14 @@ class SinkURL:
         except msgspec.ValidationError as error:
             reason = f"bad option: {shortened(str(error))}{_choices(declared, str(error))}"
             raise SinkURLError(str(self), f"{reason}; known options: {known}") from None
+
+    def quantity(self, options: msgspec.Struct, name: str) -> float:
+        """Return a size in bytes or a duration in seconds that an option names with its unit. Raises SinkURLError."""
+        parse = parse_bytes if name in _SIZES else parse_seconds
+        try:
+            return parse(getattr(options, name))
+        except ValueError as error:
+            raise SinkURLError(str(self), f"bad option: {name}={error}") from None
 
 
 def _choices(declared: type[msgspec.Struct], problem: str) -> str:

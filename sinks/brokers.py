@@ -16,8 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -36,41 +35,28 @@ from events.brokers.nats import NATSStream
 from events.brokers.records import StreamRecord
 from events.brokers.redis import NAMES, RedisStream
 from events.feed.changes import AnyChange
-from events.formats.native import Encoding
 from events.types import GroupCreated
-from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkError, SinkUnavailable, SinkURL, SinkURLError
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed, in_batches
-from sinks.router.native import NativeFeed
-from sinks.router.numbers import FeedNumbers, clock_number
-from sinks.router.options import INT32, MAPS, Form, Style, WireFormat, feed_for, form_of, tells_tokens
+from sinks.router.options import MAPS, FeedOptions, Form, form_of, make_feed
 
-_BYTES = ("max_batch", "max_bytes")
 LEAST_RETAIN = 3
 """So many times `restate` messages must be kept: for the state before, the one in the making, and some air."""
 
 
-class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
-    """Options that all brokers have."""
+class BrokerOptions(FeedOptions, frozen=True, kw_only=True):
+    """Options that all brokers have: those of feeds, and of `AccessOptions`."""
 
-    format: WireFormat = "vllm"
-    style: Style = "map"
-    encoding: Encoding = "msgpack"
-    tokens: bool | None = None
     worker: str | None = None
-    engine: str | None = None
-    rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
-    salts: Literal["digest", "plain"] = "digest"
-    coalesce: str = "50ms"
     max_batch: str = "512KiB"
     heartbeat: str = "5s"
     restate: str = "10min"
     timeout: str = "5s"
-    state: str | None = None
-    first: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
-
-
-Options = TypeVar("Options", bound=BrokerOptions)
+    password_file: str | None = None
+    tls: bool = False
+    cafile: str | None = None
+    certfile: str | None = None
+    keyfile: str | None = None
 
 
 def address_of(url: SinkURL, options: BrokerOptions) -> BrokerAddress:
@@ -83,7 +69,7 @@ def address_of(url: SinkURL, options: BrokerOptions) -> BrokerAddress:
             url.path.strip("/") or STREAM,
             url.user,
             url.password,
-            options,
+            msgspec.convert(options, AccessOptions, from_attributes=True),
         )
     except BrokerURLError as error:
         raise SinkURLError(str(url), error.reason) from None
@@ -101,18 +87,9 @@ def worker_of(url: SinkURL, options: BrokerOptions) -> str:
     return name
 
 
-def quantity(url: SinkURL, options: BrokerOptions, name: str) -> float:
-    """A duration in seconds, or a size in bytes. Raises SinkURLError."""
-    parse = parse_bytes if name in _BYTES else parse_seconds
-    try:
-        return parse(getattr(options, name))
-    except ValueError as error:
-        raise SinkURLError(str(url), f"bad option: {name}={error}") from None
-
-
 def retain_seconds(url: SinkURL, options: BrokerOptions) -> float:
     """How long messages are kept. Raises SinkURLError where a live worker's state would be forgotten."""
-    retain, restate = quantity(url, options, "retain"), quantity(url, options, "restate")
+    retain, restate = url.quantity(options, "retain"), url.quantity(options, "restate")
     if retain < LEAST_RETAIN * restate:
         reason = (
             f"retain must be {LEAST_RETAIN} times restate, or a state is forgotten before the next is told"
@@ -125,40 +102,18 @@ def feed_of(
     url: SinkURL, options: BrokerOptions, context: SinkContext, stream: Stream, worker: str
 ) -> RouterFeed:
     """The sink that feeds a worker's stream."""
-    pace = {name: quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     form = form_of(url, options, context)
     settings = BrokerSettings(
         rank=options.rank,
-        piece_bytes=int(pace["max_batch"]),
-        timeout_seconds=quantity(url, options, "timeout"),
-        restate_seconds=quantity(url, options, "restate"),
+        piece_bytes=int(url.quantity(options, "max_batch")),
+        timeout_seconds=url.quantity(options, "timeout"),
+        restate_seconds=url.quantity(options, "restate"),
         salts=context.salts.ask() if options.salts == "plain" else None,
         form=form,
     )
     transport = BrokerTransport(stream, settings)
-    first = clock_number() if options.first is None else options.first
-    numbers = FeedNumbers(_state_path(url, options, worker, context), first=first)
-    if options.format == "native":
-        tokens, heartbeat = tells_tokens(options), pace["heartbeat"]
-        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
-    return RouterFeed(
-        transport,
-        numbers,
-        coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(pace["max_batch"] / form.overhead),
-        heartbeat_seconds=pace["heartbeat"],
-        feed=feed_for(url, options.engine, context),
-        opens_as=transport.speak_as,
-    )
-
-
-def _state_path(url: SinkURL, options: BrokerOptions, worker: str, context: SinkContext) -> Path | None:
-    if options.state is not None:
-        return url.file_path(options.state) if options.state else None
-    if context.state_dir is None:
-        return None
-    stream = url.path.strip("/") or STREAM
-    return context.state_dir / f"feed-{url.scheme}-{stream}-{worker}.numbers"
+    numbers_file = f"feed-{url.scheme}-{url.path.strip('/') or STREAM}-{worker}.numbers"
+    return make_feed(url, options, context, transport, numbers_file)
 
 
 HEADER_BYTES = 4096
@@ -420,7 +375,7 @@ def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
             address,
             worker,
             retain_seconds=retain_seconds(url, options),
-            max_bytes=int(quantity(url, options, "max_bytes")),
+            max_bytes=int(url.quantity(options, "max_bytes")),
             replicas=options.replicas,
         )
     if isinstance(options, RedisOptions):
@@ -428,4 +383,4 @@ def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
             reason = f"{NAMES} is the key with the names of all: choose another name with worker="
             raise SinkURLError(str(url), reason)
         return RedisStream(address, worker, retain_seconds=retain_seconds(url, options))
-    return KafkaStream(address, worker, timeout_seconds=quantity(url, options, "timeout"))
+    return KafkaStream(address, worker, timeout_seconds=url.quantity(options, "timeout"))

@@ -33,7 +33,6 @@ from events.codec import batch_without_tokens, encode_batch, to_json
 from events.files.safe import OTHERS, OTHERS_WRITE, create_file, open_output
 from events.log.durable import write_all
 from events.types import EventBatch
-from events.units import parse_bytes
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.trtllm import DictFeed, dict_feed
 
@@ -356,10 +355,7 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
 
 
 def _max_bytes(url: SinkURL, options: FileOptions) -> int:
-    try:
-        max_bytes = parse_bytes(options.max_bytes)
-    except ValueError as error:
-        raise SinkURLError(str(url), f"bad option: max_bytes={error}") from None
+    max_bytes = int(url.quantity(options, "max_bytes"))
     if not 0 <= options.keep <= MOST_KEPT:
         raise SinkURLError(str(url), f"bad option: keep must be at least 0 and at most {MOST_KEPT}")
     if "keep" in url.options and not max_bytes:

@@ -15,7 +15,7 @@ import yaml
 
 from kvcache.cli.parser import build_parser
 from sinks.base import SinkURL
-from sinks.router.options import ZMQOptions
+from sinks.router.zmq import ZMQOptions
 
 DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
 WORKER = list(yaml.safe_load_all((DEPLOY / "worker.yaml").read_text()))

@@ -46,7 +46,7 @@ from sinks.base import SinkContext
 from sinks.brokers import BrokerOptions, NATSOptions, RedisOptions
 from sinks.file import FileOptions
 from sinks.router.feed import RouterFeed
-from sinks.router.options import ZMQOptions
+from sinks.router.zmq import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.support.columns import pack_i32
 from tests.support.commands import Kvcache, Play

@@ -146,7 +146,7 @@ class NATSSession:
         return BrokerUnavailable(where, text or type(error).__name__)
 
 
-TAG = "Kvcache-StreamRecord"
+TAG = "Kvcache-Record"
 """The header with a record's tag."""
 _AT_ONCE = 100
 _ASK_SECONDS = 3.0

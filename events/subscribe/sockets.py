@@ -54,7 +54,7 @@ KEEPALIVE_SECONDS = 60.0
 _PROBES = 6
 
 
-def set_keepalive(socket: zmq.Socket[bytes], seconds: float) -> None:
+def set_keepalive(socket: zmq.Socket[bytes], seconds: float = KEEPALIVE_SECONDS) -> None:
     """Probe after `seconds` of silence, and give the connection up after as long again; 0: never.
 
     For all TCP connections of a socket, to be set before it is bound or connects.

@@ -120,7 +120,7 @@ def to_wire(event: FeedStored | FeedRemoved) -> bytes:
         if (value := getattr(event, name)) is not None:
             fields[name] = value
     more = _unpack(event.more) if event.more else {}
-    return _pack({"type": f"WorkerBlock{type(event).__name__.removeprefix('Feed')}", **fields, **more})
+    return _pack({"type": f"Block{type(event).__name__.removeprefix('Feed')}", **fields, **more})
 
 
 PER_BLOCK = ("extra_keys", "lookahead_token_ids")

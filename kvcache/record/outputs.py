@@ -142,8 +142,9 @@ class Outputs:
         """
         lost = -1
         for runner, feed in self._feeds:
-            if feed.lost_seq is not None and feed.lost_seq > lost and runner.state == "running":
-                lost = feed.lost_seq
+            seq = feed.lost_seq  # read once: the sink's thread may clear it
+            if seq is not None and seq > lost and runner.state == "running":
+                lost = seq
         return lost
 
     def reopen(self) -> None:

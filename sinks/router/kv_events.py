@@ -12,6 +12,7 @@ import msgspec
 
 from sinks.base import SinkError
 
+_MAX_PORT = (1 << 16) - 1
 _ENDPOINT = re.compile(r"tcp://(\[[^\]@/]+\]|[^:@/\[\]]+):([0-9]{1,5})")
 
 
@@ -57,12 +58,12 @@ def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: s
             raise KVEventsConfigError(f"{name} must be at least {int(name == 'hwm')}")
     if not read.enable_kv_cache_events or read.publisher == "null":
         return None
-    host, port = _parts("endpoint", read.endpoint)
+    host, port = _parts("endpoint", read.endpoint, rank)
     binds = "*" in read.endpoint or "::" in read.endpoint
     fields = {"bind" if binds else "connect": "true", "topic": read.topic, "hwm": str(read.hwm)}
-    fields |= {"rank": str(rank), "rank_ports": "true"}
+    fields["rank"] = str(rank)
     if read.replay_endpoint is not None:
-        fields["replay"] = ":".join(_parts("replay_endpoint", read.replay_endpoint))
+        fields["replay"] = ":".join(_parts("replay_endpoint", read.replay_endpoint, rank))
     more = f"&{options}" if options else ""
     return f"zmq+pub://{host}:{port}?{urlencode(fields)}{more}"
 
@@ -86,7 +87,8 @@ def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
         raise KVEventsConfigError(f"{error}; known fields: {known}") from None
 
 
-def _parts(field: str, endpoint: str) -> tuple[str, str]:
+def _parts(field: str, endpoint: str, rank: int) -> tuple[str, str]:
+    """Return host and port; the rank is added to each port but 0, which is any free one."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None:
         transport = endpoint.partition("://")[0]
@@ -94,4 +96,7 @@ def _parts(field: str, endpoint: str) -> tuple[str, str]:
             f"{transport}:// is not served" if transport in ("ipc", "inproc") else "it has no host and port"
         )
         raise KVEventsConfigError(f"{field}: {problem}; write tcp://HOST:PORT, as in tcp://*:5557")
-    return found[1], found[2]
+    port = int(found[2]) and int(found[2]) + rank
+    if port > _MAX_PORT:
+        raise KVEventsConfigError(f"{field}: port {found[2]} and rank {rank} make {port}, which is no port")
+    return found[1], str(port)

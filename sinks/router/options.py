@@ -14,7 +14,9 @@ from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, j
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, GroupCreated
 from sinks.base import SinkContext, SinkURL, SinkURLError
-from sinks.router.publisher import MAX_CONNECTIONS
+from sinks.router.feed import FeedTransport, RouterFeed
+from sinks.router.native import NativeFeed
+from sinks.router.numbers import FeedNumbers, clock_number
 
 WireFormat = Literal["vllm", "sglang", "native"]
 Style = Literal["map", "array"]
@@ -32,36 +34,38 @@ class Form(NamedTuple):
     """Whether a payload may be cut anywhere, where one is too large for a broker."""
 
 
-class FormOptions(Protocol):
-    """The options by which a URL chooses."""
+INT32 = 2**31 - 1
+"""More than any socket, and any rank, can be given."""
 
-    @property
-    def format(self) -> WireFormat:
-        """Whose events they look like."""
 
-    @property
-    def style(self) -> Style:
-        """Maps, or arrays."""
+class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of all sinks that feed routers."""
 
-    @property
-    def encoding(self) -> Encoding:
-        """Of `native`."""
-
-    @property
-    def tokens(self) -> bool | None:
-        """Whether token ids are told; None: as is usual in the format."""
+    format: WireFormat = "vllm"
+    style: Style = "map"
+    encoding: Encoding = "msgpack"
+    tokens: bool | None = None
+    engine: str | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
+    salts: Literal["digest", "plain"] = "digest"
+    coalesce: str = "50ms"
+    max_batch: str = "1MiB"
+    heartbeat: str = "1s"
+    state: str | None = None
+    first: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+    insecure: bool = False
 
 
 _NOT_NATIVE = ("style", "engine", "salts", "coalesce", "pad")
 """Options about what other formats have."""
 
 
-def tells_tokens(options: FormOptions) -> bool:
+def tells_tokens(options: FeedOptions) -> bool:
     """Whether token ids are told: routers find blocks by them, others need not know them."""
     return options.format != "native" if options.tokens is None else options.tokens
 
 
-def form_of(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
+def form_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Form:
     """What writes the batches. Raises SinkURLError."""
     if options.format == "native":
         return _native(url, options, context)
@@ -71,7 +75,7 @@ def form_of(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
     return form if tells_tokens(options) else form._replace(encode=_WithoutTokens(form.encode))
 
 
-def _native(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
+def _native(url: SinkURL, options: FeedOptions, context: SinkContext) -> Form:
     for name in _NOT_NATIVE:
         if name in url.options:
             raise SinkURLError(
@@ -82,7 +86,7 @@ def _native(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
     return Form(_Batches(codec), join=lambda payloads, rank: codec.join(payloads), is_cut=True)
 
 
-def _named(url: SinkURL, options: FormOptions) -> Form:
+def _named(url: SinkURL, options: FeedOptions) -> Form:
     if options.style == "array":
         if options.format != "vllm":
             raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
@@ -143,49 +147,56 @@ MAPS = Form()
 """vLLM's maps: what is written where nothing else is asked for."""
 
 
-def feed_for(url: SinkURL, engine: str | None, context: SinkContext) -> Feed | WorkerFeed:
-    """What is folded for a URL whose option ``engine`` this is. Raises SinkURLError."""
+class OpensAs(FeedTransport, Protocol):
+    """A transport that takes the topic and the rank of an engine where its settings have none."""
+
+    def speak_as(self, topic: str, rank: int) -> None:
+        """Take them, before `open`."""
+
+
+def make_feed(
+    url: SinkURL,
+    options: FeedOptions,
+    context: SinkContext,
+    transport: OpensAs,
+    numbers_file: str | None,
+    *,
+    first: int | None = None,
+) -> RouterFeed:
+    """Return the sink that feeds this transport; raises SinkURLError.
+
+    - `numbers_file`: by default the feed's numbers are kept there, in the context's `state_dir`; None: in memory.
+    - `first`: where numbers begin if neither a file nor the URL says so; None: with the clock.
+    """
+    coalesce, max_batch, heartbeat = [
+        url.quantity(options, name) for name in ("coalesce", "max_batch", "heartbeat")
+    ]
+    path = None
+    if options.state is not None:
+        path = url.file_path(options.state) if options.state else None
+    elif context.state_dir is not None and numbers_file is not None:
+        path = context.state_dir / numbers_file
+    begin = options.first if options.first is not None else clock_number() if first is None else first
+    numbers = FeedNumbers(path, first=begin)
+    if options.format == "native":
+        return NativeFeed(
+            transport, numbers, context, tokens=tells_tokens(options), heartbeat_seconds=heartbeat
+        )
+    return RouterFeed(
+        transport,
+        numbers,
+        coalesce_seconds=coalesce,
+        max_batch_bytes=int(max_batch / form_of(url, options, context).overhead),
+        heartbeat_seconds=heartbeat,
+        feed=_fold(url, options.engine, context),
+        opens_as=transport.speak_as,
+    )
+
+
+def _fold(url: SinkURL, engine: str | None, context: SinkContext) -> Feed | WorkerFeed:
     if context.kind == "feed":
         return WorkerFeed(engine)
     if context.kind == "cache" and engine is not None:
         reason = "engine= chooses one of the engines in a log of `kvcache tap`, but this is of one cache: leave it out"
         raise SinkURLError(str(url), reason)
     return Feed()
-
-
-INT32 = 2**31 - 1
-"""More than any socket, and any rank, can be given."""
-
-
-class ZMQOptions(msgspec.Struct, frozen=True):
-    """Options of the URL."""
-
-    format: WireFormat = "vllm"
-    style: Style = "map"
-    encoding: Encoding = "msgpack"
-    tokens: bool | None = None
-    bind: bool = False
-    connect: bool = False
-    replay: str | None = None
-    topic: str | None = None
-    pod: str | None = None
-    engine: str | None = None
-    model: str | None = None
-    rank: Annotated[int, msgspec.Meta(le=INT32)] = 0
-    rank_ports: bool = False
-    salts: Literal["digest", "plain"] = "digest"
-    coalesce: str = "50ms"
-    max_batch: str = "1MiB"
-    ring: str = "64MiB"
-    pad: bool = False
-    heartbeat: str = "1s"
-    hwm: Annotated[int, msgspec.Meta(le=INT32)] = 1000
-    state: str | None = None
-    first: Annotated[int, msgspec.Meta(le=2**62)] | None = None
-    linger: str = "1s"
-    curve_key: str | None = None
-    curve_clients: str | None = None
-    curve_server: str | None = None
-    insecure: bool = False
-    keepalive: str = "60s"
-    max_peers: Annotated[int, msgspec.Meta(le=INT32)] = MAX_CONNECTIONS

@@ -1,25 +1,17 @@
-"""The connections behind a ZeroMQ socket: who is there, how much it says, how to get rid of it, and who we are to it.
+"""The socket on which a feed is published, and which sends whoever comes the state before anything else.
 
-ZeroMQ tells over which connection a message came (its descriptor), and by a monitor which connections begin and end. It
-bounds the size of a frame, but neither how many frames a message has nor how many messages a peer sends before anybody
-reads them; and it has no call to end a connection. So what a peer has sent is asked of the system, where that can tell
-(Linux), and who sends more than subscribers and readers of replays have reason to is cut off.
-
-Where a socket of the feed is: an address of this machine that is bound, or another one's that it connects to.
-
-The socket on which a feed is published, and which tells whoever comes what there is before anything else.
-
-Readers come to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
+Readers connect to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
 stands, both are the same.
 
 It is an XPUB in manual mode: it hands over what subscribers say, and a subscription takes effect only when it is
-admitted. Just then one message can be sent to that subscriber alone. So a router that connects late, or again, hears
-of nothing that it cannot understand, and those that were there before are not disturbed.
+admitted. Just then one message can be sent to that subscriber alone. So a router that connects late, or again, gets
+nothing that it cannot understand, and those that were there before are not disturbed.
 
-SECURITY: anybody who can connect can send anything. What is read in one go is bounded, who sends too much is cut off
-(`sinks.router.publisher`), and the socket is closed for all, who connect again by themselves, in two cases: if what was
-said cannot be worked off, and if a message is no subscription, by which ZeroMQ loses count of whose subscription is
-whose.
+SECURITY: anybody who can connect can send anything, and what ZeroMQ has received waits in memory until it is read. Keys
+(`events.subscribe.sockets`) decide who can connect; ZeroMQ bounds the size of a frame, `Peers` the number of
+connections. What is read in one go is bounded, and the socket is closed for all, who connect again by themselves, in
+two cases: if what was said cannot be worked off, and if a message is no subscription, by which ZeroMQ loses count of
+whose subscription is whose.
 """
 
 from __future__ import annotations
@@ -27,7 +19,6 @@ from __future__ import annotations
 import os
 import resource
 import socket as sockets
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,8 +40,6 @@ from events.subscribe.sockets import (
 )
 from sinks.base import SinkError
 
-ALLOWED_BYTES, ALLOWED_PER_SECOND = 16 << 10, 4 << 10
-"""What a peer may send at the start, and then from second to second: a thousand times what a router does."""
 MAX_CONNECTIONS = 1000
 HANDSHAKE_SECONDS = 5.0
 """Who has not said by then what it is goes."""
@@ -59,10 +48,6 @@ SILENCE_SECONDS = 60.0
 
 _BEGIN = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
 _READABLE = int(zmq.POLLIN)
-_TCP_INFO = getattr(sockets, "TCP_INFO", None)
-_COUNTS = struct.Struct("=QQ")
-_COUNTS_AT = 120
-"""Where Linux tells of a connection how many bytes the peer has acknowledged, and how many it has sent."""
 
 _log = get_logger("sinks")
 
@@ -99,14 +84,13 @@ class Peers:
         socket: zmq.Socket[bytes],
         complaints: Complaints,
         *,
-        most: int = MAX_CONNECTIONS,
         refusals: int = 0,
     ) -> None:
         self._socket = socket
         self._complaints = complaints
         events = _BEGIN | zmq.Event.DISCONNECTED
         self._monitor = socket.get_monitor_socket(int(events) | refusals)
-        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.connected: dict[int, float] = {}
         """Since when each is there."""
         self.refused = 0
@@ -138,14 +122,6 @@ class Peers:
             if len(self.connected) > self._most:
                 self.cut_off(connection, "there are too many connections")
         return left
-
-    def police(self) -> None:
-        """Cut off who has sent more than there is reason to; to be called often, as it bounds what can have come."""
-        now = time.monotonic()
-        for connection, since in self.connected.items():
-            sent = traffic(connection)[1]
-            if sent > ALLOWED_BYTES + ALLOWED_PER_SECOND * (now - since):
-                self.cut_off(connection, "it sends without end")
 
     def cut_off(self, connection: int | None, reason: str) -> None:
         """End a connection; nothing happens to a descriptor that has become something else."""
@@ -182,21 +158,6 @@ def connection_of(message: zmq.Frame) -> int | None:
         return int(message.get(zmq.MessageOption.SRCFD))
     except (zmq.ZMQError, ValueError):
         return None
-
-
-def traffic(connection: int) -> tuple[int, int]:
-    """Bytes that the peer has taken, and that it has sent; zeros where the system does not tell."""
-    if _TCP_INFO is None:
-        return 0, 0
-    with suppress(OSError, struct.error):
-        peer = sockets.socket(fileno=connection)
-        try:
-            told = peer.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _COUNTS_AT + _COUNTS.size)
-        finally:
-            peer.detach()  # it is ZeroMQ's
-        taken, sent = _COUNTS.unpack_from(told, _COUNTS_AT)
-        return taken, sent
-    return 0, 0
 
 
 def _address_of(connection: int) -> str | None:
@@ -292,8 +253,8 @@ MAX_PREFIXES = 64
 """Different subscriptions of one connection, which are remembered here and by ZeroMQ; a router has one or two."""
 TOLD_AT_ONCE = 4
 """Different large first messages that may be on their way; further subscribers wait until one has been taken."""
-IDLE_SECONDS = 1.0
-"""While others wait, who takes nothing of its first message for so long is cut off."""
+TAKING_SECONDS = 10.0
+"""While others wait, who has not taken its first message in this time is cut off."""
 LARGE_BYTES = 64 << 10
 REOPEN_SECONDS, REOPEN_TRIES = 1.0, 100
 CALL_AGAIN_SECONDS = 1.0
@@ -319,17 +280,14 @@ class FirstMessage:
     tracker: zmq.MessageTracker
     payload: bytes
     connection: int
-    taken: int
-    """Bytes that were taken when it was looked at last."""
-    moved_at: float
+    sent_at: float
 
 
 class FeedSocket:
     """Owns an XPUB at a place. For one thread.
 
     `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing. `make` makes the
-    socket, with all its options, but neither bound nor connected. `keyed` says that it is encrypted, `most_peers` how
-    many connections it may have.
+    socket, with all its options, but neither bound nor connected. `keyed` says that it is encrypted.
     """
 
     def __init__(
@@ -338,10 +296,9 @@ class FeedSocket:
         place: SocketPlace,
         *,
         keyed: bool = False,
-        most_peers: int = MAX_CONNECTIONS,
     ) -> None:
         self._make, self._place = make, place
-        self._keyed, self._most_peers = keyed, most_peers
+        self._keyed = keyed
         self._complaints = Complaints()
         self._refused_before = 0
         self.topic = b""
@@ -354,7 +311,7 @@ class FeedSocket:
         place = self._place
         refusals = SEEN_BY_CLIENT if place.connects else SEEN_BY_SERVER if self._keyed else 0
         # What begins before a connection is asked about belongs to nobody, so this comes first.
-        self.peers = Peers(self._socket, self._complaints, most=self._most_peers, refusals=refusals)
+        self.peers = Peers(self._socket, self._complaints, refusals=refusals)
         try:
             place.take(self._socket)
         except BaseException:
@@ -395,7 +352,6 @@ class FeedSocket:
     def look_around(self) -> None:
         """See who is there, and who must go; to be called often."""
         self._forget_who_left()
-        self.peers.police()
         if self._place.connects and self.peers.turned_away:
             self._call_again()
 
@@ -433,9 +389,7 @@ class FeedSocket:
         tracker = self._socket.send(payload, _LAST, copy=False, track=True)
         _address_newcomers(self._socket, False)
         if not tracker.done:
-            taken = traffic(newcomer.connection)[0]
-            told = FirstMessage(tracker, payload, newcomer.connection, taken, time.monotonic())
-            self.on_their_way.append(told)
+            self.on_their_way.append(FirstMessage(tracker, payload, newcomer.connection, time.monotonic()))
 
     def close(self) -> None:
         """Close the socket; what was sent is still delivered as long as it lingers."""
@@ -534,10 +488,7 @@ class FeedSocket:
             return True
         now = time.monotonic()
         for told in self.on_their_way:
-            taken = traffic(told.connection)[0]
-            if taken > told.taken:
-                told.taken, told.moved_at = taken, now
-            elif now - told.moved_at > IDLE_SECONDS:
+            if now - told.sent_at > TAKING_SECONDS:
                 self.peers.cut_off(told.connection, "it takes nothing of what it is told")
         return False
 

@@ -35,7 +35,7 @@ from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.subscribe.sockets import SEEN_BY_SERVER
 from events.types import GroupCreated
 from sinks.router.feed import FeedSnapshot, in_batches
-from sinks.router.publisher import MAX_CONNECTIONS, Complaints, Peers, connection_of
+from sinks.router.publisher import Complaints, Peers, connection_of
 
 ENTRY_BYTES = 100
 """Counted per batch besides its payload, so that a ring of heartbeats is bounded too."""
@@ -193,11 +193,10 @@ class ReplayServer:
         contiguous: bool = False,
         stall_seconds: float = STALL_SECONDS,
         keyed: bool = False,
-        most_peers: int = MAX_CONNECTIONS,
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
-        self._peers = Peers(socket, Complaints(), most=most_peers, refusals=SEEN_BY_SERVER if keyed else 0)
+        self._peers = Peers(socket, Complaints(), refusals=SEEN_BY_SERVER if keyed else 0)
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
@@ -245,7 +244,6 @@ class ReplayServer:
             while not self._stopping.is_set():
                 asked = self._receive() if self._socket.poll(timeout) else ()
                 self._forget_who_left()
-                self._peers.police()
                 self._line_up(asked)
                 self._begin_answers()
                 timeout = self._take_turns()

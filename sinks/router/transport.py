@@ -15,13 +15,12 @@ from events.diagnostics import get_logger
 from events.feed.changes import AnyChange
 from events.formats import vllm
 from events.formats.vllm import Encode, Join
-from events.subscribe.sockets import KEEPALIVE_SECONDS, Curve, Gate, is_loopback, set_keepalive
+from events.subscribe.sockets import Curve, Gate, is_loopback, set_keepalive
 from events.types import GroupCreated
 from sinks.router.feed import FeedBatch, FeedSnapshot
 from sinks.router.options import INT32
 from sinks.router.publisher import (
     HANDSHAKE_SECONDS,
-    MAX_CONNECTIONS,
     FeedSocket,
     SocketPlace,
     endpoint_of,
@@ -81,9 +80,6 @@ class ZMQSettings:
     """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
     curve: Curve | None = None
     """Keys, if what is sent is to be encrypted."""
-    keepalive_seconds: float = KEEPALIVE_SECONDS
-    max_peers: int = MAX_CONNECTIONS
-    """Connections of each socket."""
 
     @property
     def is_near(self) -> bool:
@@ -227,7 +223,6 @@ class ZMQTransport:
             lambda: self._socket(zmq.XPUB, settings.hwm, place),
             place,
             keyed=settings.curve is not None,
-            most_peers=settings.max_peers,
         )
         self.endpoint = self.publisher.endpoint
         router = None if settings.replay_port is None else self._replay_socket(settings.replay_port)
@@ -242,7 +237,6 @@ class ZMQTransport:
                 contiguous=settings.pad,
                 stall_seconds=settings.stall_seconds,
                 keyed=settings.curve is not None,
-                most_peers=settings.max_peers,
             )
             self.replay.start()
 
@@ -275,7 +269,7 @@ class ZMQTransport:
         }
         for option, value in options.items():
             socket.set(option, value)
-        set_keepalive(socket, settings.keepalive_seconds)
+        set_keepalive(socket)
         if settings.curve is not None:
             (settings.curve.call if place.connects else settings.curve.serve)(socket)
         return socket

@@ -13,15 +13,14 @@ that keeps tenants apart, so ``salts=plain`` is for ports that routers alone can
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from events.subscribe.sockets import Curve, CurveUnavailable, KeyFileError, is_wildcard
-from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.feed import RouterFeed
-from sinks.router.native import NativeFeed
-from sinks.router.numbers import FeedNumbers, clock_number
-from sinks.router.options import ZMQOptions, feed_for, form_of, tells_tokens
+from sinks.router.options import INT32, FeedOptions, form_of, make_feed, tells_tokens
 from sinks.router.publisher import SocketPlace, binds_by_default
 from sinks.router.transport import ZMQSettings, ZMQTransport
 
@@ -40,7 +39,7 @@ def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
     if connects and (not url.port or is_wildcard(host)):
         reason = "to connect, the router's host and port are needed, as in zmq+pub://router:5557"
         raise SinkURLError(str(url), reason)
-    return SocketPlace(host, _of_rank(url, options, url.port), connects)
+    return SocketPlace(host, url.port, connects)
 
 
 def replay_place(url: SinkURL, options: ZMQOptions) -> SocketPlace | None:
@@ -54,21 +53,13 @@ def replay_place(url: SinkURL, options: ZMQOptions) -> SocketPlace | None:
     if host is None and feed.connects and not feed.is_near:
         reason = "the feed connects, but its replay is bound here: say at which address, as in replay=*:5558"
         raise SinkURLError(str(url), reason)
-    place = SocketPlace(_spelled(host or feed.host), _of_rank(url, options, int(given["port"])))
+    place = SocketPlace(_spelled(host or feed.host), int(given["port"]))
     if place.address == feed.address and place.port:
         reason = (
             f"port {place.port} cannot be both its own and the replay's: name another in replay= (0: any)"
         )
         raise SinkURLError(str(url), reason)
     return place
-
-
-def _of_rank(url: SinkURL, options: ZMQOptions, port: int) -> int:
-    """The port of this rank; any free one is any free one for each."""
-    moved = port + options.rank if options.rank_ports and port else port
-    if moved > _MAX_PORT:
-        raise SinkURLError(str(url), f"port {port} and rank {options.rank} make {moved}, which is no port")
-    return moved
 
 
 def _spelled(host: str) -> str:
@@ -120,26 +111,34 @@ def _refuse_clear(
 MAX_CHUNK_BYTES = 8 << 20
 
 
+class ZMQOptions(FeedOptions, frozen=True, kw_only=True):
+    """Options of the URL."""
+
+    bind: bool = False
+    connect: bool = False
+    replay: str | None = None
+    topic: str | None = None
+    pod: str | None = None
+    model: str | None = None
+    ring: str = "64MiB"
+    pad: bool = False
+    hwm: Annotated[int, msgspec.Meta(ge=1, le=INT32)] = 1000
+    linger: str = "1s"
+    curve_key: str | None = None
+    curve_clients: str | None = None
+    curve_server: str | None = None
+
+
 def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     """The sink for a ``zmq+pub:`` URL; its only transport is a `ZMQTransport`."""
     options = url.read_options(ZMQOptions)
     settings = _settings(url, options, context)
-    pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
-    transport = ZMQTransport(settings)
-    numbers = FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options))
-    if options.format == "native":
-        tokens, heartbeat = tells_tokens(options), pace["heartbeat"]
-        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
-    return RouterFeed(
-        transport,
-        numbers,
-        coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(pace["max_batch"] / form_of(url, options, context).overhead),
-        heartbeat_seconds=pace["heartbeat"],
-        feed=feed_for(url, options.engine, context),
-        opens_as=transport.speak_as,
-    )
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
+    numbers_file = f"feed-{plain}-{settings.port}.numbers" if settings.port else None
+    # To pad from where numbers begin, they must not be high.
+    first = 0 if options.pad else None
+    return make_feed(url, options, context, ZMQTransport(settings), numbers_file, first=first)
 
 
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
@@ -149,7 +148,6 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
     )
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
-    _check_numbers(url, options)
     place, replay = feed_place(url, options), replay_place(url, options)
     form = form_of(url, options, context)
     _check_topic(url, options, place, replay, context)
@@ -163,26 +161,17 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         pod=options.pod,
         model=options.model or context.model or "unknown",
         rank=options.rank,
-        ring_bytes=int(_quantity(url, options, "ring")),
-        chunk_bytes=min(int(_quantity(url, options, "max_batch")), MAX_CHUNK_BYTES),
+        ring_bytes=int(url.quantity(options, "ring")),
+        chunk_bytes=min(int(url.quantity(options, "max_batch")), MAX_CHUNK_BYTES),
         pad=options.pad,
         hwm=options.hwm,
-        linger_seconds=_quantity(url, options, "linger"),
+        linger_seconds=url.quantity(options, "linger"),
         encode=form.encode,
         join=form.join,
         tokens=tells_tokens(options),
         salts=context.salts.ask() if options.salts == "plain" else None,
         curve=curve_of(url, options, place, replay),
-        keepalive_seconds=_quantity(url, options, "keepalive"),
-        max_peers=options.max_peers,
     )
-
-
-def _check_numbers(url: SinkURL, options: ZMQOptions) -> None:
-    for name, low in (("rank", 0), ("hwm", 1), ("first", 0), ("max_peers", 1)):
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise SinkURLError(str(url), f"bad option: {name} must be at least {low}")
 
 
 def _check_topic(
@@ -213,29 +202,3 @@ def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     for name in ("ring", "pad"):
         if name in url.options and options.replay is None:
             raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
-
-
-def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:
-    parse = parse_bytes if name in ("max_batch", "ring") else parse_seconds
-    try:
-        return parse(getattr(options, name))
-    except ValueError as error:
-        raise SinkURLError(str(url), f"bad option: {name}={error}") from None
-
-
-def _state_path(
-    url: SinkURL, options: ZMQOptions, settings: ZMQSettings, context: SinkContext
-) -> Path | None:
-    if options.state is not None:
-        return url.file_path(options.state) if options.state else None
-    if context.state_dir is None or not settings.port:
-        return None
-    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
-    return context.state_dir / f"feed-{plain}-{settings.port}.numbers"
-
-
-def _first_number(options: ZMQOptions) -> int:
-    """Where numbers begin that no file knows. To pad from there, they must not be high."""
-    if options.first is not None:
-        return options.first
-    return 0 if options.pad else clock_number()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket as sockets
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -172,8 +171,9 @@ class TestNewcomers:
             router.live.unsubscribe(b"other")
             wait_until(lambda: worker.feed.subscribers == 0)
 
-    def test_large_states_wait_for_those_on_their_way(self) -> None:
+    def test_large_states_wait_for_those_on_their_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who connects and never reads holds up newcomers for a while only, and no more memory than a few states."""
+        monkeypatch.setattr("sinks.router.publisher.TAKING_SECONDS", 1.0)
         settings = ZMQSettings("127.0.0.1", 0, stall_seconds=0.2, linger_seconds=0.05, replay_port=0)
         feed = RouterFeed(ZMQTransport(settings), FeedNumbers(None), coalesce_seconds=0)
         with Worker(feed=feed) as worker, contextlib.ExitStack() as stack:
@@ -201,7 +201,7 @@ class TestNewcomers:
 
 class TestHarm:
     def test_subscribing_without_end_stops_nobody(self, router: Router) -> None:
-        """Live batches go on while a peer toggles subscriptions as fast as it can; it is cut off, which is logged."""
+        """Live batches go on while a peer toggles subscriptions as fast as it can; all may have to connect anew."""
         stop = threading.Event()
 
         def toggle(endpoint: str) -> None:
@@ -225,12 +225,11 @@ class TestHarm:
                     if number % 10 == 0:
                         worker.put(worker.source.store(1 + number, 1))
                     router.receive()
-                wait_until(lambda: bool(logs), meanwhile=router.receive)
             finally:
                 stop.set()
                 thread.join()
-            wait_until(lambda: worker.feed.subscribers == 1)
-        assert {"peer_cut_off"} <= {log["event"] for log in logs} <= {"peer_cut_off", "feed_reopened"}
+            wait_until(lambda: worker.feed.subscribers == 1, meanwhile=lambda: router.live.poll(1))
+        assert {log["event"] for log in logs} <= {"feed_reopened"}
 
     @pytest.mark.parametrize(
         "words", [[b"hello"], [b"hello", b"\x02", b"", b"\x01kv@"], [b"\xff" * 4000] * 300]
@@ -264,27 +263,6 @@ class TestHarm:
                 for reader in (router, *others):
                     assert follow(reader, worker) == expected
 
-    @pytest.mark.skipif(
-        not sys.platform.startswith("linux"), reason="what a peer has sent, Linux alone tells"
-    )
-    @pytest.mark.parametrize("replay", [False, True])
-    def test_who_sends_without_end_is_cut_off(self, router: Router, replay: bool) -> None:
-        """A message whose end never comes, which ZeroMQ would keep until it does, on either socket."""
-        with Worker("coalesce=0") as worker, capture_logs() as logs:
-            router.subscribe(worker)
-            router.welcome()
-            endpoint = worker.transport.replay_endpoint if replay else worker.transport.endpoint
-            assert endpoint is not None
-            part = b"\x01\xc8" + b"\x01" + bytes(199)  # "more follows", 200 bytes
-            with raw_peer(endpoint, b"DEALER" if replay else b"SUB") as hostile, pytest.raises(OSError):  # noqa: PT012
-                while True:
-                    hostile.sendall(part)
-            wait_until(lambda: bool(logs))
-            assert {log["event"] for log in logs} == {"peer_cut_off"}
-            worker.put(worker.source.store(1, 1))
-            assert router.receive()
-            assert len(router.replay(worker, 0)) == last_seq(worker) + 1
-
     def test_who_subscribes_to_ever_more_is_cut_off(self, router: Router) -> None:
         """As many subscriptions as a connection may have are fine; with one more it ends, and nothing of it is left."""
         with Worker("coalesce=0") as worker, capture_logs() as logs:
@@ -307,10 +285,11 @@ class TestHarm:
             worker.put(worker.source.store(1, 1))
             assert router.receive()
 
-    def test_too_many_connections_are_refused(self, router: Router) -> None:
+    def test_too_many_connections_are_refused(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
         """Bare connections beyond the bound are ended at once, and a router that was there goes on."""
+        monkeypatch.setattr("sinks.router.publisher.MAX_CONNECTIONS", 10)
         with (
-            Worker("coalesce=0&max_peers=10") as worker,
+            Worker("coalesce=0") as worker,
             capture_logs() as logs,
             contextlib.ExitStack() as stack,
         ):

@@ -107,7 +107,6 @@ class TestParse:
             "zmq+pub://127.0.0.1:5557?replay=5558&ring=",
             "zmq+pub://127.0.0.1:5557?salts=",
             "zmq+pub://127.0.0.1:5557?hwm=",
-            "zmq+pub://127.0.0.1:5557?rank_ports=",
             "nats:?timeout=",
             "nats:?format=",
             "file:e.jsonl?max_bytes=",

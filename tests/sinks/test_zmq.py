@@ -426,14 +426,14 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1/path", "it takes no path"),
             (
                 "zmq+pub://127.0.0.1:1?format=morse",
-                r"format.*known options: format, style, encoding, tokens, bind, connect, replay, topic",
+                r"format.*known options: format, style, encoding, tokens, engine, rank, salts",
             ),
             ("zmq+pub://127.0.0.1:1?replay=x", "replay"),
             ("zmq+pub://127.0.0.1:5557?replay=5557", "port 5557 cannot be both its own and the replay's"),
             ("zmq+pub://127.0.0.1:1?replay=70000", "replay must be a port"),
-            ("zmq+pub://127.0.0.1:1?rank=-1", "rank must be at least 0"),
-            ("zmq+pub://127.0.0.1:1?hwm=0", "hwm must be at least 1"),
-            ("zmq+pub://127.0.0.1:1?first=-1", "first must be at least 0"),
+            ("zmq+pub://127.0.0.1:1?rank=-1", ">= 0.*rank"),
+            ("zmq+pub://127.0.0.1:1?hwm=0", ">= 1.*hwm"),
+            ("zmq+pub://127.0.0.1:1?first=-1", ">= 0.*first"),
             ("zmq+pub://127.0.0.1:1?hwm=99999999999999", "<= 2147483647"),
             (
                 "zmq+pub://127.0.0.1:1?coalesce=50",
