@@ -38,7 +38,7 @@ from events.subscribe.subscriber import Subscriber
 from events.tokens.names import ALGORITHMS
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager, PrefixIndex
-from sinks import SinkContext, SinkRunner, open_sink
+from sinks import Sink, SinkContext, SinkRunner, open_sink
 
 BLOCK, SEQUENCE_BLOCKS = 16, 128
 VOCABULARY = 150_000
@@ -57,7 +57,7 @@ READ_MS = 500
 """So long nothing comes when everything has been read."""
 
 
-class Recorder:
+class Recorder(Sink):
     """A sink that keeps what it is given."""
 
     overflow = "block"

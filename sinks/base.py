@@ -67,6 +67,7 @@ class PlainSalts:
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+Overflow = Literal["drop_oldest", "drop_newest", "block"]
 State = Literal["running", "failing", "quarantined", "closed"]
 _PORT_SHOWN = 6
 """A port that is too large is repeated if it has no more digits."""
@@ -111,8 +112,24 @@ class SinkOpenError(SinkError):
         return f"sink {self.name} could not be opened: {self.reason.removeprefix('open: ').removeprefix('SinkError: ')}"
 
 
-class Sink(Protocol):
-    """Takes batches of events somewhere. All methods are called on one thread, in this order."""
+class Sink:
+    """Takes batches of events somewhere; the base class of all sinks, with the defaults of what most do not need.
+
+    A runner calls `open`, `write`, `tick`, `reopen` and `close` on one thread. What a sink is capable of stands in its
+    attributes, which may be set in the class or when it is made.
+    """
+
+    needs_tokens: bool | None = None
+    """True: token ids, which are the prompts, are what it is for. False: it must not get them. None: it gets them
+    unless `log.record_tokens` is false."""
+    overflow: Overflow = "drop_oldest"
+    """What gives way when its queue is full, where the runner is not told."""
+    folds = False
+    """Whether it needs all batches since an epoch began, which `kvcache publish` gives it before `open`."""
+    needs_cache = False
+    """Whether logs that are not of a cache mean nothing to it."""
+    watches = False
+    """Whether it calls the probe that it is given (in `kvcache publish` only if it folds)."""
 
     def open(self) -> None:
         """Acquire what is needed. Called before anything else; raising means that it cannot work.
@@ -126,22 +143,39 @@ class Sink(Protocol):
         Raising means that the batch is lost to this sink: it is not offered again, because half of it may
         have gone out. A `Gap` will stand in its place, and the next batch follows after a pause.
         """
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Do what is due. Called after each batch and about every 10 ms while none comes.
+
+        Counted, retried and quarantined like `write` when it raises.
+        """
+
+    def reopen(self) -> None:
+        """Open files again: the application says so (`KVCacheManager.reopen_sinks`), as at SIGHUP."""
 
     def close(self) -> None:
         """Release everything. Called once for each `open` that succeeded, also after failures."""
 
-    # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
-    # counted, retried and quarantined like `write` when it raises; `overflow`, what is to give way when its
-    # queue is full (`sinks.runner.Overflow`), where the runner is not told; `reopen()`, called when the application
-    # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; `resume(last_seq)`, called before `open` where an
-    # earlier process has given it the batches up to this one of the same log (`kvcache publish`), which returns the
-    # last one that it has indeed, if it can tell; `folds`: True if it makes something of all batches since an epoch
-    # began, so that `kvcache publish` gives it those, and before `open`; and `needs_tokens`: True if token ids, which
-    # are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
-    # One that does not say, or says None, gets them unless `log.record_tokens` is false. `waits_for`:
-    # why one that `folds` cannot be opened yet, in words, and None when it can; `needs_cache`: True if other
-    # kinds of logs mean nothing to it. And `watch(probe)`, by which a process that knows more of the cache than its
-    # events say lets itself be asked (`Probe`); in `kvcache publish`, that is for sinks that fold.
+    def resume(self, last_seq: int) -> int:
+        """Return the last batch that it has, where an earlier process gave it those up to `last_seq` of the same log.
+
+        Called before `open`, by `kvcache publish`.
+        """
+        return last_seq
+
+    def watch(self, probe: Probe) -> None:
+        """Take what can be asked by a sink that `watches`."""
+
+    @property
+    def waits_for(self) -> str | None:
+        """Why a sink that folds cannot be opened yet, in words; None: it can."""
+        return None
+
+    @property
+    def refused_peers(self) -> int:
+        """Connections to a feed that came to nothing because of keys."""
+        return 0
 
 
 @dataclass(frozen=True)

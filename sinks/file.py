@@ -34,7 +34,7 @@ from events.files.safe import OTHERS, OTHERS_WRITE, create_file, open_output
 from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.trtllm import DictFeed, dict_feed
+from sinks.trtllm import DictFeed, LineOutput, dict_feed
 
 HEADER = b"kvevent\x01"
 _LENGTH_BYTES = 4
@@ -168,7 +168,7 @@ class FileOptions(msgspec.Struct, frozen=True):
     keep: int = KEEP
 
 
-class FileSink:
+class FileSink(LineOutput):
     """Appends batches to a file; one that would grow beyond `max_bytes` (0: any size) is rotated."""
 
     def __init__(self, path: str | Path, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:

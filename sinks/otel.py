@@ -22,7 +22,7 @@ from events import types as ev
 from events.packed import SLOT_BYTES
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, MoveReason, RequestId
-from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkError, SinkURL, SinkURLError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -202,7 +202,7 @@ class OtelOptions(msgspec.Struct, frozen=True):
     request_ids: bool = False
 
 
-class OtelSink:
+class OtelSink(Sink):
     """Makes spans of batches, and sends those that have ended: only its runner's thread waits for the collector."""
 
     needs_cache = True

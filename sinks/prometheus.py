@@ -33,7 +33,7 @@ from events import types as ev
 from events.packed import SLOT_BYTES
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason
-from sinks.base import Probe, SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import Probe, Sink, SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.histogram import SECONDS, Histogram
 
 if TYPE_CHECKING:
@@ -536,10 +536,11 @@ class PrometheusOptions(msgspec.Struct, frozen=True):
     client_cafile: str | None = None
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Counts what batches say, and serves that to whoever asks."""
 
     folds = True
+    watches = True
     needs_cache = True
     """Its counters are those since the engine began, also where it is not in the engine's process."""
     needs_tokens = False

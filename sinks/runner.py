@@ -30,15 +30,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
+from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
 from events.errors import UnsafeFile, type_and_place
 from events.size import batch_bytes
 from events.types import EventBatch, Gap
-from sinks.base import Sink, SinkError, SinkOpenError, SinkStats, State
-
-Overflow = Literal["drop_oldest", "drop_newest", "block"]
+from sinks.base import Overflow, Sink, SinkError, SinkOpenError, SinkStats, State
 
 
 class LostBatches:
@@ -261,13 +260,12 @@ _log = get_logger("sinks")
 class SinkRunner:
     """Feeds a sink from the engine's thread.
 
-    The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the
-    oldest batches, the newest, or ("block", for offline use) the engine. None leaves that to the sink's own
-    `overflow`, without which it is the oldest. A sink with a method `tick` has it called after each batch and
-    about every 10 ms while none comes. After `max_errors` failures in a
-    row, with pauses that double from `backoff_seconds` to 5 s, the sink is quarantined and reported. It is opened
-    again after `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close`
-    waits at most `drain_seconds` and a quarter second for the last `Gap`, and for none of the pauses.
+    The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the oldest
+    batches, the newest, or ("block", for offline use) the engine. None leaves that to the sink's own `overflow`. `tick`
+    is called after each batch and about every 10 ms while none comes. After `max_errors` failures in a row, with pauses
+    that double from `backoff_seconds` to 5 s, the sink is quarantined and reported. It is opened again after
+    `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close` waits at most
+    `drain_seconds` and a quarter second for the last `Gap`, and for none of the pauses.
 
     Tests replace `clock` and `pause`. The sink's thread calls `pause` to wait for some seconds, or until the event is
     set, which happens when the runner is closed; it returns whether the event is set.
@@ -295,12 +293,11 @@ class SinkRunner:
             raise ValueError("max_errors must be at least 1")
         self.name = name
         self.sink = self._sink = sink
-        self._tick: Callable[[], None] | None = getattr(sink, "tick", None)
-        self.needs_tokens: bool | None = getattr(sink, "needs_tokens", None)
-        """Whether the sink must have token ids, or must not; None: it does not say."""
-        asked: Overflow = getattr(sink, "overflow", "drop_oldest")
-        self._queue = BatchQueue(max_events, max_bytes, overflow or asked)
-        self._waits_for_room = (overflow or asked) == "block"
+        self.hides_tokens = sink.needs_tokens is False
+        """Whether token ids are taken out before the sink gets a batch."""
+        overflow = overflow or sink.overflow
+        self._queue = BatchQueue(max_events, max_bytes, overflow)
+        self._waits_for_room = overflow == "block"
         # Not a method around it: the engine calls this once per step and sink.
         self.put = self._queue.put
         """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
@@ -382,7 +379,7 @@ class SinkRunner:
             lag_batches=self._queue.put_batches - batches - dropped_batches,
             state="failing" if self._failing_since is not None and self._state == "running" else self._state,
             last_error=self._last_error,
-            refused_peers=getattr(self.sink, "refused_peers", 0),
+            refused_peers=self.sink.refused_peers,
         )
 
     @property
@@ -417,14 +414,13 @@ class SinkRunner:
         return self._state == "quarantined" and not self._forked
 
     def _open(self) -> bool:
-        # Looked up in the call: what has no such method is a sink that fails.
-        self._is_open = self._call("open", lambda: self._sink.open())  # noqa: PLW0108
+        self._is_open = self._call("open", self._sink.open)
         return self._is_open and not self._forked
 
     def _close_sink(self) -> None:
         if self._is_open and not self._forked:
             self._is_open = False
-            self._call("close", lambda: self._sink.close())  # noqa: PLW0108
+            self._call("close", self._sink.close)
 
     def _recover(self) -> bool:
         """Try a quarantined sink until it works; False if the runner is closed before that."""
@@ -443,7 +439,7 @@ class SinkRunner:
         """Whether the sink works: that it could be opened proves little, as where a disk is full."""
         for loss in self._queue.take_losses():
             note_loss(self._owed, loss)
-        return self._settle() and (self._tick is None or self._call("tick", self._tick))
+        return self._settle() and self._call("tick", self._sink.tick)
 
     def _go_on(self) -> None:
         self._errors_in_row = self._tick_errors_in_row = 0
@@ -478,7 +474,7 @@ class SinkRunner:
         if isinstance(item, LostBatches):
             self._owed.append(item)
             self._settle()
-        elif (not self._owed or self._settle()) and self._write(item[0]):
+        elif (not self._owed or self._settle()) and self._write(self._shown(item[0])):
             self._batches += 1
             self._events += len(item[0].events)
         else:
@@ -498,6 +494,9 @@ class SinkRunner:
             del self._owed[0]
         return True
 
+    def _shown(self, batch: EventBatch) -> EventBatch:
+        return batch_without_tokens(batch) if self.hides_tokens else batch
+
     def _write(self, batch: EventBatch) -> bool:
         try:  # as `_call` does, without a call and a lambda for each batch
             self._sink.write(batch)
@@ -511,11 +510,11 @@ class SinkRunner:
     def _call_tick(self) -> None:
         if self._reopen_asked and self._may_go_on():
             self._reopen_asked = False
-            self._run_tick("reopen", getattr(self._sink, "reopen", None))
-        self._run_tick("tick", self._tick)
+            self._run_tick("reopen", self._sink.reopen)
+        self._run_tick("tick", self._sink.tick)
 
-    def _run_tick(self, what: str, method: Callable[[], None] | None) -> None:
-        if method is None or not self._may_go_on():
+    def _run_tick(self, what: str, method: Callable[[], None]) -> None:
+        if not self._may_go_on():
             return
         # Counted apart: that batches are taken does not mean that ticks work.
         if self._call(what, method):

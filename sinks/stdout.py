@@ -21,7 +21,7 @@ from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.render import Known, render_batch
-from sinks.trtllm import DictFeed, dict_feed
+from sinks.trtllm import DictFeed, LineOutput, dict_feed
 
 
 class StdoutOptions(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class StdoutOptions(msgspec.Struct, frozen=True):
     tokens: bool = False
 
 
-class StdoutSink:
+class StdoutSink(LineOutput):
     """Prints batches to the process's standard output."""
 
     def __init__(self, options: StdoutOptions, key_bytes: int) -> None:

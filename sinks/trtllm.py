@@ -8,26 +8,20 @@ ids, which are the prompts: whoever asks for them asks for those.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from events.feed.inventory import Inventory
 from events.formats.trtllm import PIECE_BYTES, EventDicts
-from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
 
-class LineOutput(Protocol):
-    """Where lines go: a sink that takes bytes. It may have `tick`, `reopen` and `resume`, as sinks may."""
-
-    def open(self) -> None:
-        """As a sink's."""
+class LineOutput(Sink):
+    """A sink that takes bytes, too."""
 
     def append(self, data: bytes) -> None:
         """Write all of it; after an error none of it is there, where that can be had."""
-
-    def close(self) -> None:
-        """As a sink's."""
+        raise NotImplementedError
 
 
 class LineTransport:
@@ -53,8 +47,7 @@ class LineTransport:
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Let the output look whether its file is still in its place."""
-        if (tick := getattr(self.output, "tick", None)) is not None:
-            tick()
+        self.output.tick()
 
     def close(self) -> None:
         """Close the output."""
@@ -79,13 +72,11 @@ class DictFeed(RouterFeed):
 
     def reopen(self) -> None:
         """Open the file again."""
-        if (reopen := getattr(self.output, "reopen", None)) is not None:
-            reopen()
+        self.output.reopen()
 
     def resume(self, last_seq: int) -> int:
         """Go on in what an earlier one has written: all that is cached is told again."""
-        if (resume := getattr(self.output, "resume", None)) is not None:
-            resume(last_seq)
+        self.output.resume(last_seq)
         return last_seq
 
 

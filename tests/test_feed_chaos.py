@@ -21,6 +21,7 @@ from events.subscribe import subscriber
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
+from sinks import Sink
 from tests.support.feeds.chaos import CONFIG, ChildEngine, Engine, HalfReader, LossyForwarder, Router, Site
 from tests.support.feeds.feed_source import Reader
 from tests.support.feeds.messages import message
@@ -285,7 +286,7 @@ class TestFirstCauses:
         assert len(feed.resident(0, 0)) == len(feed.resident(1, 0)) == 2
 
 
-class Folding:
+class Folding(Sink):
     """A sink that folds."""
 
     def __init__(self, feed: Feed, changes: list[Change]) -> None:

@@ -98,7 +98,6 @@ class Delivery:
     def __init__(self, name: str, stopping: threading.Event) -> None:
         self._name, self._stopping = name, stopping
         self._sink: Sink | None = None
-        self._tick: Callable[[], None] | None = None
         self.is_open = False
         self._opened_before = False
         self.errors = 0
@@ -110,7 +109,7 @@ class Delivery:
     def use(self, sink: Sink) -> None:
         """Serve this sink from now on; what was used before is closed."""
         self.close()
-        self._sink, self._tick = sink, getattr(sink, "tick", None)
+        self._sink = sink
 
     def open(self) -> bool:
         """Open the sink; False if it was told to stop. Raises what the sink does, the first time.
@@ -135,9 +134,8 @@ class Delivery:
 
     def tick(self) -> bool:
         """To be called after each batch, and all the time while there is none; False if the sink failed."""
-        if self._tick is not None or not self.is_open:
-            return self._try(self._tick or (lambda: None))
-        return True
+        assert self._sink is not None
+        return self._try(self._sink.tick)
 
     def close(self) -> None:
         """Close the sink, if it is open; what it raises is reported."""
@@ -210,7 +208,7 @@ class SinkFollower:
         self._sink: Sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
         self._stopping = threading.Event()
         self._delivery = Delivery(self.name, self._stopping)
-        self._folds = bool(getattr(self._sink, "folds", False))
+        self._folds = self._sink.folds
         forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
         self._file = None if forgets else PositionFile(state_dir, self.name)
         """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
@@ -272,7 +270,7 @@ class SinkFollower:
             errors=delivery.errors,
             last_error=delivery.last_error,
             is_open=self._is_live and delivery.is_open,
-            refused_peers=getattr(self._sink, "refused_peers", 0),
+            refused_peers=self._sink.refused_peers,
         )
 
     def catch_up(self) -> CatchUp | None:
@@ -351,7 +349,7 @@ class SinkFollower:
         epoch, first, known = start.epoch, start.seq, self._position() or self._saved
         self._progress.state, self._progress.waits_for = "catching up", None
         sink = self._made(epoch.context(self._state_dir))
-        if not self._has_begun and getattr(sink, "needs_tokens", None) and not epoch.has_tokens:
+        if not self._has_begun and sink.needs_tokens and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
@@ -359,12 +357,12 @@ class SinkFollower:
         self._replayed = Replayed(CacheState()) if self._folds and epoch.kind == "cache" else None
         self._let_ask(sink)
         if not self._is_live:
-            if made_anew and hasattr(sink, "resume"):
+            if made_anew:
                 sink.resume(first - 1)
             self._before, self._given = first - 1, (first - 1, None)
             self._note_had(*self._given)
             return first
-        if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
+        if known is not None and known.log_id == epoch.log_id.hex():
             # It may have had more than was noted before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)
         self._note_had(first - 1, None)
@@ -380,18 +378,17 @@ class SinkFollower:
         if context.salts.wanted:
             reason = "salts=plain needs the salts themselves, of which a log has digests only: leave it out"
             raise NotPublishable(self.name, reason)
-        if context.kind == "feed" and getattr(sink, "needs_cache", False):
+        if context.kind == "feed" and sink.needs_cache:
             reason = "it is about what a cache does, of which a log of what engines told knows nothing: leave it out"
             raise NotPublishable(self.name, reason)
         return sink
 
     def _let_ask(self, sink: Sink) -> None:
         """Let a sink that wants to know more of the cache than its events say ask for it."""
-        watch = getattr(sink, "watch", None)
         self._probe = None
-        if self._replayed is not None and callable(watch):
+        if self._replayed is not None and sink.watches:
             self._probe = LogProbe(self._replayed, self._bytes_read, self._sink_stats)
-            watch(self._probe)
+            sink.watch(self._probe)
 
     def _bytes_read(self) -> int:
         return self._reader.bytes_read if self._reader else 0
@@ -421,7 +418,7 @@ class SinkFollower:
             if invented:
                 raise Unreplayable(batch.seq, "an epoch begins where its segment has none")
         self._epoch = epoch
-        self._concealed = bool(getattr(self._sink, "needs_tokens", None)) and not epoch.has_tokens
+        self._concealed = bool(self._sink.needs_tokens) and not epoch.has_tokens
         if self._concealed:
             _log.error("log_without_tokens", log=str(self._log), sink=self.name, epoch=epoch.number)
             if isinstance(self._sink, RouterFeed):
@@ -474,7 +471,7 @@ class SinkFollower:
         if self._concealed:
             self._progress.lost_batches += 1
             return _gap(batch.seq, batch.seq, batch.ts, "the log has no token ids")
-        return batch_without_tokens(batch) if getattr(self._sink, "needs_tokens", None) is False else batch
+        return batch_without_tokens(batch) if self._sink.needs_tokens is False else batch
 
     def _tell_of_gap(self, start: Start) -> None:
         first, last = start.seq - start.removed, start.seq - 1
@@ -500,7 +497,7 @@ class SinkFollower:
 
     def _open_late(self, *, at_the_end: bool) -> None:
         """Open a sink that has folded all there is, if it can be; raises SinkError if there will be no other chance."""
-        waits_for = self._progress.waits_for = getattr(self._sink, "waits_for", None)
+        waits_for = self._progress.waits_for = self._sink.waits_for
         if waits_for is None:
             self._note_had(self._before, None)  # nothing has gone out yet
             self._is_live = self._delivery.open()

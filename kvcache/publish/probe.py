@@ -16,6 +16,7 @@ from kvcache.record.counting import StatsCounter
 from kvcache.replay import Replayed
 from kvcache.stats import Stats
 from sinks import SinkStats
+from sinks.histogram import Histogram
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LogProbe:
     - `sink_stats`: progress of all sinks of this process.
     """
 
-    step_times = None
+    step_times: Histogram | None = None
     """No log tells what the manager takes of a step."""
 
     def __init__(

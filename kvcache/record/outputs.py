@@ -11,7 +11,6 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from events.codec import batch_without_tokens
 from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.log.retention import Limits
@@ -40,11 +39,9 @@ class Outputs:
     ) -> None:
         self.log = log
         self._runners = list(runners)
-        self._whole: list[SinkRunner] = []
-        self._without_tokens: list[SinkRunner] = []
         for runner in self._runners:
-            gets = tokens_by_default if runner.needs_tokens is None else runner.needs_tokens
-            (self._whole if gets else self._without_tokens).append(runner)
+            if runner.sink.needs_tokens is None:
+                runner.hides_tokens = not tokens_by_default
         feeds = [(runner, runner.sink) for runner in self._runners if isinstance(runner.sink, RouterFeed)]
         self._feeds = tuple(feeds)
         self.feeds = tuple(feed for _, feed in feeds if feed.feeds_routers)
@@ -77,9 +74,9 @@ class Outputs:
 
     def offer(self, probe: Probe) -> bool:
         """Let those sinks ask that want to know more than events say; whether there is one."""
-        watching = [runner.sink for runner in self._runners if callable(getattr(runner.sink, "watch", None))]
+        watching = [runner.sink for runner in self._runners if runner.sink.watches]
         for sink in watching:
-            sink.watch(probe)  # type: ignore[attr-defined]
+            sink.watch(probe)
         return bool(watching)
 
     def begin_epoch(self, at_least: int) -> EpochStarted | None:
@@ -98,21 +95,17 @@ class Outputs:
 
     def publish(self, batch: EventBatch) -> None:
         """Hand a batch over. Never raises: `check_log` tells of a log that takes none."""
-        if self.log is not None or self._whole:
-            size = batch_bytes(batch)
-            if self.log is not None:
-                # A frame for `contextlib.suppress` would be made in each step.
-                try:  # noqa: SIM105
-                    self.log.append(batch, size)
-                except LogWriteFailed:
-                    pass
-            for runner in self._whole:
-                runner.put(batch, size)
-        if self._without_tokens:
-            stripped = batch_without_tokens(batch)
-            size = batch_bytes(stripped)
-            for runner in self._without_tokens:
-                runner.put(stripped, size)
+        if self.log is None and not self._runners:
+            return
+        size = batch_bytes(batch)
+        if self.log is not None:
+            # A frame for `contextlib.suppress` would be made in each step.
+            try:  # noqa: SIM105
+                self.log.append(batch, size)
+            except LogWriteFailed:
+                pass
+        for runner in self._runners:
+            runner.put(batch, size)
 
     def check_log(self) -> None:
         """Raise `events.LogWriteFailed` if the log takes nothing, unless it is to lose batches instead."""
@@ -201,10 +194,8 @@ def log_directory(log: object) -> Path:
 
 def _check_sink(sink: object) -> None:
     """Tell a mistake before anything is opened: later it would be a sink that fails for ever."""
-    if not isinstance(sink, str | SinkRunner) and not all(
-        callable(getattr(sink, method, None)) for method in ("open", "write", "close")
-    ):
-        raise UsageError(f"a sink must be a URL or have open, write and close; {type(sink).__name__} has not")
+    if not isinstance(sink, str | Sink | SinkRunner):
+        raise UsageError(f"a sink must be a URL or derive from sinks.Sink; {type(sink).__name__} does not")
 
 
 def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:

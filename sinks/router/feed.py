@@ -29,8 +29,8 @@ from events.feed.fold import Feed
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, Gap, GroupCreated, Namespace
+from sinks.base import Overflow, Sink
 from sinks.router.numbers import FeedNumbers
-from sinks.runner import Overflow
 
 BATCH_BYTES = 64
 CHANGE_BYTES = 512
@@ -164,7 +164,7 @@ class FeedTransport(Protocol):
         """Release everything, after a bounded wait for what was sent."""
 
 
-class RouterFeed:
+class RouterFeed(Sink):
     """Folds the events and feeds its transport with what routers may see.
 
     - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one

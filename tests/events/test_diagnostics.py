@@ -11,9 +11,9 @@ from tests.support.commands import RunPython
 REPORT = """
 import time
 from events.types import EventBatch
-from sinks import SinkRunner
+from sinks import Sink, SinkRunner
 
-class Failing:
+class Failing(Sink):
     def open(self): pass
     def write(self, batch): raise OSError(28, "full")
     def close(self): pass

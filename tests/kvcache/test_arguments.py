@@ -18,7 +18,6 @@ from kvcache.device import memory
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from sinks import SinkOpenError, SinkRunner
 from tests.support.engines import strategies
 
 
@@ -264,12 +263,6 @@ def test_settings_must_be_settings(config: Any) -> None:
     """A manager is configured by a KVCacheConfig only."""
     with pytest.raises(UsageError, match="must be a KVCacheConfig"):
         KVCacheManager(config)
-
-
-def test_what_cannot_be_opened_is_a_failed_sink() -> None:
-    """A runner given something without the methods of a sink says so at the start instead of after a while."""
-    with pytest.raises(SinkOpenError, match="AttributeError"):
-        SinkRunner(object(), "odd").start()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [1.5, None, "x", True, 2**63, 2**70, ZeroDivisionError()], ids=repr)

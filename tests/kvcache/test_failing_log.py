@@ -20,6 +20,7 @@ from events.types import EventBatch, Gap
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import fold, replay
+from sinks import Sink
 from tests.support.engines.traffic import Traffic, config
 from tests.support.logs.full_disk import FullDisk, full_disk
 from tests.support.seeds import seeds
@@ -27,7 +28,7 @@ from tests.support.seeds import seeds
 __all__ = ["full_disk"]
 
 
-class Collector:
+class Collector(Sink):
     """A sink that keeps what it gets."""
 
     overflow = "block"

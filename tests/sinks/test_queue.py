@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from events.size import batch_bytes
 from events.types import EventBatch
-from sinks.runner import BatchQueue, LostBatches, Overflow
+from sinks.base import Overflow
+from sinks.runner import BatchQueue, LostBatches
 from tests.support.feeds.sinks import check_stream, gaps, make_batch
 from tests.support.waiting import WAIT
 

@@ -20,12 +20,11 @@ from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
-from sinks.base import State
+from sinks.base import Overflow, State
 from sinks.prometheus import BlockMetrics, MetricsCollector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from sinks.runner import Overflow
 from tests.oracles.json_reader import from_json
 from tests.support.commands import RunPython
 from tests.support.feeds.sinks import RecordingSink, check_stream, gaps, make_batch

@@ -353,7 +353,7 @@ class TestRunner:
     def test_a_sink_says_what_gives_way(self) -> None:
         """A feed's queue refuses the newest without being told to; a runner that is told otherwise obeys."""
         sink = RecordingSink()
-        sink.overflow = "drop_newest"  # type: ignore[attr-defined]
+        sink.overflow = "drop_newest"
         kept = []
         for overflow in (None, "drop_oldest"):
             runner = SinkRunner(sink, "r", max_events=2, overflow=overflow)

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from events.types import EventBatch, Gap
 from sinks import SinkError, SinkOpenError, SinkRunner, SinkStats
-from sinks.runner import BACKOFF_SECONDS_MAX, Overflow, describe
+from sinks.base import Overflow
+from sinks.runner import BACKOFF_SECONDS_MAX, describe
 from tests.support.feeds.sinks import (
     ExitingSink,
     HangingSink,

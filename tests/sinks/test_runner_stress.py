@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from events.types import EventBatch
 from sinks import SinkRunner
-from sinks.runner import Overflow
+from sinks.base import Overflow
 from tests.support.feeds.sinks import RecordingSink, check_stream, gaps, make_batch
 from tests.support.waiting import WAIT
 

@@ -24,7 +24,7 @@ from kvcache.publish.publisher import Publisher
 from kvcache.replay import replay
 from kvcache.tap.lines import DictFollower
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, open_sink
-from sinks.trtllm import DictFeed, LineTransport
+from sinks.trtllm import DictFeed, LineOutput, LineTransport
 from tests.support.engines import strategies
 from tests.support.feeds.strict import NoBytes
 from tests.support.feeds.trtllm_events import FIRST, STREAM, WINDOWS, BusyEngine, Held, config, held_by, work
@@ -187,7 +187,7 @@ def inventory(manager: KVCacheManager) -> Iterator[EventBatch]:
             yield batch
 
 
-class Lines:
+class Lines(LineOutput):
     """An output in memory, which fails when it is told to."""
 
     def __init__(self) -> None:

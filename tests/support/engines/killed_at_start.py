@@ -27,7 +27,7 @@ KEEPERS = ("feed", "sidecar", "note")
 CONTEXT = SinkContext(8, 2, "m")
 
 
-class KeepsANote:
+class KeepsANote(Sink):
     """A sink of somebody else, which keeps a file in the log's directory."""
 
     def __init__(self, directory: Path) -> None:

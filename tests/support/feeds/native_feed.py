@@ -9,7 +9,7 @@ from events.feed.changes import Batched
 from events.formats.vllm import Message
 from events.types import EventBatch
 from kvcache.record.told_state import ToldState
-from sinks import SinkContext
+from sinks import Sink, SinkContext
 from sinks.router.feed import FeedBatch, FeedSnapshot
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
@@ -18,7 +18,7 @@ from tests.support.feeds.native import Cache
 CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ToldState)
 
 
-class Batches:
+class Batches(Sink):
     """A sink that keeps what it gets."""
 
     needs_tokens = True

@@ -13,7 +13,7 @@ from events.log import LogWriter
 from events.types import EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.publish.publisher import Publisher, PublishStats
-from sinks import SinkContext, SinkURL, registry
+from sinks import Sink, SinkContext, SinkURL, registry
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
@@ -39,7 +39,7 @@ def write(
     return manager
 
 
-class Collector:
+class Collector(Sink):
     """A sink that keeps what it gets; tests tell it to fail or to hang."""
 
     needs_tokens: bool | None = None

@@ -71,6 +71,7 @@ from events.types import (
     TransferLanded,
     WorkerSeen,
 )
+from sinks import Sink
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 from tests.support.waiting import WAIT
 
@@ -204,7 +205,7 @@ def check_stream(stream: Iterable[EventBatch], put: int) -> None:
     assert expected == put
 
 
-class RecordingSink:
+class RecordingSink(Sink):
     """Keeps what it gets; says when it has as much as one waits for."""
 
     def __init__(self) -> None:
