@@ -249,7 +249,7 @@ OPEN_SECONDS = 2.0
 """How long `start` waits to learn whether the sink could be opened."""
 GRACE_SECONDS = 0.25
 """How long `close` waits beyond the drain for the last `Gap` to be written."""
-BACKOFF_SECONDS_MAX = 5.0
+BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.1, 5.0
 SILENCE_SECONDS = 60.0
 """It is said once in this time that a sink fails, however often it does and recovers."""
 
@@ -283,7 +283,7 @@ class SinkRunner:
         overflow: Overflow | None = None,
         drain_seconds: float = 2.0,
         max_errors: int = 10,
-        backoff_seconds: float = 0.1,
+        backoff_seconds: float = BACKOFF_SECONDS,
         retry_seconds: float = 1.0,
         retry_seconds_max: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -530,8 +530,7 @@ class SinkRunner:
             self._quarantine()
             return
         self._note_failure()
-        doublings = min(errors_in_row - 1, 16)
-        self._wait(self._closing, min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
+        self._wait(self._closing, pause_after(errors_in_row, self._backoff_seconds))
 
     def _call(self, what: str, method: Callable[[], None]) -> bool:
         try:
@@ -582,6 +581,11 @@ class SinkRunner:
         self._forked = True
         self._state = "closed"
         self._queue.become_child()
+
+
+def pause_after(failures: int, first: float = BACKOFF_SECONDS) -> float:
+    """Return how long to wait after so many failures in a row: pauses double from `first` on, in seconds."""
+    return min(first * 2.0 ** min(failures - 1, 16), BACKOFF_SECONDS_MAX)
 
 
 def describe(error: BaseException) -> str:

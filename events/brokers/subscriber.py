@@ -30,6 +30,7 @@ from events.errors import EventDecodeError
 from events.formats.vllm import Message, decode_batch, join_batches
 from events.subscribe.continuity import (
     HELD_MAX,
+    AnyReport,
     Continuity,
     NativeContinuity,
     NativeReport,
@@ -38,7 +39,6 @@ from events.subscribe.continuity import (
     begins_anew,
 )
 from events.subscribe.gathering import Worker
-from events.subscribe.subscriber import AnyReport
 
 _READERS = {
     "kafka": ("events.brokers.kafka", "KafkaReader"),

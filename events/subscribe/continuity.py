@@ -1,33 +1,42 @@
-"""Puts a publisher's messages in order: what is new, what comes twice, what is missing. Knows no socket.
+"""The order of a publisher's messages: what is new, what comes twice, what is missing. Knows no socket.
 
-Live messages are numbered, and some may never arrive. A number that is too high shows a gap: if the publisher can be
-asked, live messages are held while it answers. An answer is used up to its end, beyond the first live message that
-is held, because a publisher may answer with its whole state as of now instead of what it once said; the live
-messages up to there are then known already and are dropped. What the answer lacks is reported as missing for good.
-An answer that breaks off may be a part of such a state, to which no live message fits: the rest is asked for.
+Live messages are numbered, and some may never arrive. What an order does with each message::
 
-A batch that begins with "cleared" makes up for everything before it. So nothing is missing before one, and numbers that
-it jumps over need not be asked for: they may never have been used, and what they said does not hold any more.
+    state      message                                     becomes    reports
+    following  live, the number that should come           following  Received
+    following  live, too high; can be asked, not in vain   asking     (held)
+    following  live, too high; cannot be asked             following  Missed, Received
+    following  live, too high, tells a whole state         following  Restated, Received
+    following  live, told already                          following
+    following  live, number went back                      following  Restarted, Received
+    asking     live                                        asking     (held, at most HELD_MAX)
+    asking     answer                                      asking     Received; Missed or Restated before a hole
+    asking     end of a complete answer                    following  Missed(recovered), then as above for those held
+    asking     end of an answer that broke off             asking     (the rest is asked for)
 
-A live number that goes back means that the publisher has started anew, with two exceptions. After a replay, live
-messages that it has told already are still on their way. Those are older than the newest thing that it told, by the
-publisher's clock; a new start is younger. And a publisher may tell who connects again its state under the last number,
-which is of the same time then. (Nothing else in this format tells one life of a publisher from the next.)
+An answer is used up to its end, beyond the first live message that is held, because a publisher may answer with its
+whole state as of now instead of what it once said; the live messages up to there are then known already and are
+dropped. An answer that breaks off may be a part of such a state, to which no live message fits. A whole state makes up
+for everything before it: numbers that it jumps over need not be asked for.
 
-Puts the messages of a feed in the native format in order. Knows no socket.
+*Maps* (`Continuity`): a batch that begins with "cleared" tells a whole state. A live number that goes back means that
+the publisher has started anew, with two exceptions. After a replay, live messages that it has told already are still on
+their way: those are older than the newest thing that it told, by the publisher's clock; a new start is younger. And a
+publisher may tell who connects again its state under the last number, which is of the same time then. (Nothing else in
+this format tells one life of a publisher from the next.)
 
-Two numbers say whether a message is the next one: the feed's, which is consecutive in all that it sends, and that of
-the batch, which is consecutive in what the cache did. Reading begins with a batch that tells the whole state, and so it
-goes on where something is missing for good: what comes before such a batch is dropped, since it follows from what was
-not heard. Where the publisher can be asked, it is, and its answer is what was missed, or a newer state.
-
-A batch that tells the state says of which epoch of which log it is. So a state that is told again is known as such, and
-a publisher that was started anew, but serves the same epoch, simply goes on.
+*All events* (`NativeContinuity`): two numbers say whether a message is the next one, the feed's and that of the batch
+in what the cache did. A batch that tells the whole state says of which epoch of which log it is: so a state that is
+told again is known as such, and a publisher that was started anew, but serves the same epoch, simply goes on. Here is a
+further state, *waiting*: at the beginning, and after a loss, all is dropped until a state is told, since it follows
+from what was not received.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -79,38 +88,31 @@ class Restarted(msgspec.Struct, frozen=True):
 Report = Received | Missed | Restated | Restarted
 
 
-class Continuity:
-    """Follows one publisher. Fed with messages, it gives reports, and asks for replays."""
+AnyReport = TypeVar("AnyReport")
+
+
+class MessageOrder(ABC, Generic[AnyReport]):
+    """Follows one publisher. Fed with messages, it gives reports, and asks for replays if it `can_ask`."""
 
     def __init__(self, start: int | None, *, can_ask: bool) -> None:
         self._can_ask = can_ask
         self._next = start
         """The number that should come; None: whichever comes first."""
-        self._last_live: int | None = None
-        self._last_ts = -math.inf
-        """When that was published."""
-        self._newest_replayed = -math.inf
         self._asked: int | None = None
+        """The number from which was asked, while live messages are held."""
         self._request: int | None = None
         self._in_vain: int | None = None
         """A start that was asked for because of a gap, and was not answered: not worth asking again."""
-        self._broken_first: int | None = None
-        """Where an answer began that broke off and was not completed since."""
-        self._gap_last: int | None = None
-        self._run_first = 0
-        """Where the unbroken part of the answer begins."""
         self._held: list[Message] = []
-        self._reports: list[Report] = []
-        if can_ask and start is not None:
-            self._ask(start, None)
+        self._reports: list[AnyReport | Missed] = []
 
-    def take(self) -> list[Report]:
-        """What is to be reported since the last call."""
+    def take(self) -> list[AnyReport]:
+        """Return what is to be reported since the last call."""
         reports, self._reports = self._reports, []
-        return reports
+        return cast("list[AnyReport]", reports)
 
     def take_request(self) -> int | None:
-        """The number from which to ask for a replay now, once."""
+        """Return the number from which to ask for a replay now, once."""
         request, self._request = self._request, None
         return request
 
@@ -119,17 +121,63 @@ class Continuity:
         """How many live messages wait for the end of a replay."""
         return len(self._held)
 
+    @property
+    def next(self) -> int | None:
+        """The feed's number that should come; None: none was received yet."""
+        return self._next
+
     def live(self, message: Message) -> None:
-        """A message of the stream. While as many are held as may be, it takes the place of the last one.
+        """Take a message of the stream. While as many are held as may be, it takes the place of the last one.
 
         So it shows a gap later, for which is asked again.
         """
         if self._asked is None:
-            self._accept(message)
+            self._accept(message, replayed=False)
             return
         if len(self._held) >= HELD_MAX:
             self._held.pop()
         self._held.append(message)
+
+    def give_up(self, reason: str) -> None:
+        """Nobody listens any more: from the next message on nothing is known."""
+        if self._next is not None:
+            self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
+
+    @abstractmethod
+    def answer(self, message: Message) -> None:
+        """Take a message of the replay."""
+
+    @abstractmethod
+    def end_of_replay(self, *, complete: bool = True) -> None:
+        """The answer is complete, or the publisher does not answer any more."""
+
+    @abstractmethod
+    def _accept(self, message: Message, *, replayed: bool) -> None:
+        """Take a message that is not held."""
+
+    def _release_held(self) -> None:
+        """The first one may show another gap, and then the others wait again."""
+        held, self._held = self._held, []
+        for message in held:
+            self.live(message)
+
+
+class Continuity(MessageOrder[Report]):
+    """The order of messages whose payloads are maps."""
+
+    def __init__(self, start: int | None, *, can_ask: bool) -> None:
+        super().__init__(start, can_ask=can_ask)
+        self._last_live: int | None = None
+        self._last_ts = -math.inf
+        """When that was published."""
+        self._newest_replayed = -math.inf
+        self._broken_first: int | None = None
+        """Where an answer began that broke off and was not completed since."""
+        self._gap_last: int | None = None
+        self._run_first = 0
+        """Where the unbroken part of the answer begins."""
+        if can_ask and start is not None:
+            self._ask(start, None)
 
     def answer(self, message: Message) -> None:
         """A message of the replay."""
@@ -163,20 +211,13 @@ class Continuity:
         # Only if live messages are there that prove it: a publisher that had said nothing yet may have by now.
         self._in_vain = self._asked if self._next == self._asked and self._gap_last is not None else None
         self._asked = None
-        held, self._held = self._held, []
-        for message in held:
-            self.live(message)  # the first one may show another gap, and then the others wait again
-
-    def give_up(self, reason: str) -> None:
-        """Nobody listens any more: from the next batch on nothing is known."""
-        if self._next is not None:
-            self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
+        self._release_held()
 
     def _ask(self, start: int, gap_last: int | None) -> None:
         self._asked = self._request = self._run_first = start
         self._gap_last = gap_last
 
-    def _accept(self, message: Message) -> None:
+    def _accept(self, message: Message, *, replayed: bool) -> None:
         seq = message.seq
         if self._next is None:
             self._next = seq
@@ -281,58 +322,21 @@ class ReceivedBatch(msgspec.Struct, frozen=True):
 NativeReport = ReceivedBatch | Missed | Restated | Restarted
 
 
-class NativeContinuity:
-    """Follows one publisher. Fed with messages, it gives reports, and asks for what is missing if it `can_ask`."""
+class NativeContinuity(MessageOrder[NativeReport]):
+    """The order of messages that are batches of a cache's own events."""
 
     def __init__(self, *, can_ask: bool = False) -> None:
-        self._can_ask = can_ask
-        self._next: int | None = None
-        """The feed's number that should come; None: nothing was heard yet."""
+        super().__init__(None, can_ask=can_ask)
         self._origin: Origin | None = None
-        """Whose batches are heard; None: no state was heard yet."""
+        """Whose batches these are; None: no state was received yet."""
         self._last_seq = -1
         """That of the last batch that was handed out."""
         self.waiting = True
         """Whether nothing can be handed out before a state is told."""
         self._wanted_since: int | None = None
         """The first number that was dropped while waiting."""
-        self._asked: int | None = None
-        self._request: int | None = None
-        self._in_vain: int | None = None
-        """A number that was asked for without success."""
         self._gap_last = -1
         """The last number of what was asked for; -1 once a state was told in its place."""
-        self._held: list[Message] = []
-        self._reports: list[NativeReport] = []
-
-    def take(self) -> list[NativeReport]:
-        """What is to be reported since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
-
-    def take_request(self) -> int | None:
-        """The number from which to ask for a replay now, once."""
-        request, self._request = self._request, None
-        return request
-
-    @property
-    def holding(self) -> int:
-        """How many live messages wait for the end of a replay."""
-        return len(self._held)
-
-    @property
-    def next(self) -> int | None:
-        """The feed's number that should come; None: nothing was heard yet."""
-        return self._next
-
-    def live(self, message: Message) -> None:
-        """A message of the stream. While as many are held as may be, it takes the place of the last one."""
-        if self._asked is None:
-            self._accept(message, replayed=False)
-            return
-        if len(self._held) >= HELD_MAX:
-            self._held.pop()
-        self._held.append(message)
 
     def answer(self, message: Message) -> None:
         """A message of the replay."""
@@ -346,14 +350,7 @@ class NativeContinuity:
             self._in_vain = asked
         elif asked is not None and self._next is not None and asked <= self._gap_last:
             self._reports.append(Missed(asked, min(self._next - 1, self._gap_last), recovered=True))
-        held, self._held = self._held, []
-        for message in held:
-            self.live(message)
-
-    def give_up(self, reason: str) -> None:
-        """Nobody listens any more: from the next message on nothing is known."""
-        if self._next is not None:
-            self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
+        self._release_held()
 
     def _accept(self, message: Message, *, replayed: bool) -> None:
         try:

@@ -24,16 +24,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.errors import EventDecodeError
-from events.formats.vllm import Message, parse_answer, parse_message, replay_request
+from events.formats.vllm import parse_answer, parse_message, replay_request
 from events.subscribe.continuity import (
     HELD_MAX,
+    AnyReport,
     Continuity,
+    MessageOrder,
     Missed,
     NativeContinuity,
     NativeReport,
@@ -246,35 +248,6 @@ def weight(frames: list[bytes]) -> int:
     return _MESSAGE_BYTES + len(frames[-1])
 
 
-AnyReport = TypeVar("AnyReport")
-
-
-class Order(Protocol[AnyReport]):
-    """Puts messages in order, and makes reports of them, as `events.subscribe.continuity.Continuity` does."""
-
-    @property
-    def holding(self) -> int:
-        """How many live messages wait for the end of a replay."""
-
-    def take(self) -> list[AnyReport]:
-        """What is to be reported since the last call."""
-
-    def take_request(self) -> int | None:
-        """The number from which to ask for a replay now, once."""
-
-    def live(self, message: Message) -> None:
-        """A message of the stream."""
-
-    def answer(self, message: Message) -> None:
-        """A message of the replay."""
-
-    def end_of_replay(self, *, complete: bool = True) -> None:
-        """The answer is complete, or the publisher does not answer any more."""
-
-    def give_up(self, reason: str) -> None:
-        """Nobody listens any more."""
-
-
 class Follower(Generic[AnyReport]):
     """One publisher.
 
@@ -285,7 +258,7 @@ class Follower(Generic[AnyReport]):
     def __init__(
         self,
         ask: Callable[[], Connection] | None,
-        order: Order[AnyReport],
+        order: MessageOrder[AnyReport],
         *,
         topic: bytes,
         replay_timeout: float,
@@ -449,7 +422,7 @@ class Publication(ABC, Generic[AnyReport]):
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._replay = replay
+        self._replay, self._topic = replay, topic
         self._options = ConnectionOptions(max_queued, max_message_bytes, keepalive, curve, clock)
         self._ready: deque[AnyReport] = deque()
         self._lines = ExitStack()
@@ -478,7 +451,7 @@ class Publication(ABC, Generic[AnyReport]):
             raise
 
     @abstractmethod
-    def _order(self, start: int | None, *, can_ask: bool) -> Order[AnyReport]:
+    def _order(self, start: int | None, *, can_ask: bool) -> MessageOrder[AnyReport]:
         """What puts its messages in order."""
 
     def close(self) -> None:
@@ -689,34 +662,6 @@ class NativeSubscriber(BlockingPublication[NativeReport]):
     The arguments are those of `events.subscribe.subscriber.Publication`, but that it always begins with the state.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        replay: str | None = None,
-        topic: str = "",
-        replay_timeout: float = 5.0,
-        max_queued: int = 100_000,
-        max_message_bytes: int = 1 << 30,
-        keepalive: float = KEEPALIVE_SECONDS,
-        curve: Curve | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._prefix, self._clock, self._asked_at = topic, clock, clock()
-        super().__init__(
-            endpoint,
-            replay=replay,
-            topic=topic,
-            replay_timeout=replay_timeout,
-            max_queued=max_queued,
-            max_message_bytes=max_message_bytes,
-            keepalive=keepalive,
-            curve=curve,
-            context=context,
-            clock=clock,
-        )
-
     @property
     def waiting(self) -> bool:
         """Whether it has no state yet, or none that what it hears fits to."""
@@ -724,15 +669,16 @@ class NativeSubscriber(BlockingPublication[NativeReport]):
 
     def _order(self, start: int | None, *, can_ask: bool) -> NativeContinuity:
         self._continuity = NativeContinuity(can_ask=can_ask)
+        self._asked_at = self._options.clock()
         return self._continuity
 
     def _take(self) -> list[NativeReport]:
         reports = super()._take()
-        now = self._clock()
+        now = self._options.clock()
         hears_in_vain = self._continuity.waiting and self._continuity.next is not None
         if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
             # To the publisher that is a newcomer, who is told the state.
             self._asked_at = now
-            self._live.socket.unsubscribe(self._prefix)
-            self._live.socket.subscribe(self._prefix)
+            self._live.socket.unsubscribe(self._topic)
+            self._live.socket.subscribe(self._topic)
         return reports

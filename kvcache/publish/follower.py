@@ -32,7 +32,7 @@ from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.base import SinkUnavailable
 from sinks.router.feed import RouterFeed
-from sinks.runner import BACKOFF_SECONDS_MAX, describe
+from sinks.runner import describe, pause_after
 
 _SAVE_SECONDS = 0.5
 
@@ -84,7 +84,6 @@ class Progress:
     """Connections to a feed that came to nothing because of keys."""
 
 
-_FIRST_PAUSE_SECONDS = 0.1
 _REOPEN_AFTER = 5
 """Failures in a row after which a sink is closed and opened again."""
 
@@ -162,8 +161,7 @@ class Delivery:
             self._note(error)
             if self.failures % _REOPEN_AFTER == 0:
                 self.close()
-            doublings = min(self.failures - 1, 16)
-            self._stopping.wait(min(_FIRST_PAUSE_SECONDS * 2**doublings, BACKOFF_SECONDS_MAX))
+            self._stopping.wait(pause_after(self.failures))
             return False
         if self.failures:
             self.failures = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -131,3 +133,25 @@ def test_tokens_are_taken_out_on_the_sinks_thread(monkeypatch: pytest.MonkeyPatc
     assert len(threads) == len(whole) * without
     assert len(set(threads)) == without
     assert threading.main_thread() not in threads
+
+
+def test_a_flush_makes_few_calls_on_the_engines_thread(tmp_path: Path) -> None:
+    """With a log and a sink that gets no tokens: what can be done on their threads is done there."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+
+    sinks = [f"file://{tmp_path}/events.jsonl"]
+    with KVCacheManager(config(record_tokens=True), sinks=sinks, log=tmp_path / "log") as manager:
+        manager.add_sequence("r", [PLANTED] * 9)
+        manager.store_context_blocks("r", 9)
+        for _ in range(20):
+            manager.add_tokens(["r"], [PLANTED])
+        sys.setprofile(note)
+        try:
+            manager.flush()
+        finally:
+            sys.setprofile(None)
+    assert len(calls) <= 60, calls
