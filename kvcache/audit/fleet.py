@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -355,20 +355,26 @@ def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[Wor
     if jobs == 1 or len(logs) <= 1:
         yield from (audit_or_leave_out(log, top) for log in logs)
         return
-    # Not forked: threads of the parent may hold locks.
-    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        min(jobs, len(logs)), mp_context=context, initializer=_end_with, initargs=(os.getpid(),)
-    )
-    try:
+    with processes(min(jobs, len(logs))) as pool:
         with deaf_children():
             futures = [pool.submit(audit_or_leave_out, log, top) for log in logs]
         for future in as_completed(futures):
             yield future.result()
+
+
+@contextmanager
+def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[ProcessPoolExecutor]:
+    """Up to so many processes, each set up by `prepare`. Raises `InternalError` if one is killed.
+
+    They end with this one, and are killed when the block ends with an exception.
+    """
+    # Not forked: threads of the parent may hold locks.
+    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(os.getpid(), prepare))
+    try:
+        yield pool
     except BrokenProcessPool:
-        raise InternalError(
-            "a process that read logs was killed; is there enough memory for --jobs?"
-        ) from None
+        raise InternalError("a process was killed; is there enough memory for --jobs?") from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
@@ -390,8 +396,8 @@ def deaf_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with(parent: int) -> None:
-    """Let this process end soon after its parent has."""
+def _begin(parent: int, prepare: Callable[[], object]) -> None:
+    """Set a process up, which ends soon after its parent has."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -399,6 +405,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    prepare()
 
 
 def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit | LeftOut]:

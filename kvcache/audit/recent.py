@@ -31,38 +31,18 @@ class Lately:
     """How long it is; less than was asked for where no more was read."""
     first_seq: int | None
     """The first batch that counts; None: none does."""
-    counts: npt.NDArray[np.int64]
-
-    @property
-    def steps(self) -> int:
-        """Batches."""
-        return int(self.counts[_STEPS])
-
-    @property
-    def admitted(self) -> int:
-        """Requests that were admitted."""
-        return int(self.counts[_ADMITTED])
-
-    @property
-    def refused(self) -> int:
-        """Refusals; a request may have several."""
-        return int(self.counts[_REFUSED])
-
-    @property
-    def preempted(self) -> int:
-        """Requests that were preempted."""
-        return int(self.counts[_PREEMPTED])
-
-    @property
-    def evicted(self) -> tuple[int, int]:
-        """Full blocks evicted from primary (to secondary, too) and from secondary."""
-        primary, secondary = self.counts[_EVICTED:_REASONS].tolist()
-        return primary, secondary
-
-    @property
-    def reasons(self) -> npt.NDArray[np.int64]:
-        """Prompt tokens of admitted requests, by `Reason`."""
-        return self.counts[_REASONS:]
+    steps: int
+    """Batches."""
+    admitted: int
+    """Requests."""
+    refused: int
+    """Refusals; a request may have several."""
+    preempted: int
+    """Requests."""
+    evicted: tuple[int, int]
+    """Full blocks evicted from primary (to secondary, too) and from secondary."""
+    reasons: npt.NDArray[np.int64]
+    """Prompt tokens of admitted requests, by `Reason`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,7 +85,17 @@ class Recent(Listener):
         begun = until if self.began_at is None else self.began_at
         counts = np.sum([part.counts for part in parts], axis=0) if parts else np.zeros(_COLUMNS, np.int64)
         first = parts[0].first_seq if parts else None
-        return Lately(min(length, max(until - begun, 0)) / 1e9, first, counts)
+        steps, admitted, refused, preempted, *evicted = counts[:_REASONS].tolist()
+        return Lately(
+            min(length, max(until - begun, 0)) / 1e9,
+            first,
+            steps,
+            admitted,
+            refused,
+            preempted,
+            (evicted[0], evicted[1]),
+            counts[_REASONS:],
+        )
 
     def waiting(self, until: int) -> int:
         """Requests that were refused or preempted in the longest time up to `until`, and not admitted since."""

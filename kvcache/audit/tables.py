@@ -7,7 +7,6 @@ it, which may come again, and by the number of its admission in the log, which d
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -40,23 +39,23 @@ class RequestRow(NamedTuple):
     request_id: RequestId
     outcome: str
     """``ended``, ``running`` at the end of the log, ``lost`` with a restart or lost batches, or ``refused``."""
-    lora_id: int | None
-    lora_name: str | None
-    salt_digest: str | None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    salt_digest: str | None = None
     """Hex digits; the salt itself is in no log."""
-    uses_extra_ids: bool
-    refusals: int
+    uses_extra_ids: bool = False
+    refusals: int = 0
     """Noted before the admission, since the one before."""
-    first_refused_ts: int | None
-    admitted_seq: int | None
-    admitted_ts: int | None
-    ended_seq: int | None
-    ended_ts: int | None
-    prompt_tokens: int | None
-    output_tokens: int | None
+    first_refused_ts: int | None = None
+    admitted_seq: int | None = None
+    admitted_ts: int | None = None
+    ended_seq: int | None = None
+    ended_ts: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
     """So far, where it has not ended."""
-    reused_tokens: int | None
-    tokens_by_reason: dict[str, int]
+    reused_tokens: int | None = None
+    tokens_by_reason: dict[str, int] = {}  # noqa: RUF012
     """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
 
 
@@ -245,7 +244,10 @@ class Requests(Collector[RequestRow]):
         for sequence in history.running.values():
             self._add(sequence, _End("running", sequence.num_tokens - sequence.num_prompt_tokens))
         yield self.take()
-        yield [_never(request_id, refused) for request_id, refused in self._refused.items()]
+        yield [
+            RequestRow(None, request_id, "refused", refusals=refused.times, first_refused_ts=refused.first_ts)
+            for request_id, refused in self._refused.items()
+        ]
 
 
 def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRow:
@@ -270,35 +272,15 @@ def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRo
 
 def _unknown(sequence: Running, end: _End) -> RequestRow:
     """One that came with an exported state: its admission is not in the log."""
-    return _bare(sequence.request_id, end.outcome, sequence.namespace)._replace(
+    return RequestRow(
+        None,
+        sequence.request_id,
+        end.outcome,
+        **_fields(sequence.namespace),
         ended_seq=end.seq,
         ended_ts=end.ts,
         prompt_tokens=sequence.num_prompt_tokens,
         output_tokens=end.output_tokens,
-    )
-
-
-def _never(request_id: RequestId, refused: _Refused) -> RequestRow:
-    row = _bare(request_id, "refused", Namespace())
-    return row._replace(refusals=refused.times, first_refused_ts=refused.first_ts)
-
-
-def _bare(request_id: RequestId, outcome: str, namespace: Namespace) -> RequestRow:
-    return RequestRow(
-        admission=None,
-        request_id=request_id,
-        outcome=outcome,
-        **_fields(namespace),
-        refusals=0,
-        first_refused_ts=None,
-        admitted_seq=None,
-        admitted_ts=None,
-        ended_seq=None,
-        ended_ts=None,
-        prompt_tokens=None,
-        output_tokens=None,
-        reused_tokens=None,
-        tokens_by_reason={},
     )
 
 
@@ -453,59 +435,48 @@ class Evictions(Collector[EvictionRow]):
         self.rows.append(row)
 
 
+_NOT_COUNTED = ("seq", "ts", "running", "computed_tokens", "occupancy")
+_COUNTED = [name for name in StepRow._fields if name not in _NOT_COUNTED]
+
+
 def step_row(batch: EventBatch, state: CacheState) -> StepRow:
     """The row of a batch. What is held, free to evict and blank is counted by the state after it."""
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(_COUNTED, 0)
     for event in known_events(batch):
         _count(event, counts)
     return StepRow(
         seq=batch.seq,
         ts=batch.ts,
-        admitted=counts["admitted"],
-        refused=counts["refused"],
-        ended=counts["ended"],
         running=len(state.sequences),
-        prompt_tokens=counts["prompt"],
-        reused_tokens=counts["reused"],
-        computed_tokens=counts["prompt"] - counts["reused"],
-        output_tokens=counts["output"],
-        stored_blocks=counts["stored"],
-        removed_blocks=counts["removed"],
-        cleared_blocks=counts["cleared"],
-        offloaded_blocks=counts["offload"],
-        onboarded_blocks=counts["onboard"],
+        computed_tokens=counts["prompt_tokens"] - counts["reused_tokens"],
         occupancy=tuple(occupancy(state)),
+        **counts,
     )
 
 
-def _count(event: ev.Event, counts: Counter[str]) -> None:
+def _count(event: ev.Event, counts: dict[str, int]) -> None:
     """Add what the event tells."""
     match event:
         case ev.SequenceAdded():
             counts["admitted"] += 1
-            counts["prompt"] += event.num_tokens
-            counts["reused"] += event.reused
+            counts["prompt_tokens"] += event.num_tokens
+            counts["reused_tokens"] += event.reused
         case ev.SequenceRemoved():
             counts["ended"] += 1
         case ev.AdmissionRefused():
             counts["refused"] += 1
         case ev.TokensAppended():
-            counts["output"] += _appended(event)
+            one_each = len(event.handles) // HANDLE_BYTES
+            counts["output_tokens"] += int(unpack_u32(event.counts).sum()) if event.counts else one_each
         case ev.BlocksStored() | ev.BlocksFilled():
-            counts["stored"] += len(event.slots) // SLOT_BYTES
+            counts["stored_blocks"] += len(event.slots) // SLOT_BYTES
         case ev.BlocksRemoved():
-            counts["removed"] += len(event.slots) // SLOT_BYTES
+            counts["removed_blocks"] += len(event.slots) // SLOT_BYTES
         case ev.CacheCleared():
             # What sequences hold keeps its slots, but is cached no more.
-            counts["cleared"] += sum(map(sum, event.removed)) + sum(event.unnamed)
-        case ev.BlocksMoved():
-            counts[event.why] += len(event.from_slots) // SLOT_BYTES
-
-
-def _appended(event: ev.TokensAppended) -> int:
-    if event.counts:
-        return int(unpack_u32(event.counts).sum())
-    return len(event.handles) // HANDLE_BYTES
+            counts["cleared_blocks"] += sum(map(sum, event.removed)) + sum(event.unnamed)
+        case ev.BlocksMoved(why=MoveReason.OFFLOAD | MoveReason.ONBOARD):
+            counts[f"{event.why}ed_blocks"] += len(event.from_slots) // SLOT_BYTES
 
 
 def occupancy(state: CacheState) -> list[OccupancyRow]:

@@ -22,17 +22,6 @@ _HASHING = ALGORITHMS[DEFAULT_ALGORITHM]
 """Names blocks here, whatever names the log gives them."""
 
 
-@dataclass(eq=False, repr=False)
-class NoTokens(UsageError):
-    """An admission in batch `seq` has no tokens, so that its blocks cannot be told from others."""
-
-    seq: int
-    text = (
-        "the log records no tokens (batch {seq}), so that nobody can say which prompts begin alike: "
-        "take a log that was written with log.record_tokens=true"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class CacheSize:
     """What a log's cache had for the window with full attention."""
@@ -48,8 +37,8 @@ class LoggedPrompts:
     """Iterates once over a log: for each admission the numbers of the full blocks that end before its last token.
 
     A block's number is the name that `v2_sha256_64` gives it, which stands for its tokens, all before them, and the
-    namespace. What else is to be had here holds when the iteration has ended. It raises `NoTokens`, `Unsupported` for a
-    log without full attention, `UsageError` for one without a cache, `Unreplayable`, and what `LogReader` raises.
+    namespace. What else is to be had here holds when the iteration has ended. It raises `Unsupported` for a log without
+    full attention, `UsageError` for one without a cache or tokens, `Unreplayable`, and what `LogReader` raises.
     """
 
     def __init__(self, log: str | Path, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -124,7 +113,10 @@ class LoggedPrompts:
                 self.shared = True
             elif isinstance(event, SequenceAdded):
                 if event.num_tokens and not event.tokens:
-                    raise NoTokens(batch.seq)
+                    raise UsageError(
+                        f"the log records no tokens (batch {batch.seq}), so that nobody can say which prompts begin "
+                        "alike: take a log that was written with log.record_tokens=true"
+                    )
                 if index > known or not has_symbols(event.tokens):
                     prompts.append(self._blocks(event))
                 else:

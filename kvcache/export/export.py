@@ -413,24 +413,15 @@ def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
     return texts(values) if column.kind == "text" else values
 
 
-@dataclass(eq=False, repr=False)
-class PackageMissing(UsageError):
-    """A format needs a package that is not installed; `extra` of kvcache brings it."""
-
-    package: str
-    extra: str
-    text = "writing Parquet needs {package}: pip install 'kvcache[{extra}]'"
-
-
 class ParquetWriter:
-    """A directory with a file per table. Times are timestamps in ns, UTC. Raises `PackageMissing`."""
+    """A directory with a file per table. Times are timestamps in ns, UTC. Raises `UsageError` without it."""
 
     def __init__(self, path: Path) -> None:
         try:
             arrow: Any = import_module("pyarrow")
             parquet: Any = import_module("pyarrow.parquet")
         except ImportError as error:
-            raise PackageMissing("pyarrow", "export") from error
+            raise UsageError("writing Parquet needs pyarrow: pip install 'kvcache[export]'") from error
         self._arrow = arrow
         kinds = {
             "integer": arrow.int64(),
@@ -463,14 +454,6 @@ class ParquetWriter:
         self._open.close()
 
 
-@dataclass(eq=False, repr=False)
-class NumberTooLarge(UsageError):
-    """The log holds a number that the format has no room for: beyond 64 bits, with a sign."""
-
-    table: str
-    text = "a number in the table {table} is beyond 64 bits: write csv or jsonl, which hold any"
-
-
 SQLITE_HEADER = b"SQLite format 3\0"
 """How a database begins: no other file is replaced by one."""
 FORMATS: dict[str, type[Writer]] = {
@@ -487,7 +470,7 @@ def export(batches: Iterable[EventBatch], to: str, path: Path, *, force: bool = 
     """Write all tables in one of `FORMATS`; returns how many rows each has.
 
     `path` becomes a file (``sqlite``) or a directory with a file per table, when all is written. `force` replaces an
-    earlier export. Raises `TargetExists`, `PackageMissing`, `UsageError` if there is no batch, and what reading raises.
+    earlier export. Raises `TargetExists`, `UsageError` if there is no batch or no pyarrow, and what reading raises.
     """
     with (
         replacing(path, force=force, header=SQLITE_HEADER if to == "sqlite" else None) as new,
@@ -503,7 +486,9 @@ def _write(batches: Iterable[EventBatch], writer: Writer) -> dict[str, int]:
             try:
                 writer.write(table, values)
             except OverflowError as error:
-                raise NumberTooLarge(table) from error
+                raise UsageError(
+                    f"a number in the table {table} is beyond 64 bits: write csv or jsonl, which hold any"
+                ) from error
             written[table] += len(values[0])
     if not written["steps"]:
         raise UsageError("the log holds no batch yet: there is nothing to export")

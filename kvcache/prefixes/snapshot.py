@@ -170,9 +170,11 @@ _HEADER = struct.Struct("<8sIQ32s")
 """Magic, version, bytes behind the header, their SHA-256."""
 
 
-class _Layer(msgspec.Struct, array_like=True):
+class _Held(msgspec.Struct, array_like=True):
     names: list[Hash | None]
     masks: dict[Plane, bytes]
+    more: list[tuple[Hash, int, bytes]]
+    """Second names: the block's place in the run, and planes as bits."""
 
 
 class _Run(msgspec.Struct, array_like=True):
@@ -182,7 +184,7 @@ class _Run(msgspec.Struct, array_like=True):
     block_bytes: int
     extra: bytes
     tokens: bytes
-    holders: dict[int, list[_Layer]]
+    holders: dict[int, _Held]
     """By the number of the holder, in the order of the file."""
 
 
@@ -286,31 +288,19 @@ def _runs(tree: PrefixTree, sources: Sources) -> list[_Run]:
     rows = []
     for root, run in tree.runs():
         places[run] = len(places)
-        layers = {numbers[holder]: _layers(first) for holder, first in run.holders.items()}
+        held = {numbers[holder]: _held(first) for holder, first in run.holders.items()}
         above = places.get(run.parent, -1)
-        rows.append(_Run(above, root.adapter, root.block_bytes, run.extra, bytes(run.tokens), layers))
+        rows.append(_Run(above, root.adapter, root.block_bytes, run.extra, bytes(run.tokens), held))
     return rows
 
 
-def _layers(first: Holding) -> list[_Layer]:
-    """The first names of the blocks, the second ones, and so on."""
-    layers = [_Layer(first.names, {plane: _bytes(mask) for plane, mask in first.masks.items()})]
-    if first.more is None:
-        return layers
-    rows: dict[int, list[tuple[Hash, int]]] = {}
-    for name, (place, planes) in first.more.names.items():
-        rows.setdefault(place, []).append((name, planes))
-    for number in range(max(map(len, rows.values()))):
-        names: list[Hash | None] = []
-        masks: dict[Plane, int] = {}
-        for place, row in sorted(rows.items()):
-            if number < len(row):
-                name, planes = row[number]
-                names += [*[None] * (place - len(names)), name]
-                for plane in planes_of(planes):
-                    masks[plane] = masks.get(plane, 0) | 1 << place
-        layers.append(_Layer(names, {plane: _bytes(mask) for plane, mask in masks.items()}))
-    return layers
+def _held(first: Holding) -> _Held:
+    more = {} if first.more is None else first.more.names
+    return _Held(
+        first.names,
+        {plane: _bytes(mask) for plane, mask in first.masks.items()},
+        [(name, place, _bytes(planes)) for name, (place, planes) in more.items()],
+    )
 
 
 def _bytes(bits: int) -> bytes:
@@ -338,23 +328,19 @@ def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
         parent = tree.root(each.adapter, each.block_bytes) if each.parent < 0 else runs[each.parent]
         run = tree.add(parent, each.extra, each.tokens, each.block_bytes)
         runs.append(run)
-        for number, layers in each.holders.items():
-            _rebuild_holding(run, holders[number], layers)
+        for number, held in each.holders.items():
+            _rebuild_holding(run, holders[number], held)
 
 
-def _rebuild_holding(run: Run, holder: Holder, layers: list[_Layer]) -> None:
+def _rebuild_holding(run: Run, holder: Holder, held: _Held) -> None:
     first = run.holders[holder] = Holding(run)
-    first.names = layers[0].names
-    first.masks = {plane: int.from_bytes(mask, "little") for plane, mask in layers[0].masks.items()}
+    first.names = held.names
+    first.masks = {plane: int.from_bytes(mask, "little") for plane, mask in held.masks.items()}
     holder.names.update((name, first) for name in first.names if name is not None)
-    for saved in layers[1:]:
-        masks = {plane: int.from_bytes(mask, "little") for plane, mask in saved.masks.items()}
-        if not all(0 <= plane < PLANES_MAX for plane in masks):
-            raise ValueError("a plane that no group has")
-        for place, name in enumerate(saved.names):
-            if name is not None:
-                planes = sum(1 << plane for plane, mask in masks.items() if mask >> place & 1)
-                holder.names[name] = first.add_alias(name, place, planes)
+    for name, place, planes in held.more:
+        if not 0 <= place < len(first.names) or len(planes) * 8 > PLANES_MAX:
+            raise ValueError("a place or a plane that there is not")
+        holder.names[name] = first.add_alias(name, place, int.from_bytes(planes, "little"))
     if isinstance(run.parent, Run):
         run.parent.holders[holder].children += 1
 

@@ -291,13 +291,18 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, Prompt]]:
     """The prompts of all admissions, in order, with the settings of their cache. Raises what `recorded` raises."""
-    reader = _Prompts(str(log))
-    for batch in LogReader(Path(log)):
-        yield from reader.prompts_of(batch)
+    config = None
+    for batch in recorded(log):
+        for command in batch.commands:
+            if isinstance(command, Create):
+                config = command.config
+            elif isinstance(command, Admit):
+                assert config is not None
+                yield from ((config, prompt) for prompt in command.prompts)
 
 
-class _Prompts:
-    """What is needed of a log to read prompts: tokens, symbols, and no gaps."""
+class _Commands:
+    """Folds a log, and tells the commands of each batch."""
 
     def __init__(self, log: str) -> None:
         self._log = log
@@ -308,60 +313,6 @@ class _Prompts:
         """Tokens of the longest prompt that gets all of its slots at once."""
         self._engine = ""
         """Who decided; empty: a manager of this library."""
-
-    def prompts_of(self, batch: ev.EventBatch) -> list[tuple[KVCacheConfig, Prompt]]:
-        """The prompts of a batch's admissions."""
-        found = []
-
-        def read(event: ev.AnyEvent) -> None:
-            self.note(event)
-            if isinstance(event, ev.SequenceAdded):
-                assert self.config is not None
-                found.append((self.config, self.prompt(event)))
-
-        self._replayed.fold(batch, verify=False, before=read)
-        return found
-
-    def note(self, event: ev.AnyEvent) -> None:
-        """Refuse what cannot be played; to be called with each event before it is applied."""
-        if isinstance(event, ev.EpochStarted) and not event.tokens_recorded:
-            self._refuse("it records no tokens. Write it with log.record_tokens=true")
-        elif isinstance(event, ev.Gap):
-            self._refuse("batches are missing in it. With log.overflow=block none are lost")
-        elif isinstance(event, ev.CacheCreated):
-            self.config, self._engine = KVCacheConfig.model_validate_json(event.config), event.engine
-            layout = Layout.of(self.config)
-            sizes = [group.num_blocks for group in layout.groups]
-            self._longest = layout.longest_prompt(self.config).tokens
-            invariant(
-                [group.num_blocks for group in event.groups] == sizes, "its settings are of another cache"
-            )
-            if self.config.cross_kv_cache_fraction is not None:
-                self._refuse("its model has an encoder, whose inputs are not played")
-        elif isinstance(event, ev.StateExported):
-            if event.sequences or any(group.runs for group in event.groups):
-                self._refuse("it begins with a cache that holds something already")
-        elif isinstance(event, ev.PoolShared):
-            self._refuse("layers of other kinds take blocks of the same pool, and theirs are not played")
-        elif self.config is None and not isinstance(event, ev.EpochStarted):
-            self._refuse("its beginning is missing")
-
-    def prompt(self, event: ev.SequenceAdded) -> Prompt:
-        """What a request gave."""
-        content = self.state.symbols.spell(event.tokens)
-        return Prompt(
-            event.handle, event.request_id, event.namespace, content, event.resumed, event.retention
-        )
-
-    def _refuse(self, reason: str) -> None:
-        raise Unplayable(self._log, reason)
-
-
-class _Commands(_Prompts):
-    """Folds a log, and tells the commands of each batch."""
-
-    def __init__(self, log: str) -> None:
-        super().__init__(log)
         self._unstored = Unstored(self.state)
         self._commands: list[Command] = []
         self._admitting: list[Prompt] = []
@@ -408,10 +359,37 @@ class _Commands(_Prompts):
         return tuple(self._commands)
 
     def _read(self, event: ev.AnyEvent) -> None:
-        self.note(event)
+        self._check(event)
         reader = self._readers.get(type(event))
         if reader is not None:
             reader(event)
+
+    def _check(self, event: ev.AnyEvent) -> None:
+        """Refuse what cannot be played, before it is applied."""
+        if isinstance(event, ev.EpochStarted) and not event.tokens_recorded:
+            self._refuse("it records no tokens. Write it with log.record_tokens=true")
+        elif isinstance(event, ev.Gap):
+            self._refuse("batches are missing in it. With log.overflow=block none are lost")
+        elif isinstance(event, ev.CacheCreated):
+            self.config, self._engine = KVCacheConfig.model_validate_json(event.config), event.engine
+            layout = Layout.of(self.config)
+            sizes = [group.num_blocks for group in layout.groups]
+            self._longest = layout.longest_prompt(self.config).tokens
+            invariant(
+                [group.num_blocks for group in event.groups] == sizes, "its settings are of another cache"
+            )
+            if self.config.cross_kv_cache_fraction is not None:
+                self._refuse("its model has an encoder, whose inputs are not played")
+        elif isinstance(event, ev.StateExported):
+            if event.sequences or any(group.runs for group in event.groups):
+                self._refuse("it begins with a cache that holds something already")
+        elif isinstance(event, ev.PoolShared):
+            self._refuse("layers of other kinds take blocks of the same pool, and theirs are not played")
+        elif self.config is None and not isinstance(event, ev.EpochStarted):
+            self._refuse("its beginning is missing")
+
+    def _refuse(self, reason: str) -> None:
+        raise Unplayable(self._log, reason)
 
     def _add(self, command: Command, storing: frozenset[int] = frozenset()) -> None:
         """A command begins, which stores blocks of these sequences."""
@@ -462,7 +440,10 @@ class _Commands(_Prompts):
         if self._has_slots or self._engine or not self._admitting:
             self._settle()
         self._storing = frozenset()
-        prompt = self.prompt(event)
+        content = self.state.symbols.spell(event.tokens)
+        prompt = Prompt(
+            event.handle, event.request_id, event.namespace, content, event.resumed, event.retention
+        )
         if self._engine:
             cached = count_blocks(self.state, prompt.namespace, prompt.content) * self.state.tokens_per_block
             prompt = replace(prompt, passed_over=max(0, cached - event.reused))

@@ -219,16 +219,6 @@ Settings = Callable[[KVCacheConfig], KVCacheConfig]
 """What a cache is made with instead of the recorded settings."""
 
 
-class Foresight:
-    """Hears who is admitted. This one has no use for it."""
-
-    def admitting(self, handle: int) -> None:
-        """The request is about to be admitted: what it reuses now it does not reuse later."""
-
-    def refused(self, handle: int) -> None:
-        """It was not admitted."""
-
-
 def _at_need(order: type[EvictionOrder]) -> type[EvictionOrder]:
     """The order for an engine that decides itself, as these do: nothing is evicted before its slot is taken."""
     return type(order.__name__, (order,), {"ahead": 1})
@@ -250,11 +240,11 @@ class Playback:
         order: type[EvictionOrder] | None = None,
         *,
         named: bool = False,
-        foresight: Foresight | None = None,
+        foresee: Callable[[int, bool], None] = lambda handle, admitted: None,
         hear: Callable[[Event], None] | None = None,
     ) -> None:
         self._settings, self._order, self._named, self._hear = settings, order, named, hear
-        self._foresight = foresight or Foresight()
+        self._foresee = foresee
         self.tally = Tally()
         self._manager: KVCacheManager | None = None
         self._now = 0
@@ -501,13 +491,13 @@ class Playback:
     def _try(self, requests: list[Played]) -> int | None:
         """Admit all of these, or none; returns the index of the first that does not fit."""
         for request in requests:
-            self._foresight.admitting(request.handle)
+            self._foresee(request.handle, True)
         misfit = self._admit_all([request.prompt for request in requests])
         if misfit is None:
             self._running.update((request.handle, request) for request in requests)
             return None
         for request in requests:
-            self._foresight.refused(request.handle)
+            self._foresee(request.handle, False)
         return misfit
 
     def _admit_all(self, prompts: list[Prompt]) -> int | None:

@@ -26,7 +26,6 @@ from kvcache.errors import CapacityError, ConfigError, UsageError, invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.whatif.commands import Prompt
-from kvcache.whatif.playback import Foresight
 
 _NONE = -1
 
@@ -85,7 +84,7 @@ def names_in(prompt: Prompt, tokens_per_block: int) -> bytes:
     return names_of_keys(keys, hashing.key_bytes)
 
 
-class Outlook(Foresight):
+class Outlook:
     """What is still to come while requests are played."""
 
     def __init__(self, future: Future) -> None:
@@ -93,16 +92,11 @@ class Outlook(Foresight):
         self._next = array("q", future.first)
         self._admitted = bytearray(len(future.numbers))
 
-    def admitting(self, handle: int) -> None:
-        """Its uses are no longer to come."""
-        self._note(handle, admitted=True)
+    def note(self, handle: int, admitted: bool) -> None:
+        """A request is about to be admitted, so that its uses are no longer to come, or was not admitted after all.
 
-    def refused(self, handle: int) -> None:
-        """They are."""
-        self._note(handle, admitted=False)
-
-    def _note(self, handle: int, *, admitted: bool) -> None:
-        """A branch that is played as a request has no prompt of its own in the log: its uses are not foreseen."""
+        A branch that is played as a request has no prompt of its own in the log: its uses are not foreseen.
+        """
         number = self._future.numbers.get(handle)
         if number is not None:
             self._admitted[number] = admitted
@@ -243,10 +237,12 @@ _REMEMBERED = 5
 """Capacities of names whose counts are kept: one for what is cached, four for what was."""
 
 
-class Counting(ByBlock):
-    """Knows how often each block was used, also before it was evicted the last time.
+class LeastFrequentlyUsed(ByBlock):
+    """What was used least goes first: by the sequence that stored it first, and by each that found it.
 
-    Use by several sequences at a time counts once. A block that is found in secondary is counted when it is released.
+    Uses are remembered after a block was evicted. They count from the last victim's count on, so that old fame does
+    not last. Use by several sequences at a time counts once. A block that is found in secondary is counted when it is
+    released.
     """
 
     def __init__(self, group: GroupState) -> None:
@@ -255,6 +251,9 @@ class Counting(ByBlock):
         self._most = _REMEMBERED * sum(level.size for level in group.levels)
         self._known = bytearray(group.levels[PRIMARY].size)
         """Primary slots whose block was counted."""
+        self._clock = 0
+        self._clock_at: dict[int, int] = {}
+        """By release, what the clock showed."""
         super().__init__(group)
 
     def evictable(self, run: Run) -> None:
@@ -279,8 +278,10 @@ class Counting(ByBlock):
         super().held(level, slots)
 
     def gone(self, level: int, slots: array[int]) -> None:
-        """Whatever lies there next is new."""
+        """Whatever lies there next is new; the clock goes on to the count of what was evicted."""
         if level == PRIMARY:
+            rank = self._ranks[level].get(slots[0], 0) if slots else 0
+            self._clock = max(self._clock, rank)
             for slot in slots:
                 self._known[slot] = 0
         super().gone(level, slots)
@@ -296,30 +297,9 @@ class Counting(ByBlock):
         if len(uses) > self._most:
             uses.popitem(last=False)
 
-    def count(self, run: Run, at: int) -> int:
-        """How often a block was used, at least once."""
-        return self.uses.get(self.name(run, at), 1)
-
-
-class LeastFrequentlyUsed(Counting):
-    """What was used least goes first; use counts from the last victim's count on, so that old fame does not last."""
-
-    def __init__(self, group: GroupState) -> None:
-        self._clock = 0
-        self._clock_at: dict[int, int] = {}
-        """By release, what the clock showed."""
-        super().__init__(group)
-
     def rank(self, run: Run, at: int) -> int:
         """Uses, from what the clock showed at the release on."""
-        return self._clock_at.setdefault(run.released_at, self._clock) + self.count(run, at)
-
-    def gone(self, level: int, slots: array[int]) -> None:
-        """The clock goes on to the count of what was evicted."""
-        rank = self._ranks[level].get(slots[0]) if slots else None
-        if rank is not None and level == PRIMARY:
-            self._clock = max(self._clock, rank)
-        super().gone(level, slots)
+        return self._clock_at.setdefault(run.released_at, self._clock) + self.uses.get(self.name(run, at), 1)
 
 
 _NEVER = -(1 << 62)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd, LogReader
-from kvcache.audit.fleet import deaf_children
+from kvcache.audit.fleet import deaf_children, processes
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.decide.eviction_order import ORDERS
-from kvcache.errors import InternalError
 from kvcache.settings.sources import Values, merged
 from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded
 from kvcache.whatif.playback import Playback, Tally
@@ -121,7 +118,7 @@ def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Futur
         sized = ((trial.settings(config).tokens_per_block, prompt) for config, prompt in prompts(log))
         futures[size] = Future.of(sized)
     seeing, outlook = with_outlook(order, futures[size])
-    return Playback(trial.settings, seeing, named=True, foresight=outlook)
+    return Playback(trial.settings, seeing, named=True, foresee=outlook.note)
 
 
 @dataclass(frozen=True)
@@ -218,9 +215,11 @@ def _policy(trial: Trial | None, outcome: Outcome) -> str:
 
 
 _SECONDS_BETWEEN = 0.1
-"""How often a worker tells how far it is, and how often anybody asks whether to stop."""
+"""How often anybody asks whether to stop, and tells how far the processes are."""
 Prepare = Callable[[], None]
 """Sets a process up; must be picklable."""
+_batches: Any = None
+"""In a process, how many batches each of them has done, shared by all."""
 
 
 class Stopped(Exception):
@@ -236,103 +235,38 @@ def play_side_by_side(
     progress: Callable[[int], None],
     prepare: Prepare,
 ) -> list[Outcome]:
-    """`kvcache.whatif.trial.play` in `jobs` processes, each of which reads the log for its part of the trials.
+    """`play` in `jobs` processes, each of which reads the log for its part of the trials.
 
     With one job it is this process. Raises `Stopped` when `stop` says so, and what `play` raises. `progress` hears how
     many batches the slowest one has done.
     """
-    jobs = max(1, min(jobs, len(trials)))
-    if jobs == 1:
-        return _play_here(log, trials, stop, progress)
-    workers: list[_Worker] = []
-    try:
-        with deaf_children():
-            workers.extend(_Worker(log, trials[start::jobs], prepare) for start in range(jobs))
-        while busy := [worker for worker in workers if worker.outcomes is None]:
-            if stop():
-                raise Stopped
-            told = wait([worker.connection for worker in busy], _SECONDS_BETWEEN)
-            for worker in busy:
-                if worker.connection in told:
-                    worker.hear()
-            progress(min(worker.batches for worker in workers))
-    finally:
-        for worker in workers:
-            worker.end()
-    return _in_order([worker.outcomes or [] for worker in workers], len(trials))
 
-
-def _play_here(
-    log: str | PathLike[str],
-    trials: Sequence[Trial],
-    stop: Callable[[], bool],
-    progress: Callable[[int], None],
-) -> list[Outcome]:
-    def told(batches: int) -> None:
+    def go_on(batches: int) -> None:
         if stop():
             raise Stopped
         progress(batches)
 
-    return play(log, trials, told)
+    jobs = max(1, min(jobs, len(trials)))
+    if jobs == 1:
+        return play(log, trials, go_on)
+    batches = get_context("spawn").RawArray("q", jobs)
+    with processes(jobs, partial(_set_up, prepare, batches)) as pool:
+        with deaf_children():
+            parts = [pool.submit(_play_part, log, list(trials[at::jobs]), at) for at in range(jobs)]
+        while (so_far := wait(parts, _SECONDS_BETWEEN, FIRST_EXCEPTION)).not_done:
+            for part in so_far.done:
+                part.result()
+            go_on(min(batches))
+        outcomes = [part.result() for part in parts]
+    # What was recorded, which each part begins with, comes first; then they are as the trials were given.
+    return [outcomes[0][0], *(outcomes[at % jobs][1 + at // jobs] for at in range(len(trials)))]
 
 
-def _in_order(parts: Sequence[list[Outcome]], count: int) -> list[Outcome]:
-    """The outcomes as the trials were given: what was recorded, which each part begins with, comes first."""
-    return [parts[0][0], *(parts[index % len(parts)][1 + index // len(parts)] for index in range(count))]
-
-
-class _Worker:
-    """A process, and what was heard of it."""
-
-    def __init__(self, log: str | PathLike[str], trials: Sequence[Trial], prepare: Prepare) -> None:
-        context = get_context("spawn")
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.batches = 0
-        self.outcomes: list[Outcome] | None = None
-        arguments = (theirs, log, list(trials), prepare)
-        self._process: SpawnProcess = context.Process(target=_work, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def hear(self) -> None:
-        """Take what it says; raises what it failed with."""
-        try:
-            said = self.connection.recv()
-        except EOFError:
-            self._process.join()
-            raise InternalError(f"a process ended with exit code {self._process.exitcode}") from None
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, int):
-            self.batches = said
-        else:
-            self.outcomes = said
-
-    def end(self) -> None:
-        """Let the process go, done or not."""
-        if self.outcomes is None:
-            self._process.kill()
-        self._process.join()
-        self.connection.close()
-
-
-def _work(connection: Connection, log: str | PathLike[str], trials: list[Trial], prepare: Prepare) -> None:
-    """What a process does."""
+def _set_up(prepare: Prepare, batches: Any) -> None:
+    global _batches  # noqa: PLW0603  a process has no other place for what it shares
+    _batches = batches
     prepare()
-    told = 0.0
 
-    def progress(batches: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= _SECONDS_BETWEEN:
-            told = now
-            connection.send(batches)
 
-    with suppress(BrokenPipeError):  # nobody is there any more
-        try:
-            result: object = play(log, trials, progress)
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # noqa: BLE001  whatever it is, it is told where it can be understood
-            result = error
-        connection.send(result)
+def _play_part(log: str | PathLike[str], trials: list[Trial], number: int) -> list[Outcome]:
+    return play(log, trials, partial(_batches.__setitem__, number))

@@ -32,7 +32,7 @@ from kvcache.curve.curve import (
     enough_for,
     measure,
 )
-from kvcache.curve.prompts import LoggedPrompts, NoTokens
+from kvcache.curve.prompts import LoggedPrompts
 from kvcache.errors import Unsupported, UsageError
 from kvcache.replay import Unreplayable
 from tests.support.seeds import seeds
@@ -459,7 +459,7 @@ class TestLog:
             manager.flush()
         assert list(LoggedPrompts(tmp_path / "empty")) == []
         one_prompt(tmp_path / "log", log={"record_tokens": False})
-        with pytest.raises(NoTokens, match=r"records no tokens .* log\.record_tokens=true"):
+        with pytest.raises(UsageError, match=r"records no tokens .* log\.record_tokens=true"):
             list(LoggedPrompts(tmp_path / "log"))
 
     def test_another_block_size(self, tmp_path: Path) -> None:
