@@ -32,11 +32,11 @@ class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Base of all events."""
 
 
-class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class EventPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Base of the structs inside events."""
 
 
-class Namespace(Part, frozen=True, cache_hash=True):
+class Namespace(EventPart, frozen=True, cache_hash=True):
     """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
 
     lora_id: int | None = None
@@ -46,7 +46,7 @@ class Namespace(Part, frozen=True, cache_hash=True):
     """Whether the request gives its tokens extra ids, be they all 0 (as in TensorRT-LLM, that is part of equality)."""
 
 
-class RetentionRange(Part, frozen=True):
+class StatedRange(EventPart, frozen=True):
     """How the blocks are to be kept whose first token is one of a prompt's tokens from `start` up to `stop`."""
 
     start: int
@@ -57,10 +57,10 @@ class RetentionRange(Part, frozen=True):
     """In nanoseconds from when the last sequence lets go of a block; 0: for good."""
 
 
-class Retention(Part, frozen=True):
+class StatedRetention(EventPart, frozen=True):
     """How the blocks of a request are to be kept."""
 
-    ranges: tuple[RetentionRange, ...]
+    ranges: tuple[StatedRange, ...]
     """Of the prompt, by `start`; they do not overlap."""
     priority: int
     """Of blocks that begin with a sampled token."""
@@ -68,7 +68,7 @@ class Retention(Part, frozen=True):
     """Likewise; in nanoseconds, 0: for good."""
 
 
-class Inherited(Part, frozen=True):
+class Inherited(EventPart, frozen=True):
     """How a block that is not cached yet is to be kept if its request does not say: as the one it was copied from."""
 
     group: GroupIndex
@@ -78,7 +78,7 @@ class Inherited(Part, frozen=True):
     duration: int
 
 
-class PoolCreated(Part, frozen=True):
+class PoolCreated(EventPart, frozen=True):
     """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
 
     num_kv_heads: int
@@ -86,7 +86,7 @@ class PoolCreated(Part, frozen=True):
     bytes_per_block: int
 
 
-class GroupCreated(Part, frozen=True, cache_hash=True):
+class GroupCreated(EventPart, frozen=True, cache_hash=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int
@@ -99,7 +99,7 @@ class GroupCreated(Part, frozen=True, cache_hash=True):
     num_blocks: tuple[int, int]
 
 
-class SymbolPage(Part, frozen=True):
+class SymbolPage(EventPart, frozen=True):
     """256 consecutive symbols: a token of an item at 256 offsets, or 256 consecutive tokens with one extra id.
 
     The symbol at `index` of page `number` is ``-1 - 256 * number - index``.
@@ -127,7 +127,7 @@ BLOCK_COLUMNS = 7
 """Numbers per block in `GroupExported.blocks`."""
 
 
-class GroupExported(Part, frozen=True):
+class GroupExported(EventPart, frozen=True):
     """The cached blocks of one group as columns over runs, parents before children."""
 
     namespaces: tuple[Namespace, ...]
@@ -155,7 +155,7 @@ class GroupExported(Part, frozen=True):
     """One per secondary slot, of what has landed there; 0 elsewhere. Empty where none is known."""
 
 
-class SequenceExported(Part, frozen=True):
+class SequenceExported(EventPart, frozen=True):
     """One running sequence, or an encoder's input that running sequences read."""
 
     handle: Handle
@@ -171,13 +171,13 @@ class SequenceExported(Part, frozen=True):
     """Per group; -2 for a block that the window has left behind."""
     keys: Keys
     """Of its leading blocks, as far as events have given them."""
-    retention: Retention | None = None
+    retention: StatedRetention | None = None
     inherited: tuple[Inherited, ...] = ()
     encoder: int = 0
     """The handle of the encoder's input that it reads, which is another entry; 0: none."""
 
 
-class PinExported(Part, frozen=True):
+class PinExported(EventPart, frozen=True):
     """Blocks that are held beside those of running sequences."""
 
     pin: int
@@ -189,7 +189,7 @@ class PinExported(Part, frozen=True):
     """Per group, in primary, shallowest first."""
 
 
-class TransferExported(Part, frozen=True):
+class TransferExported(EventPart, frozen=True):
     """A copy whose landing is not yet known."""
 
     transfer: int
@@ -200,7 +200,7 @@ class TransferExported(Part, frozen=True):
     """The sequence that it is made for; None: it only makes room."""
 
 
-class SharingGroup(Part, frozen=True):
+class SharingGroup(EventPart, frozen=True):
     """A group of layers without slots of its own, and what it has in the pool of the first group."""
 
     kind: str

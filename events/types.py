@@ -32,10 +32,10 @@ from events.structs import Pages as Pages
 from events.structs import PinExported as PinExported
 from events.structs import PoolCreated as PoolCreated
 from events.structs import RequestId as RequestId
-from events.structs import Retention as Retention
-from events.structs import RetentionRange as RetentionRange
 from events.structs import SequenceExported as SequenceExported
 from events.structs import SharingGroup as SharingGroup
+from events.structs import StatedRange as StatedRange
+from events.structs import StatedRetention as StatedRetention
 from events.structs import SymbolPage as SymbolPage
 from events.structs import TransferExported as TransferExported
 
@@ -245,7 +245,7 @@ class SequenceAdded(Event, frozen=True):
     """Tokens copied from a block of which only the start matches."""
     resumed: bool = False
     """The request had run before, and goes on: what it computed then and finds again is no hit."""
-    retention: Retention | None = None
+    retention: StatedRetention | None = None
     """None: priority 35, for good."""
     clock: int = 0
     """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events

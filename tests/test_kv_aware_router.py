@@ -32,7 +32,7 @@ from examples.kv_aware_router.serving import Serving, Told
 from examples.kv_aware_router.table import gain, table
 from examples.kv_aware_router.tally import Tally
 from kvcache import KVCacheConfig, KVCacheManager, Request
-from kvcache.prefixes.publisher import Publisher
+from kvcache.prefixes.publisher import WorkerRank
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
@@ -277,7 +277,7 @@ def _agrees(index: FleetIndex, topic: str, resident: list[set[int]]) -> bool:
 
 
 def _level(index: FleetIndex, topic: str, name: int) -> int | None:
-    overlap = index._index.match_hashes([name]).get(Publisher(topic, 0), (0, 0, 0))
+    overlap = index._index.match_hashes([name]).get(WorkerRank(topic, 0), (0, 0, 0))
     return next((level for level, blocks in enumerate(overlap) if blocks), None)
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 import typing
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -175,6 +175,39 @@ def test_what_loads_a_library_is_seen() -> None:
         "g": {"torchvision"},
     }
     assert loading(("torch",), edges) == {"a", "b", "c", "e"}
+
+
+NAMED_TWICE = {
+    "Block", "Continuity", "Copies", "Created", "Curve", "Event", "FeedState", "Group", "Kept", "Limits", "Line",
+    "LineOptions", "Loss", "Output", "Place", "Places", "Publisher", "Record", "Recorder", "Removed", "Request",
+    "Snapshot", "Sources", "Span", "Step", "Stored", "Trial", "Updated", "Waiting", "Worker", "_Envelope", "_Request",
+    "_Running", "_Teller", "_Times",
+}  # fmt: skip
+"""Names of classes in more modules than one, which are to become different; nothing is added here."""
+
+
+def classes(paths_and_sources: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """The classes of some files, those inside others too: name to the files that have one."""
+    found = defaultdict(set)
+    for path, source in paths_and_sources:
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].add(path)
+    return dict(found)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever reads a name of a class in the product knows which module it is of."""
+    product = [file for package in PACKAGES for file in files(package)]
+    sources = [(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in product]
+    twice = {name: sorted(paths) for name, paths in classes(sources).items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in NAMED_TWICE} == {}
+
+
+def test_classes_of_one_name_are_found() -> None:
+    """In two files, also inside a function; not twice in one."""
+    found = classes([("a", "class A: ...\nclass B: ...\nclass B: ..."), ("b", "def f():\n class A: ...")])
+    assert found == {"A": {"a", "b"}, "B": {"a"}}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

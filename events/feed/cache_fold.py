@@ -66,7 +66,7 @@ class StreamFold(ABC, Generic[Change_co]):
         self.lost, self._beginning = False, True
 
 
-class CacheFold(StreamFold[Change_co]):
+class SequenceFold(StreamFold[Change_co]):
     """Folds the events of one cache. Needs a stream that holds token ids.
 
     Subclasses add handlers for blocks; these note the names of blocks that sequences have computed or taken back.

@@ -49,7 +49,7 @@ class Cleared(msgspec.Struct, frozen=True, gc=False):
     """Nothing is resident any more."""
 
 
-class Told(msgspec.Struct, frozen=True, gc=False):
+class EncodedEvent(msgspec.Struct, frozen=True, gc=False):
     """Something that an engine told, to be passed on as it was."""
 
     encoded: bytes
@@ -104,7 +104,7 @@ class Uncached(msgspec.Struct, frozen=True, gc=False):
 
 Change = Stored | Removed | Cleared
 InventoryChange = Created | Cached | Updated | Uncached | Cleared
-AnyChange = Change | Told | Batched | Created | Cached | Updated | Uncached
+AnyChange = Change | EncodedEvent | Batched | Created | Cached | Updated | Uncached
 
 
 PAD_BASE, PAD_RANGE = 1_000_000, 1 << 30

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from events import types as ev
-from events.feed.cache_fold import CacheFold
+from events.feed.cache_fold import SequenceFold
 from events.feed.changes import Change, Cleared, Removed, Stored, told
 from events.feed.exported import ExportedRun, exported_runs
-from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns, FrozenBlocks, freeze, visible_blocks
+from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, FrozenBlocks, SlotColumns, freeze, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, SLIDING, MoveReason
@@ -29,14 +29,14 @@ _unpack_handles = struct.Struct("<q").iter_unpack
 _unpack_numbers = struct.Struct("<I").iter_unpack
 
 
-class Feed(CacheFold[Change]):
+class Feed(SequenceFold[Change]):
     """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
 
     _changes: list[Change]
 
     def __init__(self) -> None:
         super().__init__()
-        self._columns: list[tuple[Columns, Columns]] = []
+        self._columns: list[tuple[SlotColumns, SlotColumns]] = []
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
         self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
@@ -79,7 +79,7 @@ class Feed(CacheFold[Change]):
         super()._forget()
         size = self.tokens_per_block
         self._columns = [
-            (Columns(group.num_blocks[PRIMARY], size), Columns(group.num_blocks[SECONDARY], size))
+            (SlotColumns(group.num_blocks[PRIMARY], size), SlotColumns(group.num_blocks[SECONDARY], size))
             for group in self.groups
         ]
         self._hidden = [set() for _ in self.groups]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from events import types as ev
-from events.feed.cache_fold import CacheFold
+from events.feed.cache_fold import SequenceFold
 from events.feed.changes import Cached, Cleared, Created, InventoryChange, Uncached, Updated
 from events.feed.exported import exported_runs
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, split_names
@@ -31,7 +31,7 @@ class CachedBlock(NamedTuple):
     namespace: Namespace
 
 
-class Inventory(CacheFold[InventoryChange]):
+class Inventory(SequenceFold[InventoryChange]):
     """Folds batches into changes of what is cached. Needs a stream that holds token ids, and blocks that have names."""
 
     _changes: list[InventoryChange]

@@ -36,7 +36,7 @@ Rows = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.void
 """Names and parents' names as numbers (0: the start of a prompt), tokens, numbers of namespaces."""
 
 
-class Columns:
+class SlotColumns:
     """One entry per slot."""
 
     def __init__(self, size: int, tokens_per_block: int) -> None:
@@ -138,7 +138,9 @@ class Columns:
             states[slot] = ABSENT
         return True
 
-    def copy_from(self, source: Columns, from_slots: array[int], to_slots: array[int], transfer: int) -> None:
+    def copy_from(
+        self, source: SlotColumns, from_slots: array[int], to_slots: array[int], transfer: int
+    ) -> None:
         """Take over blocks of another level, shallowest first; they are on their way until they arrive."""
         at, to = _places(from_slots), _places(to_slots)
         self._names[to] = source._names[at]
@@ -235,7 +237,7 @@ class FrozenBlocks:
     """Whether a block is told whose parent is not."""
 
 
-def freeze(levels: tuple[Columns, Columns], slides: bool) -> FrozenBlocks:
+def freeze(levels: tuple[SlotColumns, SlotColumns], slides: bool) -> FrozenBlocks:
     """Copy what is visible now; in a sliding window blocks may be so without the one before."""
     seen = [columns.announced_slots() for columns in levels]
     behind = [np.empty(0, np.intp), np.empty(0, np.intp)] if slides else _bridges(levels, seen)
@@ -339,7 +341,9 @@ def _stores(group: int, blocks: FrozenBlocks, chains: list[list[int]]) -> Iterat
         begin = end
 
 
-def _bridges(levels: tuple[Columns, Columns], seen: list[npt.NDArray[np.intp]]) -> list[npt.NDArray[np.intp]]:
+def _bridges(
+    levels: tuple[SlotColumns, SlotColumns], seen: list[npt.NDArray[np.intp]]
+) -> list[npt.NDArray[np.intp]]:
     """The slots of blocks that are not visible and have something visible behind them, per level."""
     found: list[list[int]] = [[], []]
     hidden: dict[int, tuple[int, int, int]] = {}

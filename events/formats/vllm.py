@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 
 from events.errors import EventDecodeError
-from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
+from events.feed.changes import AnyChange, Cleared, EncodedEvent, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES, unpack_i32, unpack_names
 from events.types import CROSS, SLIDING, GroupCreated, Namespace
 
@@ -279,7 +279,7 @@ def encode_batch(
             _add_stored(parts, change, groups)
         elif isinstance(change, Removed):
             _add_removed(parts, change)
-        elif isinstance(change, Told):
+        elif isinstance(change, EncodedEvent):
             parts.append(change.encoded)
         else:
             assert isinstance(change, Cleared)
@@ -566,7 +566,7 @@ def encode_arrays(
         elif isinstance(change, Removed):
             group = [change.group] if change.group else []
             events.append(["BlockRemoved", unpack_names(change.names).tolist(), MEDIA[change.level], *group])
-        elif isinstance(change, Told):
+        elif isinstance(change, EncodedEvent):
             events += map(_array_of, _single_blocks(msgspec.msgpack.decode(change.encoded)))
         else:
             events.append(["AllBlocksCleared"])
@@ -661,7 +661,7 @@ def encode_sglang(
                     "medium": SGLANG_MEDIA[change.level],
                 }
             )
-        elif isinstance(change, Told):
+        elif isinstance(change, EncodedEvent):
             told = _with_signed_hashes(msgspec.msgpack.decode(change.encoded))
             events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
         else:

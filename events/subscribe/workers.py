@@ -27,7 +27,7 @@ import msgspec
 from events import types as ev
 from events.errors import EventsError
 from events.feed.cache_fold import StreamFold
-from events.feed.changes import AnyChange, Cleared, Told
+from events.feed.changes import AnyChange, Cleared, EncodedEvent
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
 from events.packed import TOKEN_BYTES
 from events.types import (
@@ -618,8 +618,8 @@ class WorkerFeed(StreamFold[AnyChange]):
         self._changes.append(Cleared())
 
 
-def _told(event: ev.FeedStored | ev.FeedRemoved) -> Told:
-    return Told(to_wire(event))
+def _told(event: ev.FeedStored | ev.FeedRemoved) -> EncodedEvent:
+    return EncodedEvent(to_wire(event))
 
 
 class Prefix(NamedTuple):

@@ -161,7 +161,7 @@ class SharedGroups:
 
 
 @dataclass(eq=False, slots=True)
-class Admission:
+class ExplainedAdmission:
     """One request, as it was admitted; `counts` is known when its batch is over."""
 
     number: int

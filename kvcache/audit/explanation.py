@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from events import types as ev
 from events.types import EventBatch, Namespace, RequestId
-from kvcache.audit.admission import Admission
-from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.phrases import count, duration, printable, share
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.errors import UsageError, shown
@@ -18,7 +18,7 @@ MOST_HOLDERS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LogMoment:
     """A place in the log."""
 
     batch: int
@@ -27,7 +27,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class BlockHolder:
     """A running request, and the blocks that its tokens take."""
 
     request_id: RequestId
@@ -35,28 +35,28 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedAdmission:
     """The request did not fit. Only the first of several tries in a row is in the log."""
 
-    moment: Moment
+    moment: LogMoment
     needed: tuple[int, ...]
     """Per window: blocks."""
     available: tuple[int, ...]
     running: int
-    holders: tuple[Holder, ...]
+    holders: tuple[BlockHolder, ...]
     """Those that held the most, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredSince:
     """Where blocks begin that were cached at another moment than those before them."""
 
     first_block: int
-    moment: Moment
+    moment: LogMoment
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """Consecutive tokens of a prompt of which the same is to be said."""
 
     first: int
@@ -70,9 +70,9 @@ class Part:
     slots: tuple[int, ...] = ()
     """Of its blocks, where they are reused."""
     stored_by: RequestId | None = None
-    stored: tuple[Stored, ...] = ()
+    stored: tuple[StoredSince, ...] = ()
     """When its blocks were cached, in their order; empty where that is not known."""
-    gone: Moment | None = None
+    gone: LogMoment | None = None
     gone_for: RequestId | None = None
     """The request that needed the room."""
     computed_by: RequestId | None = None
@@ -87,16 +87,16 @@ class Part:
 class Stay:
     """From an admission to the request's end, or to the end of the log."""
 
-    admitted: Moment
+    admitted: LogMoment
     namespace: ev.Namespace
     num_tokens: int
     reused: int
-    parts: list[Part]
+    parts: list[PromptPart]
     computed_again: int = 0
     """Tokens that an earlier stay had computed already, and that this one had to compute again."""
     not_loaded: int = 0
     """Tokens that were to be loaded from outside, and did not come."""
-    ended: Moment | None = None
+    ended: LogMoment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
 
@@ -105,11 +105,11 @@ class Stay:
 class Exported:
     """A request that ran in a state that the log begins anew with: its admission is not in the log."""
 
-    since: Moment
+    since: LogMoment
     """The batch of that state."""
     num_tokens: int
     """Of the prompt."""
-    ended: Moment | None = None
+    ended: LogMoment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
 
@@ -119,12 +119,12 @@ class Explanation:
     """All that is known of a request."""
 
     request_id: RequestId
-    refusals: list[Refusal] = field(default_factory=list)
+    refusals: list[RefusedAdmission] = field(default_factory=list)
     exported: list[Exported] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
 
 
-class Explanations(Listener):
+class Explanations(HistoryListener):
     """Explains requests; their admissions must have details (`HistoryFold`)."""
 
     def __init__(self, wanted: Callable[[RequestId], bool]) -> None:
@@ -143,7 +143,7 @@ class Explanations(Listener):
             return None
         return self.found.setdefault(request_id, Explanation(request_id))
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Note that its admission is in the log."""
         if self._wanted(admission.request_id):
             self._admitted.add(admission.number)
@@ -153,14 +153,14 @@ class Explanations(Listener):
         for sequence in history.running.values():
             unknown = sequence.number not in self._admitted and sequence.number not in self._open
             if unknown and (explanation := self._of(sequence.request_id)) is not None:
-                exported = Exported(Moment(history.batch, history.now), sequence.num_prompt_tokens)
+                exported = Exported(LogMoment(history.batch, history.now), sequence.num_prompt_tokens)
                 explanation.exported.append(exported)
                 self._open[sequence.number] = exported
 
-    def forked(self, history: HistoryFold, child: Running) -> None:
+    def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A branch runs without an admission, too."""
         if (explanation := self._of(child.request_id)) is not None:
-            exported = Exported(Moment(history.batch, history.now), child.num_prompt_tokens)
+            exported = Exported(LogMoment(history.batch, history.now), child.num_prompt_tokens)
             explanation.exported.append(exported)
             self._open[child.number] = exported
 
@@ -170,22 +170,24 @@ class Explanations(Listener):
         if explanation is None:
             return
         held = [
-            Holder(each.request_id, -(-each.num_tokens // history.tokens_per_block))
+            BlockHolder(each.request_id, -(-each.num_tokens // history.tokens_per_block))
             for each in history.running.values()
         ]
         held.sort(key=lambda holder: -holder.blocks)
-        moment = Moment(history.batch, history.now)
-        refusal = Refusal(moment, event.needed, event.available, len(held), tuple(held[:MOST_HOLDERS]))
+        moment = LogMoment(history.batch, history.now)
+        refusal = RefusedAdmission(
+            moment, event.needed, event.available, len(held), tuple(held[:MOST_HOLDERS])
+        )
         explanation.refusals.append(refusal)
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Note an admission, part by part."""
         explanation = self._of(admission.request_id)
         if explanation is None:
             return
         before = max((stay.computed_at_end for stay in explanation.stays), default=0)
         stay = Stay(
-            Moment(admission.batch, admission.at),
+            LogMoment(admission.batch, admission.at),
             admission.namespace,
             admission.num_tokens,
             admission.reused,
@@ -195,11 +197,11 @@ class Explanations(Listener):
         explanation.stays.append(stay)
         self._open[admission.number] = stay
 
-    def not_loaded(self, history: HistoryFold, sequence: Running, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
         """Note what did not come."""
         self._not_loaded.append((sequence.number, tokens))
 
-    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Note an end."""
         if self._wanted(sequence.request_id):
             # Told at the batch's end: so is an admission of the same batch.
@@ -214,14 +216,14 @@ class Explanations(Listener):
         self._not_loaded.clear()
         for number, event in self._ended:
             stay = self._open.pop(number)
-            stay.ended = Moment(history.batch, history.now)
+            stay.ended = LogMoment(history.batch, history.now)
             stay.tokens_at_end, stay.computed_at_end = event.num_tokens, event.computed
         self._ended.clear()
 
 
-def _parts(history: HistoryFold, admission: Admission) -> list[Part]:
+def _parts(history: HistoryFold, admission: ExplainedAdmission) -> list[PromptPart]:
     """The prompt's parts, joined as far as the same is to be said of them."""
-    joined: list[Part] = []
+    joined: list[PromptPart] = []
     for first, stop, reason, group in admission.spans():
         part = _part(history, admission, first, stop, reason, group)
         if joined and _said(joined[-1]) == _said(part):
@@ -239,7 +241,7 @@ def _parts(history: HistoryFold, admission: Admission) -> list[Part]:
     return joined
 
 
-def _said(part: Part) -> tuple[object, ...]:
+def _said(part: PromptPart) -> tuple[object, ...]:
     return (
         part.reason,
         part.window,
@@ -252,8 +254,8 @@ def _said(part: Part) -> tuple[object, ...]:
 
 
 def _part(
-    history: HistoryFold, admission: Admission, first: int, stop: int, reason: Reason, group: int
-) -> Part:
+    history: HistoryFold, admission: ExplainedAdmission, first: int, stop: int, reason: Reason, group: int
+) -> PromptPart:
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
@@ -262,7 +264,7 @@ def _part(
         Reason.PARTIAL,
         Reason.EXTERNAL,
     ):
-        return Part(first, stop, block, last, reason, window)
+        return PromptPart(first, stop, block, last, reason, window)
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
     known = reason.is_reuse or reason.is_lost or reason in _CACHED
     lost = reason.is_lost
@@ -270,7 +272,7 @@ def _part(
     if lacking is not None:
         lost = lacking.gone_batch >= 0
         facts |= {"gone_batch": lacking.gone_batch, "gone_at": lacking.gone_at, "gone_by": lacking.gone_by}
-    return Part(
+    return PromptPart(
         first,
         stop,
         block,
@@ -279,8 +281,8 @@ def _part(
         window,
         slots=(facts["slot"],) if reason.is_reuse and facts["slot"] >= 0 else (),
         stored_by=_request(history, facts["stored_by"]) if known else None,
-        stored=(Stored(block, Moment(facts["stored_batch"], facts["stored_at"])),) if known else (),
-        gone=Moment(facts["gone_batch"], facts["gone_at"]) if lost else None,
+        stored=(StoredSince(block, LogMoment(facts["stored_batch"], facts["stored_at"])),) if known else (),
+        gone=LogMoment(facts["gone_batch"], facts["gone_at"]) if lost else None,
         gone_for=_request(history, facts["gone_by"]) if lost else None,
         computed_by=_request(history, facts["computed_by"]),
         group=None if lacking is None else lacking.group,
@@ -321,7 +323,7 @@ When = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ExplanationView:
     """One refusal, or a request without an admission, which have no table; or one stay of a request."""
 
     heading: str
@@ -333,7 +335,7 @@ class Told:
     """Columns of numbers."""
 
 
-def tell(found: Explanation, when: When) -> list[Told]:
+def tell(found: Explanation, when: When) -> list[ExplanationView]:
     """All that is known of a request: refusals, what has no admission, then stays."""
     name = printable(str(found.request_id))
     return [
@@ -343,7 +345,7 @@ def tell(found: Explanation, when: When) -> list[Told]:
     ]
 
 
-def _refusal(name: str, refusal: Refusal, when: When) -> Told:
+def _refusal(name: str, refusal: RefusedAdmission, when: When) -> ExplanationView:
     needed, available = (
         "/".join(f"{blocks:,}" for blocks in each) for each in (refusal.needed, refusal.available)
     )
@@ -352,16 +354,16 @@ def _refusal(name: str, refusal: Refusal, when: When) -> Told:
         ("needed", f"{needed} blocks, {available} could be had"),
         ("running", f"{count(refusal.running, 'request')}; most blocks: {holders or 'none'}"),
     ]
-    return Told(f"request {name}: refused in {_moment(refusal.moment, when)}", facts, [], [])
+    return ExplanationView(f"request {name}: refused in {_moment(refusal.moment, when)}", facts, [], [])
 
 
-def _exported(name: str, exported: Exported, when: When) -> Told:
+def _exported(name: str, exported: Exported, when: When) -> ExplanationView:
     facts = [("prompt", count(exported.num_tokens, "token")), _end(exported, when)]
     since = f"ran already in {_moment(exported.since, when)}; its admission is not in the log"
-    return Told(f"request {name}: {since}", facts, [], [])
+    return ExplanationView(f"request {name}: {since}", facts, [], [])
 
 
-def _stay(name: str, stay: Stay, when: When) -> Told:
+def _stay(name: str, stay: Stay, when: When) -> ExplanationView:
     several = any(part.window is not None for part in stay.parts)
     rows = [
         [
@@ -376,10 +378,10 @@ def _stay(name: str, stay: Stay, when: When) -> Told:
     ]
     columns = ["blocks", "tokens", "count", *(["window"] * several), "what", "details"]
     heading = f"request {name}: {stay.num_tokens:,} prompt tokens, admitted in {_moment(stay.admitted, when)}"
-    return Told(heading, _facts(stay, when), columns, rows)
+    return ExplanationView(heading, _facts(stay, when), columns, rows)
 
 
-def _what(part: Part) -> str:
+def _what(part: PromptPart) -> str:
     if part.group is None:
         return IN_WORDS[part.reason]
     return f"cached, but lost in {group_in_words(part.group, part.kind)}"
@@ -409,11 +411,11 @@ def _range(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,}–{last:,}"
 
 
-def _moment(moment: Moment, when: When) -> str:
+def _moment(moment: LogMoment, when: When) -> str:
     return f"batch {moment.batch:,} ({when(moment.at)})"
 
 
-def _moments(stored: tuple[Stored, ...], when: When) -> str:
+def _moments(stored: tuple[StoredSince, ...], when: When) -> str:
     """One, or the first and the last of several."""
     moments = sorted({each.moment for each in stored}, key=lambda moment: moment.batch)
     first, last = moments[0], moments[-1]
@@ -422,7 +424,7 @@ def _moments(stored: tuple[Stored, ...], when: When) -> str:
     return f"batches {first.batch:,} to {last.batch:,} ({when(first.at)} to {when(last.at)})"
 
 
-def _details(part: Part, now: Moment, when: When) -> str:
+def _details(part: PromptPart, now: LogMoment, when: When) -> str:
     said = []
     if part.group is not None and part.gone is None:
         said.append("what is needed there had never been kept")

@@ -28,11 +28,11 @@ from events import types as ev
 from events.log import LogEnd, LogReader
 from events.tokens.names import NAMED_BY_ENGINE
 from events.types import EventBatch
-from kvcache.audit.admission import Admission
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Columns, ContentIds, Ids, Window
-from kvcache.audit.history import HistoryFold, Listener
+from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import Reason
-from kvcache.audit.totals import Audit, Totals
+from kvcache.audit.totals import Audit, AuditTotals
 from kvcache.errors import InternalError, Unsupported
 from kvcache.replay import Unreplayable
 
@@ -180,14 +180,14 @@ class Fleet:
         return reasons
 
 
-class _Presence(Listener):
+class _Presence(HistoryListener):
     """Lives and misses of the first window, as content numbers and times."""
 
     def __init__(self) -> None:
         self.lives: list[tuple[Ids, _Times, int]] = []
         self.misses: list[tuple[Ids, int, _Tokens]] = []
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         blocks = len(admission.ids)
         missed = np.flatnonzero(admission.reasons[:blocks] > Reason.LAST_TOKEN)
         self.misses.append((admission.ids[missed], history.now, admission.tokens()[missed]))
@@ -210,7 +210,7 @@ class _Presence(Listener):
 
 def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
     """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens, `Unreplayable`."""
-    totals, presence = Totals(), _Presence()
+    totals, presence = AuditTotals(), _Presence()
     history = HistoryFold(totals, presence)
     history.names = Columns(name=(np.uint64, 0))
     algorithm = ""

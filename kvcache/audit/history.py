@@ -30,14 +30,14 @@ from events.types import (
     RequestId,
     SequenceAdded,
 )
-from kvcache.audit.admission import Admission, Lacking, SharedGroups
+from kvcache.audit.admission import ExplainedAdmission, Lacking, SharedGroups
 from kvcache.audit.contents import NOWHERE, Columns, ContentIds, Ids, Window, cached_in
 from kvcache.audit.reasons import Reason
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting, known_events
 
 
-class Running(NamedTokens):
+class RunningRequest(NamedTokens):
     """One admitted sequence. Without tokens its contents are known by name only, as far as events have given names."""
 
     __slots__ = ("_chain", "_ids", "computed", "held", "left", "num_prompt_tokens", "number", "request_id")
@@ -64,9 +64,9 @@ class Running(NamedTokens):
         self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
         self._ids, self._chain = array("q"), 0
 
-    def branch_as(self, number: int, request_id: RequestId) -> Running:
+    def branch_as(self, number: int, request_id: RequestId) -> RunningRequest:
         """Another sequence with the same tokens, which holds what this one holds."""
-        child = Running(number, request_id, self.copy_tokens(), self.namespace, len(self.held))
+        child = RunningRequest(number, request_id, self.copy_tokens(), self.namespace, len(self.held))
         child.num_prompt_tokens, child.computed = self.num_prompt_tokens, self.computed
         child.names[:] = self.names
         child.held, child.left = [held.copy() for held in self.held], self.left[:]
@@ -203,25 +203,25 @@ class SelfAttention:
         )
 
 
-class Listener:
+class HistoryListener:
     """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """A request is being admitted; what it takes from secondary, and what comes later in the step, is not known."""
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Of each admission, at the end of its batch."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """A request did not fit."""
 
-    def forked(self, history: HistoryFold, child: Running) -> None:
+    def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A sequence branched: the branch has looked nothing up, so it is no admission."""
 
-    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
         """A request ended."""
 
-    def not_loaded(self, history: HistoryFold, sequence: Running, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
         """Prompt tokens that were to be loaded from outside have not come."""
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
@@ -275,10 +275,12 @@ class HistoryFold:
     tokens_per_block = 0
     key_bytes = 0
 
-    def __init__(self, *listeners: Listener, details: Callable[[RequestId], bool] = lambda _: False) -> None:
+    def __init__(
+        self, *listeners: HistoryListener, details: Callable[[RequestId], bool] = lambda _: False
+    ) -> None:
         self.contents = ContentIds()
         self.windows: list[Window] = []
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, RunningRequest] = {}
         """By handle."""
         self.pending = Columns(count=(np.int32, 0))
         """Per content: running requests in whose prompt it is, and that have not computed it yet."""
@@ -299,7 +301,7 @@ class HistoryFold:
         self._details = details
         self._self_attention = SelfAttention()
         self._tokens = RunningTokens(self.running)
-        self._admitted: dict[int, Admission] = {}
+        self._admitted: dict[int, ExplainedAdmission] = {}
         """Of this batch, by handle: what they claim follows."""
         self._counts: tuple[int, int] | None = None
         """Prompt tokens and reused ones since the cache was created; None: something is missing."""
@@ -436,10 +438,10 @@ class HistoryFold:
         for each in self.listeners:
             each.restarted(self)
 
-    def _go_on(self, exported: ev.SequenceExported, known: Running | None) -> None:
+    def _go_on(self, exported: ev.SequenceExported, known: RunningRequest | None) -> None:
         symbols = _symbols(exported.tokens, exported.num_tokens)
         number = known.number if known is not None else self._numbered(exported.request_id)
-        sequence = Running(number, exported.request_id, symbols, exported.namespace, len(self.windows))
+        sequence = RunningRequest(number, exported.request_id, symbols, exported.namespace, len(self.windows))
         sequence.num_prompt_tokens = exported.num_prompt_tokens
         self.running[exported.handle] = sequence
         if self.key_bytes and exported.keys:
@@ -508,7 +510,7 @@ class HistoryFold:
         number = self._numbered(event.request_id)
         if self._counts is not None:
             self._counts = self._counts[0] + event.num_tokens, self._counts[1] + event.reused
-        sequence = Running(number, event.request_id, symbols, event.namespace, len(self.windows))
+        sequence = RunningRequest(number, event.request_id, symbols, event.namespace, len(self.windows))
         sequence.left = [window.left_behind(event.reused, self.tokens_per_block) for window in self.windows]
         last_block = (event.num_tokens - 1) // self.tokens_per_block
         ids = self._prompt_contents(sequence, last_block)
@@ -522,20 +524,20 @@ class HistoryFold:
         if self._details(event.request_id):
             admission.facts = facts_of(self, admission)
 
-    def _prompt_contents(self, sequence: Running, stop: int) -> Ids:
+    def _prompt_contents(self, sequence: RunningRequest, stop: int) -> Ids:
         if not self.tokens_recorded:
             return np.empty(0, np.intp)
         ids = sequence.contents(self.contents, stop, self.tokens_per_block)
         self.reach()
         return ids
 
-    def _correct_same_step(self, admission: Admission) -> None:
+    def _correct_same_step(self, admission: ExplainedAdmission) -> None:
         for block in np.flatnonzero(admission.reasons == Reason.BEING_COMPUTED).tolist():
             of = self.windows[admission.windows[block]].of
             if of["seen"][admission.ids[block]] and of["stored_batch"][admission.ids[block]] == self.batch:
                 admission.reasons[block] = Reason.SAME_STEP
 
-    def _set_computed(self, sequence: Running, num_tokens: int, *, added: bool = False) -> None:
+    def _set_computed(self, sequence: RunningRequest, num_tokens: int, *, added: bool = False) -> None:
         """Note how far a prompt is computed."""
         size, stop = self.tokens_per_block, sequence.num_prompt_tokens // self.tokens_per_block
         before, after = min(sequence.computed // size, stop), min(num_tokens // size, stop)
@@ -652,7 +654,7 @@ class HistoryFold:
                 sequence.name(block, names_of_keys(keys[at * size : (at + 1) * size], size))
             self._cache(sequence, event.group, block, slots[at : at + 1], event.priority)
 
-    def _cache(self, sequence: Running, group: int, first: int, slots: Any, priority: int) -> None:
+    def _cache(self, sequence: RunningRequest, group: int, first: int, slots: Any, priority: int) -> None:
         if not len(slots):
             return
         if self.tokens_recorded:
@@ -735,7 +737,9 @@ _DETACHED = -2
 """In an exported table: left behind."""
 
 
-def explain(history: HistoryFold, event: SequenceAdded, sequence: Running, ids: Ids) -> Admission:
+def explain(
+    history: HistoryFold, event: SequenceAdded, sequence: RunningRequest, ids: Ids
+) -> ExplainedAdmission:
     """The admission, with a reason for each block. What it takes from secondary is told by the events that follow."""
     size, last = history.tokens_per_block, event.num_tokens - 1
     external = event.reused + event.reused_external
@@ -758,7 +762,7 @@ def explain(history: HistoryFold, event: SequenceAdded, sequence: Running, ids: 
     loaded = len(reasons) if external == last else external // size
     reasons[reused:loaded], windows[reused:loaded] = Reason.EXTERNAL, -1
     reasons[:reused] = Reason.PRIMARY
-    return Admission(
+    return ExplainedAdmission(
         number=sequence.number,
         request_id=event.request_id,
         namespace=event.namespace,
@@ -817,7 +821,7 @@ def _why_not(history: HistoryFold, ids: Ids) -> tuple[Ids, Ids]:
     return reasons, windows
 
 
-def facts_of(history: HistoryFold, admission: Admission) -> dict[str, npt.NDArray[np.int64]]:
+def facts_of(history: HistoryFold, admission: ExplainedAdmission) -> dict[str, npt.NDArray[np.int64]]:
     """Of each block what its window knows of it now: numbers of requests and batches, times in ns, or -1."""
     names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
     size = len(admission.ids)
@@ -833,7 +837,7 @@ def facts_of(history: HistoryFold, admission: Admission) -> dict[str, npt.NDArra
     return facts
 
 
-def note_reused(admission: Admission, event: BlocksReused, window: Window, ids: Ids) -> None:
+def note_reused(admission: ExplainedAdmission, event: BlocksReused, window: Window, ids: Ids) -> None:
     """Add to the facts where reused blocks lie, and whose they are; the first window that says so counts."""
     slots = np.frombuffer(event.slots, np.int32)
     at = np.arange(event.first_block, event.first_block + len(slots))

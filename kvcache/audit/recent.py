@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.types import RequestId
-from kvcache.audit.admission import Admission
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Ids, Window
-from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
 
 _PARTS = 3600
@@ -63,7 +63,7 @@ class _Part:
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
 
 
-class Recent(Listener):
+class Recent(HistoryListener):
     """Counts over a time that moves on. `longest` is in ns; what is older is forgotten."""
 
     def __init__(self, longest: int) -> None:
@@ -101,11 +101,11 @@ class Recent(Listener):
         """Requests that were refused or preempted in the longest time up to `until`, and not admitted since."""
         return sum(at >= until - self.longest for at in self._waiting.values())
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """The request waits no longer; what comes later in the step may have it wait again."""
         self._waiting.pop(admission.request_id, None)
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Count a prompt."""
         self._now[_ADMITTED] += 1
         self._now[_REASONS:] += admission.counts
@@ -115,7 +115,7 @@ class Recent(Listener):
         self._now[_REFUSED] += 1
         self._waiting[event.request_id] = history.epochs.of(history.now)
 
-    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Count a preemption."""
         if event.why == ev.EndReason.PREEMPTED:
             self._now[_PREEMPTED] += 1

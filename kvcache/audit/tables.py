@@ -22,9 +22,9 @@ from events.log.segments import is_log
 from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
 from events.types import EpochStarted, EventBatch, MoveReason, Namespace, RequestId
-from kvcache.audit.admission import Admission
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import NOWHERE, Columns, Ids, Window
-from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
 from kvcache.fold.positional_fold import shared_slots
 from kvcache.fold.state import CacheState
@@ -155,7 +155,7 @@ class StepRow(NamedTuple):
 Row = TypeVar("Row")
 
 
-class Collector(Listener, Generic[Row]):
+class RowCollector(HistoryListener, Generic[Row]):
     """Keeps rows until somebody takes them."""
 
     def __init__(self) -> None:
@@ -185,35 +185,35 @@ class _End:
     ts: int | None = None
 
 
-class Requests(Collector[RequestRow]):
+class Requests(RowCollector[RequestRow]):
     """A row when a request ends; at the log's end those that run still, and those that were never admitted."""
 
     def __init__(self) -> None:
         super().__init__()
         self._refused: dict[RequestId, _Refused] = {}
         """Since their last admission."""
-        self._running: dict[int, tuple[Admission, _Refused | None]] = {}
+        self._running: dict[int, tuple[ExplainedAdmission, _Refused | None]] = {}
         """By number of the admission."""
-        self._exported: dict[int, Running] = {}
+        self._exported: dict[int, RunningRequest] = {}
         """Those that run without an admission in the log, by their number."""
-        self._over: list[tuple[Running, _End]] = []
+        self._over: list[tuple[RunningRequest, _End]] = []
         """In this batch: of its admissions is told at its end."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count."""
         self._refused.setdefault(event.request_id, _Refused(0, history.now)).times += 1
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Wait for its end."""
         refused = self._refused.pop(admission.request_id, None)
         self._running[admission.number] = admission, refused
         self._exported.pop(admission.number, None)
 
-    def forked(self, history: HistoryFold, child: Running) -> None:
+    def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """Without an admission, as those that came with an exported state."""
         self._exported[child.number] = child
 
-    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Note the end."""
         output = event.num_tokens - sequence.num_prompt_tokens
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
@@ -234,7 +234,7 @@ class Requests(Collector[RequestRow]):
             self._add(sequence, end)
         self._over.clear()
 
-    def _add(self, sequence: Running, end: _End) -> None:
+    def _add(self, sequence: RunningRequest, end: _End) -> None:
         known = self._running.pop(sequence.number, None)
         self._exported.pop(sequence.number, None)
         self.rows.append(_unknown(sequence, end) if known is None else _row(*known, end))
@@ -250,7 +250,7 @@ class Requests(Collector[RequestRow]):
         ]
 
 
-def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRow:
+def _row(admission: ExplainedAdmission, refused: _Refused | None, end: _End) -> RequestRow:
     counts = zip(Reason, admission.counts.tolist(), strict=True)
     return RequestRow(
         admission=admission.number,
@@ -270,7 +270,7 @@ def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRo
     )
 
 
-def _unknown(sequence: Running, end: _End) -> RequestRow:
+def _unknown(sequence: RunningRequest, end: _End) -> RequestRow:
     """One that came with an exported state: its admission is not in the log."""
     return RequestRow(
         None,
@@ -294,7 +294,7 @@ def _fields(namespace: Namespace) -> dict[str, Any]:
     }
 
 
-class Lives(Collector[BlockLife]):
+class Lives(RowCollector[BlockLife]):
     """A row when a block is gone; at the log's end those that are cached still."""
 
     def __init__(self) -> None:
@@ -408,7 +408,7 @@ def _where(there: Any, values: Any) -> list[int | None]:
     ]
 
 
-class Evictions(Collector[EvictionRow]):
+class Evictions(RowCollector[EvictionRow]):
     """A row per `BlocksRemoved`."""
 
     def __init__(self) -> None:
@@ -495,7 +495,7 @@ def occupancy(state: CacheState) -> list[OccupancyRow]:
 
 
 TableName = Literal["requests", "blocks", "evictions", "steps"]
-_COLLECTORS: dict[TableName, type[Collector[Any]]] = {
+_COLLECTORS: dict[TableName, type[RowCollector[Any]]] = {
     "requests": Requests,
     "blocks": Lives,
     "evictions": Evictions,
@@ -571,7 +571,7 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
             yield name, rows
 
 
-def _taken(collectors: dict[TableName, Collector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:
+def _taken(collectors: dict[TableName, RowCollector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:
     for name, collector in collectors.items():
         if collector.rows:
             yield name, collector.take()

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from events import types as ev
 from events.packed import SLOT_BYTES
 from events.types import PRIMARY, EventBatch, MoveReason, Namespace, RequestId
-from kvcache.audit.admission import Admission
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Ids, Window
 from kvcache.audit.histogram import Ages
-from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.phrases import count, duration, share
 from kvcache.audit.reasons import EVICTIONS, Reason
 
@@ -61,7 +61,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class HotPrefix:
     """Consecutive blocks that were reused equally often, with no other reused ones beside them."""
 
     number: int
@@ -82,7 +82,7 @@ class Prefix:
     """Whether it is cached at the end of the log, in any window."""
 
 
-def hot_prefixes(history: HistoryFold, top: int) -> list[Prefix]:
+def hot_prefixes(history: HistoryFold, top: int) -> list[HotPrefix]:
     """The `top` prefixes that served the most tokens, the most first; then those that they continue beside these.
 
     The times of a block are those of the window in which it was reused most often.
@@ -124,12 +124,12 @@ def _chains(times: list[int], children: dict[int, list[int]]) -> list[tuple[int,
 
 def _prefix(
     history: HistoryFold, number: int, above: int, depth: int, chain: list[int], times: int
-) -> Prefix:
+) -> HotPrefix:
     size, first = history.tokens_per_block, chain[0]
     stored_by = next(
         (int(by) for window in history.windows if (by := window.of["stored_by"][first]) >= 0), None
     )
-    return Prefix(
+    return HotPrefix(
         number,
         above if above >= 0 else None,
         depth * size,
@@ -219,7 +219,7 @@ class Audit:
     onboarded: int = 0
     taken_over: int = 0
     """Blocks in secondary that a request computed nevertheless."""
-    prefixes: list[Prefix] = field(default_factory=list)
+    prefixes: list[HotPrefix] = field(default_factory=list)
     set_back: list[int] = field(default_factory=list)
     """Batches with which epochs began whose clock had begun again; `over_time` has them behind those before."""
     first_batch: int = -1
@@ -241,7 +241,7 @@ class Audit:
         return int(self.reasons[Reason.EXTERNAL]) - self.not_loaded
 
 
-class Totals(Listener):
+class AuditTotals(HistoryListener):
     """Counts, while it is `counting`."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Totals(Listener):
         self._lost: Counter[tuple[int, int, int, int]] = Counter()
         """(window, batch, time, number of the request that needed the room) → tokens."""
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Charge evictions with what is computed again."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost) or not self.counting:
@@ -271,7 +271,7 @@ class Totals(Listener):
             for *row, recomputed in zip(*columns, tokens.tolist(), strict=True):
                 self._lost[group, *row] += recomputed
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Count a prompt."""
         if not self.counting:
             return
@@ -291,7 +291,7 @@ class Totals(Listener):
         """Count a refusal."""
         self.audit.refusals += self.counting
 
-    def not_loaded(self, history: HistoryFold, sequence: Running, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
         """Count what did not come."""
         self.audit.not_loaded += tokens * self.counting
 
@@ -388,7 +388,7 @@ def audit_batches(batches: Iterable[tuple[EventBatch, bool]], *, top: int = 10) 
 
     `top` of the worst evictions and of the prefixes that served most are named.
     """
-    totals = Totals()
+    totals = AuditTotals()
     history = HistoryFold(totals)
     for batch, totals.counting in batches:
         history.fold(batch)

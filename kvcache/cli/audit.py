@@ -13,7 +13,7 @@ from events.types import EventBatch
 from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
-from kvcache.audit.totals import MOST_USES, Audit, Prefix, audit_batches, verdict_on
+from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import moments, times, told, told_audit
 from kvcache.cli.audit_json import to_json
 from kvcache.cli.fleet import logs_in
@@ -291,7 +291,7 @@ def _show_lives(audit: Audit, out: Output) -> None:
     out.facts(facts)
 
 
-def _show_prefixes(prefixes: list[Prefix], when: Times, out: Output) -> None:
+def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
     if not prefixes:
         return
     rows = [

@@ -11,7 +11,7 @@ from events.structs import LEVEL_NAMES
 from events.types import Namespace, RequestId
 from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import Reason
-from kvcache.audit.totals import Audit, Prefix, Verdict, verdict_on
+from kvcache.audit.totals import Audit, HotPrefix, Verdict, verdict_on
 from kvcache.cli.times import iso
 
 
@@ -145,7 +145,7 @@ def ages_json(ages: Ages) -> dict[str, Any]:
     }
 
 
-def _prefix_json(prefix: Prefix) -> dict[str, Any]:
+def _prefix_json(prefix: HotPrefix) -> dict[str, Any]:
     stored_by: RequestId | None = prefix.stored_by
     return {
         "number": prefix.number,

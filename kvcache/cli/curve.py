@@ -17,7 +17,7 @@ from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import progress
 from kvcache.config import KVCacheConfig
-from kvcache.curve.curve import SAMPLES, Curve, Recorder, best_hits, enough_for
+from kvcache.curve.curve import SAMPLES, CurveRecorder, HitCurve, best_hits, enough_for
 from kvcache.curve.prompts import LoggedPrompts
 
 _FEWEST = 8
@@ -35,7 +35,7 @@ class Found:
     """All that there is to say."""
 
     prompts: LoggedPrompts
-    curve: Curve
+    curve: HitCurve
     bounds: dict[int, int]
     """The most hits that any eviction can have, by the sizes for which that was asked."""
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
-    recorder = Recorder(args.sample)
+    recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
     with progress("reading", None, shown=not out.quiet) as update:
         prompts = LoggedPrompts(args.log, update)
@@ -230,7 +230,7 @@ def _facts(found: Found) -> list[tuple[str, str]]:
     return [*rows, *_today(found), *([] if curve.is_vague else [("knee", _knee(curve))])]
 
 
-def _vague(curve: Curve) -> str:
+def _vague(curve: HitCurve) -> str:
     least, most = min(curve.sampled_blocks), max(curve.sampled_blocks)
     blocks = count(most, "block") if least == most else f"{least:,} to {most:,} blocks"
     enough = enough_for(curve.distinct_blocks)
@@ -258,7 +258,7 @@ def _by_level(what: str, parts: Iterable[float]) -> str:
     return f"{what}: {primary} from primary, {secondary} from secondary"
 
 
-def _knee(curve: Curve) -> str:
+def _knee(curve: HitCurve) -> str:
     if curve.knee is None:
         return "none: no block is asked for twice"
     return f"{curve.knee:,} blocks: from there on no doubling gains a percentage point"

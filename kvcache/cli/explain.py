@@ -10,7 +10,15 @@ from typing import Any
 from events.log import LogReader
 from events.types import EventBatch, RequestId
 from kvcache.audit import explanation as ex
-from kvcache.audit.explanation import Explanation, Exported, Part, Stay, Told, explain_request, tell
+from kvcache.audit.explanation import (
+    Explanation,
+    ExplanationView,
+    Exported,
+    PromptPart,
+    Stay,
+    explain_request,
+    tell,
+)
 from kvcache.cli import times
 from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.output import Output
@@ -62,7 +70,7 @@ def _show(found: Explanation, when: Times, out: Output) -> None:
         out.facts(told.facts)
         if told.columns:
             out.line()
-            out.table(told.columns, told.rows, right=Told.RIGHT)
+            out.table(told.columns, told.rows, right=ExplanationView.RIGHT)
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def _end_json(stay: Stay | Exported) -> dict[str, Any]:
     }
 
 
-def _part_json(part: Part) -> dict[str, Any]:
+def _part_json(part: PromptPart) -> dict[str, Any]:
     request: dict[str, RequestId | None] = {
         "stored_by": part.stored_by,
         "gone_for": part.gone_for,
@@ -135,5 +143,5 @@ def _part_json(part: Part) -> dict[str, Any]:
     }
 
 
-def _moment_json(moment: ex.Moment | None) -> Any:
+def _moment_json(moment: ex.LogMoment | None) -> Any:
     return None if moment is None else {"seq": moment.batch, "ts": moment.at, "time": iso(moment.at)}

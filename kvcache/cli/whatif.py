@@ -24,10 +24,10 @@ from kvcache.whatif.playback import Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, policy
 from kvcache.whatif.trial import (
     POLICY_SETTING,
-    Outcome,
-    Row,
     Stopped,
     Trial,
+    TrialOutcome,
+    TrialRow,
     compared,
     first_config,
     play_side_by_side,
@@ -111,7 +111,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _play(args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]) -> list[Outcome]:
+def _play(
+    args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]
+) -> list[TrialOutcome]:
     # What a cache warns of when it is made would be told again for each.
     prepare = partial(logs.configure, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
@@ -186,7 +188,7 @@ _NUMBERS: dict[str, Callable[[Tally], int]] = {
 """Columns of which those are shown that have something in them."""
 
 
-def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) -> None:
+def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], out: Output) -> None:
     then = rows[0].outcome.tally
     out.heading(
         f"{printable(str(log))}: {count(then.requests, 'request')}, {count(then.prompt_tokens, 'prompt token')}"
@@ -227,7 +229,7 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
         out.line(_worth_of_hints(gaps))
 
 
-def _setting(row: Row, name: str) -> str:
+def _setting(row: TrialRow, name: str) -> str:
     value = look_up(row.outcome.config.model_dump(), name)
     if isinstance(value, tuple):
         return "[" + ",".join(map(str, value)) + "]"
@@ -238,13 +240,13 @@ def _part(part: float | None) -> str:
     return "-" if part is None else share(part)
 
 
-def _not_served(rows: Sequence[Row]) -> str:
+def _not_served(rows: Sequence[TrialRow]) -> str:
     if not any(row.outcome.tally.unserved_tokens for row in rows):
         return ""
     return "; those of requests that are too long for the cache, or unserved, count as not reused"
 
 
-def _of_engine(then: Outcome) -> Iterator[str]:
+def _of_engine(then: TrialOutcome) -> Iterator[str]:
     """What tells the recorded row from the others where another engine decided."""
     if not then.engine:
         return

@@ -74,7 +74,7 @@ class InconsistentBlocks(UsageError):
     )
 
 
-class Span(NamedTuple):
+class ReuseSpan(NamedTuple):
     """Blocks of a prompt that one earlier request was the last to use: right behind those of the span before."""
 
     user: int
@@ -102,11 +102,11 @@ class Reuses:
         """How many different blocks there are."""
         return len(self._last)
 
-    def prompts(self) -> Iterator[tuple[int, list[Span]]]:
+    def prompts(self) -> Iterator[tuple[int, list[ReuseSpan]]]:
         """Each prompt's length in blocks, and its spans; blocks behind these were never there before."""
         begin = 0
         for length, end in zip(self.lengths, self._ends, strict=True):
-            yield length, list(map(Span, self._users[begin:end], self._blocks[begin:end]))
+            yield length, list(map(ReuseSpan, self._users[begin:end], self._blocks[begin:end]))
             begin = end
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -171,12 +171,12 @@ def best_hits(reuses: Reuses, size: int) -> int:
     return sum(cache.serve(request, length, later[request]) for request, length in enumerate(reuses.lengths))
 
 
-def _next_uses(reuses: Reuses) -> list[list[Span]]:
+def _next_uses(reuses: Reuses) -> list[list[ReuseSpan]]:
     """For each request, who uses its blocks next: in the order of the blocks, up to those that are never used again."""
-    later: list[list[Span]] = [[] for _ in reuses.lengths]
+    later: list[list[ReuseSpan]] = [[] for _ in reuses.lengths]
     for request, (_, spans) in enumerate(reuses.prompts()):
         for user, count in spans:
-            later[user].append(Span(request, count))
+            later[user].append(ReuseSpan(request, count))
     return later
 
 
@@ -192,7 +192,7 @@ class _Cache:
         self._useless = 0
         """Blocks that are never used again."""
 
-    def serve(self, request: int, length: int, later: list[Span]) -> int:
+    def serve(self, request: int, length: int, later: list[ReuseSpan]) -> int:
         """Play one request; returns how many of its blocks were there."""
         hits, self._waiting[request] = self._waiting[request], 0
         rest = min(length, self._size)
@@ -228,7 +228,7 @@ ENOUGH = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Curve:
+class HitCurve:
     """Block requests that LRU serves, by the size of the cache in blocks."""
 
     block_requests: int
@@ -332,7 +332,7 @@ class EmptySamples(UsageError):
         )
 
 
-class Recorder:
+class CurveRecorder:
     """Takes prompts one after the other, and keeps what a curve needs of them.
 
     `rate` is the part of the blocks that is in each of the samples, which `seed` makes; with 1 there is one, of all.
@@ -375,21 +375,21 @@ class Recorder:
             elif len(hashed) and not reuses.distinct:
                 self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
 
-    def curve(self) -> Curve:
+    def curve(self) -> HitCurve:
         """The curve of what was added up to now. Raises `EmptySamples` where that has blocks, and no sample has any."""
         if self.block_requests and not any(reuses.distinct for _, reuses in self._samples):
             # The lowest of n hashes is about 1/n of all there can be: within a factor of 2, from several samples.
             raise EmptySamples(self.rate, enough_for(len(self._samples) / sum(self._lowest) / 2))
         misses = tuple(misses_by_size(reuses) for _, reuses in self._samples)
-        return Curve(self.block_requests, misses, self.rate)
+        return HitCurve(self.block_requests, misses, self.rate)
 
 
-def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> Curve:
+def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> HitCurve:
     """The curve of prompts, each given by numbers for its blocks: equal ones for equal blocks behind equal blocks.
 
-    Raises what `Recorder` does.
+    Raises what `CurveRecorder` does.
     """
-    recorder = Recorder(rate)
+    recorder = CurveRecorder(rate)
     for blocks in prompts:
         recorder.add(blocks)
     return recorder.curve()

@@ -684,6 +684,6 @@ def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, Sto
     }
 
 
-def _lasts_a_time(retention: ev.Retention) -> bool:
+def _lasts_a_time(retention: ev.StatedRetention) -> bool:
     """Whether anything of a request is to be kept for a time only."""
     return retention.duration > 0 or any(each.duration for each in retention.ranges)

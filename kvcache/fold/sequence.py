@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 from events.ids import Handle
 from events.tokens.sequences import SequenceTokens
-from events.types import Inherited, Namespace, RequestId, Retention
+from events.types import Inherited, Namespace, RequestId, StatedRetention
 from kvcache.fold.prefix_tree import Node
 
 _FOLLOWS = -1
@@ -58,7 +58,7 @@ class Sequence(SequenceTokens):
         self.path_ends = roots
         """Per group: the end of the cached path that the sequence holds. Its blocks up to there are cached, except
         those that a sliding window has left behind."""
-        self.retention: Retention | None = None
+        self.retention: StatedRetention | None = None
         """None: all its blocks have the default priority, for good."""
         self.inherited: tuple[Inherited, ...] = ()
         """Blocks that are not cached yet and were copied from ones with another priority or duration."""

@@ -98,7 +98,7 @@ class CheckedRequest(NamedTuple):
     rich: RichTokens | None = None
     """What it stands for, if it has items or extra ids."""
     resumed: bool = False
-    retention: events.structs.Retention | None = None
+    retention: events.structs.StatedRetention | None = None
     reserve_tokens: int | None = None
     encoder: EncoderInput | None = None
 

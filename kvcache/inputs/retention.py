@@ -44,7 +44,7 @@ class Retention:
     decode_duration_ms: int | None = None
 
     @classmethod
-    def stated(cls, recorded: structs.Retention) -> Retention:
+    def stated(cls, recorded: structs.StatedRetention) -> Retention:
         """As an event has it."""
         ranges = [
             RetentionRange(each.start, each.stop, each.priority, each.duration // _NS_PER_MS or None)
@@ -53,7 +53,7 @@ class Retention:
         return cls(ranges, recorded.priority, recorded.duration // _NS_PER_MS or None)
 
 
-def checked_retention(value: Any) -> structs.Retention | None:
+def checked_retention(value: Any) -> structs.StatedRetention | None:
     """As events have it; None where nothing else than the default is stated. Raises `UsageError`."""
     if value is None:
         return None
@@ -74,10 +74,10 @@ def checked_retention(value: Any) -> structs.Retention | None:
     priority, duration = _checked(value.decode_priority, value.decode_duration_ms, "decode_")
     if not ranges and (priority, duration) == (DEFAULT_PRIORITY, 0):
         return None
-    return structs.Retention(tuple(ranges), priority, duration)
+    return structs.StatedRetention(tuple(ranges), priority, duration)
 
 
-def _checked_range(value: object) -> structs.RetentionRange:
+def _checked_range(value: object) -> structs.StatedRange:
     if not isinstance(value, RetentionRange):
         raise UsageError(f"a range of a retention must be a RetentionRange, not {type(value).__name__}")
     start = checked_integer(value.start, "start")
@@ -86,7 +86,7 @@ def _checked_range(value: object) -> structs.RetentionRange:
         raise UsageError(
             f"a range of a retention must have 0 <= start < stop: start is {start}, stop is {stop}"
         )
-    return structs.RetentionRange(start, stop, *_checked(value.priority, value.duration_ms))
+    return structs.StatedRange(start, stop, *_checked(value.priority, value.duration_ms))
 
 
 def _checked(priority: object, duration_ms: object, prefix: str = "") -> tuple[int, int]:

@@ -4,7 +4,7 @@
 
     index = PrefixIndex()
     index.apply("worker-1", batch)                     # events.formats.vllm.decode_batch(payload)
-    index.match(tokens)                                # {Publisher("worker-1", 0): Overlap(primary=48, ...)}
+    index.match(tokens)                                # {WorkerRank("worker-1", 0): Overlap(primary=48, ...)}
 
 A block is known by its tokens, those before it, the adapter, and what else its hash covers (extra keys, salt), all of
 which are compared; hashes are names that each publisher chooses for itself. So publishers of any software can be
@@ -28,9 +28,9 @@ from events.packed import TOKEN_BYTES
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.prefixes import snapshot
-from kvcache.prefixes.publisher import RANKS_MAX, Counts, Publisher
-from kvcache.prefixes.source import Source, Sources, pack_extras, servable
-from kvcache.prefixes.tree import Adapter, PrefixTree, Rows, leading_blocks, path, rows_of
+from kvcache.prefixes.publisher import RANKS_MAX, Counts, WorkerRank
+from kvcache.prefixes.source import PublisherState, Sources, pack_extras, servable
+from kvcache.prefixes.tree import Adapter, ContentTree, Rows, leading_blocks, path, rows_of
 
 
 class Overlap(NamedTuple):
@@ -52,7 +52,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._tree = PrefixTree()
+        self._tree = ContentTree()
         self._sources: Sources = {}
         self.ignored_batches = 0
         """Of ranks that nobody has (`RANKS_MAX`)."""
@@ -87,7 +87,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._tree = PrefixTree()
+        self._tree = ContentTree()
         self._sources.clear()
 
     # -- what is asked
@@ -99,7 +99,7 @@ class PrefixIndex:
         lora: Adapter = None,
         salt: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
-    ) -> dict[Publisher, Overlap]:
+    ) -> dict[WorkerRank, Overlap]:
         """What publishers have of a prompt, in tokens; who has nothing of it is left out.
 
         Args:
@@ -113,8 +113,8 @@ class PrefixIndex:
         Raises InvalidTokens.
         """
         packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
-        overlaps: dict[Publisher, Overlap] = {}
-        several: dict[Source, Rows] = {}
+        overlaps: dict[WorkerRank, Overlap] = {}
+        several: dict[PublisherState, Rows] = {}
         for size, root in self._tree.roots.get(lora, {}).items():
             extras = _extras(len(packed) // size, salt, extra_keys)
             runs = list(path(root, packed, extras))
@@ -131,12 +131,12 @@ class PrefixIndex:
             _add_overlap(overlaps, source, rows, len(packed) // TOKEN_BYTES, in_tokens=True)
         return overlaps
 
-    def match_hashes(self, hashes: Sequence[Hash]) -> dict[Publisher, Overlap]:
+    def match_hashes(self, hashes: Sequence[Hash]) -> dict[WorkerRank, Overlap]:
         """The same for a prompt given by its blocks' hashes, in blocks; these must be hashes of each publisher's own.
 
         Knows also of blocks of which nobody has said what they hold.
         """
-        overlaps: dict[Publisher, Overlap] = {}
+        overlaps: dict[WorkerRank, Overlap] = {}
         for source in self._sources.values():
             to_the_end = any(group.window is not None for group in source.followed)
             rows: Rows = {}
@@ -146,7 +146,7 @@ class PrefixIndex:
         return overlaps
 
     @property
-    def publishers(self) -> list[Publisher]:
+    def publishers(self) -> list[WorkerRank]:
         """All that were heard of."""
         return [source.publisher for source in self._sources.values()]
 
@@ -184,21 +184,21 @@ class PrefixIndex:
         snapshot.load(Path(path), index._tree, index._sources)
         return index
 
-    def _source(self, worker: Hashable, rank: int) -> Source:
+    def _source(self, worker: Hashable, rank: int) -> PublisherState:
         source = self._sources.get((worker, rank))
         if source is None:
-            publisher = Publisher(worker, rank)
-            source = self._sources[publisher] = Source(publisher, self._tree)
+            publisher = WorkerRank(worker, rank)
+            source = self._sources[publisher] = PublisherState(publisher, self._tree)
         return source
 
-    def _of(self, worker: Hashable, rank: int | None) -> list[Source]:
+    def _of(self, worker: Hashable, rank: int | None) -> list[PublisherState]:
         if rank is not None:
             source = self._sources.get((worker, rank))
             return [] if source is None else [source]
         return [source for source in self._sources.values() if source.publisher.worker == worker]
 
 
-def _take_report(source: Source, report: Missed | Restated | Restarted) -> None:
+def _take_report(source: PublisherState, report: Missed | Restated | Restarted) -> None:
     counts = source.counts
     if isinstance(report, Restarted):
         counts.restarts += 1
@@ -220,7 +220,7 @@ def _extras(
 
 
 def _add_overlap(
-    overlaps: dict[Publisher, Overlap], source: Source, rows: Rows, stop: int, *, in_tokens: bool
+    overlaps: dict[WorkerRank, Overlap], source: PublisherState, rows: Rows, stop: int, *, in_tokens: bool
 ) -> None:
     if any(rows.values()):
         levels = servable(source.followed, rows, stop, in_tokens=in_tokens)

@@ -11,7 +11,7 @@ RANKS_MAX = 1024
 """Batches of higher ranks are ignored: nobody has as many, and what is noted of a rank takes memory."""
 
 
-class Publisher(NamedTuple):
+class WorkerRank(NamedTuple):
     """Who tells events."""
 
     worker: Hashable

@@ -21,19 +21,19 @@ from events.formats.vllm import Hash
 from events.log.durable import sync_directory, sync_file, write_all
 from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated, NotASnapshot, SnapshotDamaged, SnapshotTooNew, Unsupported
-from kvcache.prefixes.publisher import Counts, Publisher
-from kvcache.prefixes.source import GROUPS_MAX, PLANES_MAX, Holder, Source, Sources
+from kvcache.prefixes.publisher import Counts, WorkerRank
+from kvcache.prefixes.source import GROUPS_MAX, PLANES_MAX, Holder, PublisherState, Sources
 from kvcache.prefixes.tree import (
     RUN_BLOCKS_MAX,
     Adapter,
     Aliases,
+    ContentNode,
+    ContentRoot,
+    ContentRun,
+    ContentTree,
     Holding,
-    Node,
     Owner,
     Plane,
-    PrefixTree,
-    Root,
-    Run,
     planes_of,
 )
 
@@ -56,7 +56,7 @@ class _Seen:
             self.resident[plane] += mask.bit_count()
 
 
-def prove(tree: PrefixTree, sources: Sources) -> None:
+def prove(tree: ContentTree, sources: Sources) -> None:
     """Raise InvariantViolated unless everything fits together."""
     seen: dict[Owner, _Seen] = {}
     for adapter, sizes in tree.roots.items():
@@ -86,7 +86,7 @@ def prove(tree: PrefixTree, sources: Sources) -> None:
             _prove_holder(holder, seen.get(holder) or _Seen())
 
 
-def _prove_run(root: Root, run: Run) -> None:
+def _prove_run(root: ContentRoot, run: ContentRun) -> None:
     _law(0 < run.size <= RUN_BLOCKS_MAX, "a run is empty or too long")
     _law(len(run.tokens) == run.size * root.block_bytes, "a run's tokens do not fit its blocks")
     _law(run.key == bytes(run.tokens[: root.block_bytes]) + run.extra, "a run's key is not its first block")
@@ -95,12 +95,12 @@ def _prove_run(root: Root, run: Run) -> None:
     _law(longest == run.size, "a run has blocks that nobody needs")
 
 
-def _prove_holding(holder: Owner, first: Holding, run: Run, seen: _Seen) -> None:
+def _prove_holding(holder: Owner, first: Holding, run: ContentRun, seen: _Seen) -> None:
     assert isinstance(holder, Holder)
     _law(len(run.tokens) == run.size * holder.block_bytes, "blocks of one size are in a run of another")
     below = sum(holder in child.holders for child in run.children.values())
     _law(first.children == below, "the runs below are counted wrongly")
-    if isinstance(run.parent, Run):
+    if isinstance(run.parent, ContentRun):
         above = run.parent.holders.get(holder)
         _law(above is not None and len(above.names) == run.parent.size, "what is before a block is not known")
     _law(not below or len(first.names) == run.size, "something is known behind an end")
@@ -147,7 +147,7 @@ def _prove_holder(holder: Holder, seen: _Seen) -> None:
     _law(not holder._suspects, "a store is not finished")
 
 
-def _prove_source(publisher: tuple[Hashable, int], source: Source) -> None:
+def _prove_source(publisher: tuple[Hashable, int], source: PublisherState) -> None:
     _law(source.publisher == publisher, "a publisher has another's place")
     _law(all(0 <= index < GROUPS_MAX for index in source.groups), "a group has a number that none has")
     followed = [group for group in source.groups.values() if group.followed]
@@ -170,54 +170,54 @@ _HEADER = struct.Struct("<8sIQ32s")
 """Magic, version, bytes behind the header, their SHA-256."""
 
 
-class _Held(msgspec.Struct, array_like=True):
+class _SavedHolding(msgspec.Struct, array_like=True):
     names: list[Hash | None]
     masks: dict[Plane, bytes]
     more: list[tuple[Hash, int, bytes]]
     """Second names: the block's place in the run, and planes as bits."""
 
 
-class _Run(msgspec.Struct, array_like=True):
+class _SavedRun(msgspec.Struct, array_like=True):
     parent: int
     """The number of the run above, in the order of the file; -1: the root."""
     adapter: Adapter
     block_bytes: int
     extra: bytes
     tokens: bytes
-    holders: dict[int, _Held]
+    holders: dict[int, _SavedHolding]
     """By the number of the holder, in the order of the file."""
 
 
-class _Holder(msgspec.Struct, array_like=True):
+class _SavedHolder(msgspec.Struct, array_like=True):
     block_size: int
     loose: list[tuple[Hash, bytes]]
     resident: dict[Plane, int]
 
 
-class _Group(msgspec.Struct, array_like=True):
+class _SavedGroup(msgspec.Struct, array_like=True):
     index: int
     kind: str | None
     window: int | None
     block_size: int
 
 
-class _Source(msgspec.Struct, array_like=True):
+class _SavedPublisher(msgspec.Struct, array_like=True):
     worker: Any
     rank: int
     counts: Counts
-    groups: list[_Group]
-    holders: list[_Holder]
+    groups: list[_SavedGroup]
+    holders: list[_SavedHolder]
 
 
-class _File(msgspec.Struct, array_like=True):
-    sources: list[_Source]
-    runs: list[_Run]
+class _SavedIndex(msgspec.Struct, array_like=True):
+    sources: list[_SavedPublisher]
+    runs: list[_SavedRun]
 
 
-def save(path: Path, tree: PrefixTree, sources: Sources) -> None:
+def save(path: Path, tree: ContentTree, sources: Sources) -> None:
     """Write an index. Raises Unsupported, OSError."""
     payload = msgspec.msgpack.encode(
-        _File([_source(source) for source in sources.values()], _runs(tree, sources))
+        _SavedIndex([_source(source) for source in sources.values()], _runs(tree, sources))
     )
     header = _HEADER.pack(_MAGIC, _VERSION, len(payload), hashlib.sha256(payload).digest())
     path = path.absolute()
@@ -235,7 +235,7 @@ def save(path: Path, tree: PrefixTree, sources: Sources) -> None:
     sync_directory(path.parent)
 
 
-def load(path: Path, tree: PrefixTree, sources: Sources) -> None:
+def load(path: Path, tree: ContentTree, sources: Sources) -> None:
     """Read an index into one that is empty. Raises NotASnapshot, SnapshotTooNew, SnapshotDamaged, OSError."""
     content = path.read_bytes()
     if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
@@ -251,7 +251,7 @@ def load(path: Path, tree: PrefixTree, sources: Sources) -> None:
     if hashlib.sha256(payload).digest() != digest:
         raise SnapshotDamaged(path, "its bytes are not those that were written")
     try:
-        _rebuild(msgspec.msgpack.decode(payload, type=_File), tree, sources)
+        _rebuild(msgspec.msgpack.decode(payload, type=_SavedIndex), tree, sources)
         prove(tree, sources)
     except InvariantViolated as error:
         raise SnapshotDamaged(path, error.law) from None
@@ -262,14 +262,16 @@ def load(path: Path, tree: PrefixTree, sources: Sources) -> None:
 # -- writing
 
 
-def _source(source: Source) -> _Source:
+def _source(source: PublisherState) -> _SavedPublisher:
     worker, rank = source.publisher
-    groups = [_Group(each.index, each.kind, each.window, each.block_size) for each in source.groups.values()]
+    groups = [
+        _SavedGroup(each.index, each.kind, each.window, each.block_size) for each in source.groups.values()
+    ]
     holders = [
-        _Holder(size, [(name, _bytes(planes)) for name, planes in each.loose.items()], each.resident)
+        _SavedHolder(size, [(name, _bytes(planes)) for name, planes in each.loose.items()], each.resident)
         for size, each in source.holders.items()
     ]
-    return _Source(_plain(worker), rank, source.counts, groups, holders)
+    return _SavedPublisher(_plain(worker), rank, source.counts, groups, holders)
 
 
 def _plain(worker: Hashable) -> Any:
@@ -281,22 +283,22 @@ def _plain(worker: Hashable) -> Any:
     raise Unsupported(f"saving a worker id of type {type(worker).__name__}", instead)
 
 
-def _runs(tree: PrefixTree, sources: Sources) -> list[_Run]:
+def _runs(tree: ContentTree, sources: Sources) -> list[_SavedRun]:
     holders = [holder for source in sources.values() for holder in source.holders.values()]
     numbers: dict[Owner, int] = {holder: number for number, holder in enumerate(holders)}
-    places: dict[Node, int] = {}
+    places: dict[ContentNode, int] = {}
     rows = []
     for root, run in tree.runs():
         places[run] = len(places)
         held = {numbers[holder]: _held(first) for holder, first in run.holders.items()}
         above = places.get(run.parent, -1)
-        rows.append(_Run(above, root.adapter, root.block_bytes, run.extra, bytes(run.tokens), held))
+        rows.append(_SavedRun(above, root.adapter, root.block_bytes, run.extra, bytes(run.tokens), held))
     return rows
 
 
-def _held(first: Holding) -> _Held:
+def _held(first: Holding) -> _SavedHolding:
     more = {} if first.more is None else first.more.names
-    return _Held(
+    return _SavedHolding(
         first.names,
         {plane: _bytes(mask) for plane, mask in first.masks.items()},
         [(name, place, _bytes(planes)) for name, (place, planes) in more.items()],
@@ -310,11 +312,11 @@ def _bytes(bits: int) -> bytes:
 # -- reading
 
 
-def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
+def _rebuild(file: _SavedIndex, tree: ContentTree, sources: Sources) -> None:
     holders: list[Holder] = []
     for row in file.sources:
-        publisher = Publisher(_hashable(row.worker), row.rank)
-        source = sources[publisher] = Source(publisher, tree)
+        publisher = WorkerRank(_hashable(row.worker), row.rank)
+        source = sources[publisher] = PublisherState(publisher, tree)
         source.counts = row.counts
         for saved in row.holders:
             holder = source.holder(saved.block_size)
@@ -323,7 +325,7 @@ def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
             holders.append(holder)
         for group in row.groups:
             source.add_group(group.index, group.kind, group.window, group.block_size)
-    runs: list[Run] = []
+    runs: list[ContentRun] = []
     for each in file.runs:
         parent = tree.root(each.adapter, each.block_bytes) if each.parent < 0 else runs[each.parent]
         run = tree.add(parent, each.extra, each.tokens, each.block_bytes)
@@ -332,7 +334,7 @@ def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
             _rebuild_holding(run, holders[number], held)
 
 
-def _rebuild_holding(run: Run, holder: Holder, held: _Held) -> None:
+def _rebuild_holding(run: ContentRun, holder: Holder, held: _SavedHolding) -> None:
     first = run.holders[holder] = Holding(run)
     first.names = held.names
     first.masks = {plane: int.from_bytes(mask, "little") for plane, mask in held.masks.items()}
@@ -341,7 +343,7 @@ def _rebuild_holding(run: Run, holder: Holder, held: _Held) -> None:
         if not 0 <= place < len(first.names) or len(planes) * 8 > PLANES_MAX:
             raise ValueError("a place or a plane that there is not")
         holder.names[name] = first.add_alias(name, place, int.from_bytes(planes, "little"))
-    if isinstance(run.parent, Run):
+    if isinstance(run.parent, ContentRun):
         run.parent.holders[holder].children += 1
 
 

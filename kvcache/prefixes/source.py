@@ -20,16 +20,16 @@ import msgspec
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Hash, VLLMEvent
 from events.packed import TOKEN_BYTES
 from events.subscribe.index import GPU, STORAGE, level_of
-from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.publisher import Counts, WorkerRank
 from kvcache.prefixes.tree import (
     RUN_BLOCKS_MAX,
     Adapter,
     Aliases,
+    ContentNode,
+    ContentRun,
+    ContentTree,
     Holding,
-    Node,
     Plane,
-    PrefixTree,
-    Run,
     common_blocks,
     next_extra,
     planes_of,
@@ -38,7 +38,7 @@ from kvcache.prefixes.tree import (
 _encode = msgspec.msgpack.encode
 
 
-class Contents(msgspec.Struct, frozen=True, gc=False):
+class StoredContents(msgspec.Struct, frozen=True, gc=False):
     """Consecutive blocks of one prefix."""
 
     adapter: Adapter
@@ -48,7 +48,7 @@ class Contents(msgspec.Struct, frozen=True, gc=False):
     """Per block, what its hash covers beside adapter and tokens; None: nothing."""
 
 
-def contents_of(event: BlockStored, blocks: int) -> Contents | None:
+def contents_of(event: BlockStored, blocks: int) -> StoredContents | None:
     """What is in the first blocks of a store; None if it does not say."""
     count = blocks * event.block_size
     try:
@@ -61,11 +61,11 @@ def contents_of(event: BlockStored, blocks: int) -> Contents | None:
     extras = event.extra_keys
     if extras is None or not any(extras):
         if salt is None:
-            return Contents(adapter, tokens, None)
+            return StoredContents(adapter, tokens, None)
         extras = None
     if extras is not None and len(extras) < blocks:
         return None
-    return Contents(adapter, tokens, pack_extras(extras or [None] * blocks, name, salt))
+    return StoredContents(adapter, tokens, pack_extras(extras or [None] * blocks, name, salt))
 
 
 def pack_extras(
@@ -91,7 +91,7 @@ _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _SLIDING = ("sliding_window", "sliding_window_mla")
 
 
-class Group:
+class PublishedGroup:
     """The blocks that one kind of layers shares."""
 
     __slots__ = ("block_size", "followed", "holder", "index", "kind", "window")
@@ -140,7 +140,9 @@ def leading(mask: int) -> int:
     return (mask ^ (mask + 1)).bit_length() - 1
 
 
-def servable(groups: Sequence[Group], rows: Mapping[Plane, int], stop: int, *, in_tokens: bool) -> list[int]:
+def servable(
+    groups: Sequence[PublishedGroup], rows: Mapping[Plane, int], stop: int, *, in_tokens: bool
+) -> list[int]:
     """The longest prefix that all groups can serve from level 0, from levels 0 and 1, and from all.
 
     `rows` are the blocks of the prompt in each plane. The prompt and the result are in tokens, or in blocks of which
@@ -150,7 +152,7 @@ def servable(groups: Sequence[Group], rows: Mapping[Plane, int], stop: int, *, i
 
 
 def _servable(
-    groups: Sequence[Group], rows: Mapping[Plane, int], level: int, stop: int, in_tokens: bool
+    groups: Sequence[PublishedGroup], rows: Mapping[Plane, int], level: int, stop: int, in_tokens: bool
 ) -> int:
     masks = []
     for group in groups:
@@ -172,7 +174,7 @@ class Holder:
 
     __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "publisher", "resident", "tree")
 
-    def __init__(self, publisher: Publisher, counts: Counts, tree: PrefixTree, block_bytes: int) -> None:
+    def __init__(self, publisher: WorkerRank, counts: Counts, tree: ContentTree, block_bytes: int) -> None:
         self.publisher = publisher
         self.counts = counts
         self.tree = tree
@@ -188,9 +190,11 @@ class Holder:
 
     # -- stores
 
-    def store(self, parent: Hash | None, hashes: Sequence[Hash], contents: Contents, plane: Plane) -> None:
+    def store(
+        self, parent: Hash | None, hashes: Sequence[Hash], contents: StoredContents, plane: Plane
+    ) -> None:
         """Blocks with known contents are there now, behind `parent` or (None) at the start of a prompt."""
-        node: Node | None = None
+        node: ContentNode | None = None
         at = 0
         if parent is not None:
             holding = self.names.get(parent)
@@ -272,13 +276,13 @@ class Holder:
         self.resident[plane] = self.resident.get(plane, 0) + count
 
     def _store_behind(
-        self, node: Node, at: int, hashes: Sequence[Hash], contents: Contents, plane: Plane
+        self, node: ContentNode, at: int, hashes: Sequence[Hash], contents: StoredContents, plane: Plane
     ) -> None:
         """Store behind the first `at` blocks of a node: along what is in the tree, and beside it what is not."""
         done, count, size, extras = 0, len(hashes), self.block_bytes, contents.extras
         while done < count:
             if at < node.size:
-                assert isinstance(node, Run)
+                assert isinstance(node, ContentRun)
                 plain = next_extra(extras, done + (not at), count)
                 same = common_blocks(node, at, contents.tokens, done, plain)
                 if not same:
@@ -299,11 +303,11 @@ class Holder:
         self._trim_suspects()
 
     def _new_blocks(
-        self, node: Node, extra: bytes, contents: Contents, begin: int, end: int
-    ) -> tuple[Run, int, int]:
+        self, node: ContentNode, extra: bytes, contents: StoredContents, begin: int, end: int
+    ) -> tuple[ContentRun, int, int]:
         """Put blocks that are not in the tree at the end of a node; returns run, place, and how many fitted."""
         tokens = contents.tokens[begin * self.block_bytes : end * self.block_bytes]
-        if isinstance(node, Run) and not (node.children or extra) and node.size < RUN_BLOCKS_MAX:
+        if isinstance(node, ContentRun) and not (node.children or extra) and node.size < RUN_BLOCKS_MAX:
             at = node.size
             tokens = tokens[: (RUN_BLOCKS_MAX - at) * self.block_bytes]
             node.tokens += tokens
@@ -312,12 +316,12 @@ class Holder:
         run = self.tree.add(node, extra, tokens, self.block_bytes)
         return run, 0, run.size
 
-    def _name(self, run: Run, at: int, hashes: Sequence[Hash], plane: Plane) -> None:
+    def _name(self, run: ContentRun, at: int, hashes: Sequence[Hash], plane: Plane) -> None:
         """Name consecutive blocks of a run, all of which are there now."""
         holding = run.holders.get(self)
         if holding is None:
             holding = run.holders[self] = Holding(run)
-            if isinstance(run.parent, Run):
+            if isinstance(run.parent, ContentRun):
                 run.parent.holders[self].children += 1
         count = len(hashes)
         if at == len(holding.names) and self._claim(hashes, holding):
@@ -445,18 +449,18 @@ class Holder:
                 del run.holders[self]
             if full or not end:
                 self.tree.shrink(run)
-            if end or not isinstance(run.parent, Run):
+            if end or not isinstance(run.parent, ContentRun):
                 return
             first = run.parent.holders[self]
             first.children -= 1
 
     def clear(self) -> None:
         """Forget everything."""
-        runs: set[Run] = set()
+        runs: set[ContentRun] = set()
         for holding in set(self.names.values()):
             # What is above may have no name left.
-            above: Node = holding.run
-            while isinstance(above, Run) and above not in runs:
+            above: ContentNode = holding.run
+            while isinstance(above, ContentRun) and above not in runs:
                 runs.add(above)
                 above = above.parent
         for run in runs:
@@ -470,7 +474,7 @@ class Holder:
 
     # -- for the tree, and for who asks
 
-    def split(self, holding: Holding, at: int, upper: Run) -> None:
+    def split(self, holding: Holding, at: int, upper: ContentRun) -> None:
         """The first `at` blocks of a run belong to `upper` now; this is what we have of the run."""
         run = holding.run
         if len(holding.names) <= at:
@@ -547,17 +551,17 @@ PLANES_MAX = GROUPS_MAX * LEVELS
 _HERE = (None, "LOCAL")
 
 
-class Source:
+class PublisherState:
     """What one publisher has told."""
 
     __slots__ = ("counts", "followed", "groups", "holders", "publisher", "tree")
 
-    def __init__(self, publisher: Publisher, tree: PrefixTree) -> None:
+    def __init__(self, publisher: WorkerRank, tree: ContentTree) -> None:
         self.publisher = publisher
         self.tree = tree
         self.counts = Counts()
-        self.groups: dict[int, Group] = {}
-        self.followed: list[Group] = []
+        self.groups: dict[int, PublishedGroup] = {}
+        self.followed: list[PublishedGroup] = []
         """Those whose blocks are known."""
         self.holders: dict[int, Holder] = {}
         """By tokens per block."""
@@ -615,9 +619,9 @@ class Source:
             )
         return holder
 
-    def add_group(self, index: int, kind: str | None, window: int | None, block_size: int) -> Group:
+    def add_group(self, index: int, kind: str | None, window: int | None, block_size: int) -> PublishedGroup:
         """A group that was not known, or not like that."""
-        group = self.groups[index] = Group(index, kind, window, self.holder(block_size))
+        group = self.groups[index] = PublishedGroup(index, kind, window, self.holder(block_size))
         group.block_size = block_size
         self.followed = [each for each in self.groups.values() if each.followed]
         return group
@@ -657,7 +661,7 @@ class Source:
         else:
             group.holder.remove(event.block_hashes, group.index * LEVELS + _level(event.medium))
 
-    def _new_group(self, event: BlockStored, group: Group | None) -> Group | None:
+    def _new_group(self, event: BlockStored, group: PublishedGroup | None) -> PublishedGroup | None:
         """The group that an event is about, which is new or not what it was; None: nobody has such a one."""
         index = event.group_idx or 0
         if not 0 <= index < GROUPS_MAX:
@@ -669,7 +673,7 @@ class Source:
                 group.holder.leave(plane)
         return changed
 
-    def _learn_size(self, group: Group, size: int) -> bool:
+    def _learn_size(self, group: PublishedGroup, size: int) -> bool:
         """Whether a group's blocks have that size, as far as was told before."""
         if group.block_size:
             return False
@@ -679,7 +683,7 @@ class Source:
         return True
 
 
-def _blocks_told(group: Group, hashes: int, tokens: int, size: int) -> int:
+def _blocks_told(group: PublishedGroup, hashes: int, tokens: int, size: int) -> int:
     """How many of a store's blocks it gives the tokens of.
 
     Where blocks are left out, as from sliding windows, nothing says which tokens are whose. With full attention none
@@ -693,5 +697,5 @@ def _blocks_told(group: Group, hashes: int, tokens: int, size: int) -> int:
 _level = lru_cache(maxsize=64)(level_of)
 
 
-Sources = dict[tuple[Hashable, int], Source]
+Sources = dict[tuple[Hashable, int], PublisherState]
 """By worker and rank."""

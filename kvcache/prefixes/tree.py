@@ -15,7 +15,7 @@ from typing import Protocol
 
 from events.formats.vllm import Hash
 from kvcache.errors import invariant
-from kvcache.prefixes.publisher import Publisher
+from kvcache.prefixes.publisher import WorkerRank
 
 Adapter = str | int | None
 """A LoRA adapter by its name, or by its number where events give no name; None is the base model."""
@@ -27,25 +27,25 @@ Plane = int
 class Owner(Protocol):
     """Who has blocks."""
 
-    publisher: Publisher
+    publisher: WorkerRank
 
-    def split(self, holding: Holding, at: int, upper: Run) -> None:
+    def split(self, holding: Holding, at: int, upper: ContentRun) -> None:
         """The first `at` blocks of a run belong to `upper` now; `holding` is what this owner has of the run."""
 
 
-class Node:
+class ContentNode:
     """What runs hang below: a root, or a run."""
 
     __slots__ = ("children", "size")
 
     def __init__(self, size: int) -> None:
-        self.children: dict[bytes, Run] = {}
+        self.children: dict[bytes, ContentRun] = {}
         """By tokens and extra of their first block."""
         self.size = size
         """Blocks of its own; 0 for a root, and for a run that is not in the tree any more."""
 
 
-class Root(Node):
+class ContentRoot(ContentNode):
     """The start of all prompts for one adapter, in blocks of one size."""
 
     __slots__ = ("adapter", "block_bytes")
@@ -56,12 +56,12 @@ class Root(Node):
         self.block_bytes = block_bytes
 
 
-class Run(Node):
+class ContentRun(ContentNode):
     """Consecutive blocks of one prefix, at least one of which somebody has, or has something behind it."""
 
     __slots__ = ("extra", "holders", "key", "parent", "tokens")
 
-    def __init__(self, parent: Node, key: bytes, extra: bytes, tokens: bytearray, size: int) -> None:
+    def __init__(self, parent: ContentNode, key: bytes, extra: bytes, tokens: bytearray, size: int) -> None:
         super().__init__(size)
         self.parent = parent
         self.key = key
@@ -81,7 +81,7 @@ class Holding:
 
     __slots__ = ("children", "masks", "more", "names", "run")
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ContentRun) -> None:
         self.run = run
         self.names: list[Hash | None] = []
         """By place in the run; None has none. They reach as far as anything known does."""
@@ -137,7 +137,7 @@ class Holding:
             self.masks[plane] = before ^ bits
         return bits.bit_count()
 
-    def cut(self, at: int, upper: Run) -> Holding:
+    def cut(self, at: int, upper: ContentRun) -> Holding:
         """Give what stands before `at` to a holding of another run; returns that one."""
         above = Holding(upper)
         above.names = self.names[:at]
@@ -179,7 +179,7 @@ class Aliases:
         """How many aliases of a block are in a plane."""
 
     @property
-    def run(self) -> Run:
+    def run(self) -> ContentRun:
         """Whose blocks they name."""
         return self.first.run
 
@@ -235,24 +235,24 @@ RUN_BLOCKS_MAX = 512
 """Blocks of the longest run: what is done to a run at once is bounded."""
 
 
-class PrefixTree:
+class ContentTree:
     """Roots and runs, and the operations that change their shape but not who has which block."""
 
     __slots__ = ("roots",)
 
     def __init__(self) -> None:
-        self.roots: dict[Adapter, dict[int, Root]] = {}
+        self.roots: dict[Adapter, dict[int, ContentRoot]] = {}
         """By adapter, then by bytes per block."""
 
-    def root(self, adapter: Adapter, block_bytes: int) -> Root:
+    def root(self, adapter: Adapter, block_bytes: int) -> ContentRoot:
         """The root for an adapter and a size of blocks, made on first use."""
         sizes = self.roots.setdefault(adapter, {})
         root = sizes.get(block_bytes)
         if root is None:
-            root = sizes[block_bytes] = Root(adapter, block_bytes)
+            root = sizes[block_bytes] = ContentRoot(adapter, block_bytes)
         return root
 
-    def drop_unused(self, root: Root) -> None:
+    def drop_unused(self, root: ContentRoot) -> None:
         """Forget a root that nothing hangs below."""
         sizes = self.roots.get(root.adapter, {})
         if not root.children and sizes.get(root.block_bytes) is root:
@@ -260,19 +260,19 @@ class PrefixTree:
             if not sizes:
                 del self.roots[root.adapter]
 
-    def add(self, parent: Node, extra: bytes, tokens: bytes, block_bytes: int) -> Run:
+    def add(self, parent: ContentNode, extra: bytes, tokens: bytes, block_bytes: int) -> ContentRun:
         """A new run below a node, with at most `RUN_BLOCKS_MAX` of these blocks."""
         content = bytearray(tokens[: RUN_BLOCKS_MAX * block_bytes])
         key = tokens[:block_bytes] + extra
         invariant(key not in parent.children, "a sibling with the same first block exists")
-        run = parent.children[key] = Run(parent, key, extra, content, len(content) // block_bytes)
+        run = parent.children[key] = ContentRun(parent, key, extra, content, len(content) // block_bytes)
         return run
 
-    def split(self, run: Run, at: int) -> Run:
+    def split(self, run: ContentRun, at: int) -> ContentRun:
         """Make the first `at` blocks a run of their own, above the rest; returns it."""
         block_bytes = len(run.tokens) // run.size
         parent, cut = run.parent, at * block_bytes
-        upper = Run(parent, run.key, run.extra, run.tokens[:cut], at)
+        upper = ContentRun(parent, run.key, run.extra, run.tokens[:cut], at)
         parent.children[upper.key] = upper
         del run.tokens[:cut]
         run.size -= at
@@ -282,13 +282,13 @@ class PrefixTree:
             holder.split(holding, at, upper)
         return upper
 
-    def shrink(self, run: Run) -> None:
+    def shrink(self, run: ContentRun) -> None:
         """Drop the content at the end of a run that nobody has any more; the run, too, if that is all of it.
 
         Goes on with what is above a run that went.
         """
-        node: Node = run
-        while isinstance(node, Run):
+        node: ContentNode = run
+        while isinstance(node, ContentRun):
             if node.children:
                 return
             kept = max([len(holding.names) for holding in node.holders.values()], default=0)
@@ -301,10 +301,10 @@ class PrefixTree:
             del node.parent.children[node.key]
             node.size = 0
             node = node.parent
-        assert isinstance(node, Root)
+        assert isinstance(node, ContentRoot)
         self.drop_unused(node)
 
-    def runs(self) -> Iterator[tuple[Root, Run]]:
+    def runs(self) -> Iterator[tuple[ContentRoot, ContentRun]]:
         """All runs, parents before children, with the roots that they hang below."""
         for sizes in self.roots.values():
             for root in sizes.values():
@@ -315,7 +315,7 @@ class PrefixTree:
                     stack.extend(run.children.values())
 
 
-def common_blocks(run: Run, at: int, tokens: bytes, begin: int, stop: int) -> int:
+def common_blocks(run: ContentRun, at: int, tokens: bytes, begin: int, stop: int) -> int:
     """How many blocks of a run, from `at` on, have the same tokens as the blocks from `begin` up to `stop`."""
     block_bytes = len(run.tokens) // run.size
     most = min(run.size - at, stop - begin)
@@ -344,15 +344,15 @@ def next_extra(extras: Sequence[bytes] | None, begin: int, blocks: int) -> int:
 
 Rows = dict[Plane, int]
 """Which blocks of a prompt are in each plane, bit by bit."""
-Step = tuple[Run, int, int]
+Step = tuple[ContentRun, int, int]
 """A run along a prompt, the blocks of the prompt before it, and how many blocks of the run the prompt has."""
 
 
-def path(root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[Step]:
+def path(root: ContentRoot, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[Step]:
     """The runs along a prompt."""
     size = root.block_bytes
     blocks, at = len(tokens) // size, 0
-    node: Node = root
+    node: ContentNode = root
     while at < blocks:
         key = tokens[at * size : (at + 1) * size]
         run = node.children.get(key + extras[at] if extras else key)

@@ -14,7 +14,7 @@ from events.structs import LEVEL_NAMES
 from kvcache.audit.histogram import Ages
 from kvcache.audit.phrases import printable
 from kvcache.audit.reasons import IN_WORDS, Reason
-from kvcache.audit.totals import Audit, Prefix
+from kvcache.audit.totals import Audit, HotPrefix
 from kvcache.report.groups import BLUE, GREY, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
 from kvcache.report.occupancy import Sample, Shelf
 from kvcache.report.payers import Bill
@@ -219,7 +219,7 @@ def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
     }
 
 
-def prefixes(found: Sequence[Prefix]) -> Chart:
+def prefixes(found: Sequence[HotPrefix]) -> Chart:
     """The tree of prefixes, each as wide as the tokens that it, and what continues it, served."""
     cached = [each.cached for each in found]
     tree = {
@@ -244,7 +244,7 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
     return {"data": [tree], "layout": {**layout, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
 
 
-def _prefix_label(prefix: Prefix) -> str:
+def _prefix_label(prefix: HotPrefix) -> str:
     """Positions in the prompt and the start of the last block's name, which differs where positions do not."""
     named = f"<br>block {prefix.name[:8]}…" if prefix.name else ""
     return f"tokens {prefix.first:,}–{prefix.stop - 1:,}{named}"

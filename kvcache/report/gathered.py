@@ -12,7 +12,7 @@ from events.log import LogEnd, LogReader
 from events.types import RequestId
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.history import EpochClock, HistoryFold, laid_out
-from kvcache.audit.totals import Audit, Totals
+from kvcache.audit.totals import Audit, AuditTotals
 from kvcache.diff.settings import settings_of
 from kvcache.report.lanes import Lane, Lanes
 from kvcache.report.occupancy import Occupancy
@@ -56,7 +56,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
 
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
-    totals, lanes, occupancy = Totals(), Lanes(), Occupancy()
+    totals, lanes, occupancy = AuditTotals(), Lanes(), Occupancy()
     history = HistoryFold(totals, lanes)
     times, reader, clock = _Times(), LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):

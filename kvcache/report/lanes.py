@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.types import RequestId
-from kvcache.audit.admission import Admission
-from kvcache.audit.history import HistoryFold, Listener, Running
+from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 
 
@@ -64,7 +64,7 @@ class Lane:
         return sum(self.by_kind[2:])
 
 
-class Lanes(Listener):
+class Lanes(HistoryListener):
     """Follows all requests."""
 
     def __init__(self) -> None:
@@ -83,18 +83,18 @@ class Lanes(Listener):
         if not lane.marks:
             lane.enter(Phase.WAITING, history.now)
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """It runs from now on."""
         lane = self._lane(admission.request_id)
         lane.enter(Phase.PREFILL, history.now)
         lane.stays += 1
         self._running[admission.number] = self._computing[admission.number] = lane
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Count its prompt."""
         self.of[admission.request_id].tokens += admission.counts
 
-    def ended(self, history: HistoryFold, sequence: Running, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
         """It is over, for now."""
         lane = self._running.pop(sequence.number, None)
         self._computing.pop(sequence.number, None)

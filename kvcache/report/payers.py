@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from events.types import PRIMARY, SECONDARY, RequestId
-from kvcache.audit.admission import Admission
-from kvcache.audit.history import HistoryFold, Listener
+from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.totals import Eviction
 
@@ -26,7 +26,7 @@ class Bill:
     """Tokens by the request that computed them again."""
 
 
-class Payers(Listener):
+class Payers(HistoryListener):
     """Finds who paid for chosen evictions; counts as `kvcache.audit.totals` does."""
 
     def __init__(self, evictions: Iterable[Eviction]) -> None:
@@ -37,7 +37,7 @@ class Payers(Listener):
         }
         self._batches = np.array(sorted({each.eviction.batch for each in self.bills}), np.int64)
 
-    def looked_up(self, history: HistoryFold, admission: Admission) -> None:
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """See which of the evictions it pays for."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost):

@@ -31,7 +31,7 @@ from kvcache.replay import Replayed, fitting
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RecordedPrompt:
     """What a request gave when it was admitted."""
 
     handle: int
@@ -41,7 +41,7 @@ class Prompt:
     namespace: Namespace
     content: RichTokens
     resumed: bool = False
-    retention: structs.Retention | None = None
+    retention: structs.StatedRetention | None = None
     slots: int | None = None
     """For how many of its tokens, from the first one on, it had slots when it was admitted; None: for all."""
     had_room: bool = True
@@ -102,7 +102,7 @@ class Create:
 class Admit:
     """One call of `add_sequences`, which admitted all of these."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[RecordedPrompt, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Fork:
     """`fork`."""
 
     handle: int
-    child: Prompt
+    child: RecordedPrompt
     """The branch, as if it were admitted with all that its parent had by then."""
 
 
@@ -289,7 +289,7 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
         yield RecordedBatch(batch.seq, batch.events, commands.of(batch), commands.state.clock)
 
 
-def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, Prompt]]:
+def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedPrompt]]:
     """The prompts of all admissions, in order, with the settings of their cache. Raises what `recorded` raises."""
     config = None
     for batch in recorded(log):
@@ -315,7 +315,7 @@ class _Commands:
         """Who decided; empty: a manager of this library."""
         self._unstored = Unstored(self.state)
         self._commands: list[Command] = []
-        self._admitting: list[Prompt] = []
+        self._admitting: list[RecordedPrompt] = []
         """Of an admission whose end was not seen yet."""
         self._has_slots = False
         """Whether it has taken slots."""
@@ -408,7 +408,7 @@ class _Commands:
             self._commands.append(Admit(tuple(map(self._with_slots, self._admitting))))
             self._admitting, self._has_slots, self._had_room = [], False, False
 
-    def _with_slots(self, prompt: Prompt) -> Prompt:
+    def _with_slots(self, prompt: RecordedPrompt) -> RecordedPrompt:
         """A prompt that was admitted, with what is known of its slots by now."""
         slots = self._slots_of(prompt.handle)
         if self._longest >= prompt.num_tokens <= slots:
@@ -441,7 +441,7 @@ class _Commands:
             self._settle()
         self._storing = frozenset()
         content = self.state.symbols.spell(event.tokens)
-        prompt = Prompt(
+        prompt = RecordedPrompt(
             event.handle, event.request_id, event.namespace, content, event.resumed, event.retention
         )
         if self._engine:
@@ -489,7 +489,9 @@ class _Commands:
         if self._bare == event.handle:
             self._bare = None  # the fork itself has stored these blocks
         content = self.state.symbols.spell(parent.tokens.tobytes())
-        child = Prompt(event.child, event.request_id, parent.namespace, content, retention=parent.retention)
+        child = RecordedPrompt(
+            event.child, event.request_id, parent.namespace, content, retention=parent.retention
+        )
         self._add(Fork(event.handle, child))
 
     def _remove(self, event: ev.SequenceRemoved) -> None:

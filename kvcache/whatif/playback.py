@@ -47,8 +47,8 @@ from kvcache.whatif.commands import (
     OfSeveral,
     Poll,
     Prioritize,
-    Prompt,
     RecordedBatch,
+    RecordedPrompt,
     Remove,
     Reserve,
     Rewind,
@@ -165,7 +165,7 @@ class Played:
 
     __slots__ = ("delay", "prompt", "steps", "stopped_at")
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: RecordedPrompt) -> None:
         self.prompt = prompt
         """Of one that was removed to be admitted again, with the tokens that it had then."""
         self.steps: deque[tuple[int, Step]] = deque()
@@ -185,7 +185,7 @@ class Played:
         return bool(self.steps) and self.steps[0][0] + self.delay <= now
 
 
-class Line:
+class AdmissionQueue:
     """Who waits for admission, in the order in which the log has them admitted."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class Playback:
         """Requests that the log has preempted before they were admitted here."""
         self._cut_off: set[RequestId] = set()
         """Requests that ended before their end, or were never admitted, and so do not come back either."""
-        self._line = Line()
+        self._line = AdmissionQueue()
         self._may_admit = True
         """False from a preemption on until a running request ends: who waits would only take its room again."""
         self._late: dict[int, Played] = {}
@@ -291,7 +291,7 @@ class Playback:
         self._late.clear()
         self._never_came.clear()
         self._cut_off.clear()
-        self._line, self._may_admit = Line(), True
+        self._line, self._may_admit = AdmissionQueue(), True
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -468,7 +468,7 @@ class Playback:
             self.tally.unserved_tokens += prompt.num_tokens
         return False
 
-    def _is_short_enough(self, prompt: Prompt) -> bool:
+    def _is_short_enough(self, prompt: RecordedPrompt) -> bool:
         """Whether a prompt can be admitted at all; one that gets its slots chunk by chunk need not have all at once."""
         manager = self.manager
         return prompt.num_tokens <= (
@@ -500,7 +500,7 @@ class Playback:
             self._foresee(request.handle, False)
         return misfit
 
-    def _admit_all(self, prompts: list[Prompt]) -> int | None:
+    def _admit_all(self, prompts: list[RecordedPrompt]) -> int | None:
         """Admit prompts, or none of them; returns the index of the first that does not fit.
 
         One that gets its slots chunk by chunk must have room for all of it, as it had: else many would begin, and
@@ -524,7 +524,7 @@ class Playback:
             return refusal.index
         return None
 
-    def _request(self, prompt: Prompt) -> Request:
+    def _request(self, prompt: RecordedPrompt) -> Request:
         """A prompt as it is admitted: with slots as far as it had them, whatever it finds here."""
         request = prompt.request()
         if prompt.slots is None:

@@ -25,7 +25,7 @@ from kvcache.decide.eviction_order import ORDERS, EvictionOrder, LeastRecentlyUs
 from kvcache.errors import CapacityError, ConfigError, UsageError, invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
-from kvcache.whatif.commands import Prompt
+from kvcache.whatif.commands import RecordedPrompt
 
 _NONE = -1
 
@@ -47,14 +47,14 @@ class Future:
         self._last = array("q")
 
     @classmethod
-    def of(cls, prompts: Iterable[tuple[int, Prompt]]) -> Future:
+    def of(cls, prompts: Iterable[tuple[int, RecordedPrompt]]) -> Future:
         """What prompts say, each with the tokens of a block of the cache that it comes to."""
         future = cls()
         for tokens_per_block, prompt in prompts:
             future._add(tokens_per_block, prompt)
         return future
 
-    def _add(self, tokens_per_block: int, prompt: Prompt) -> None:
+    def _add(self, tokens_per_block: int, prompt: RecordedPrompt) -> None:
         number = self.numbers[prompt.handle] = len(self.numbers)
         names = names_in(prompt, tokens_per_block)
         for begin in range(0, len(names), NAME_BYTES):
@@ -70,7 +70,7 @@ class Future:
                 self._last.append(use)
 
 
-def names_in(prompt: Prompt, tokens_per_block: int) -> bytes:
+def names_in(prompt: RecordedPrompt, tokens_per_block: int) -> bytes:
     """The names of the blocks that a prompt can reuse whole."""
     hashing, namespace = ALGORITHMS[DEFAULT_ALGORITHM], prompt.played_namespace
     count, content = (prompt.num_tokens - 1) // tokens_per_block, prompt.content

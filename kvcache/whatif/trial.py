@@ -50,7 +50,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What came out of a trial, or was recorded."""
 
     config: KVCacheConfig
@@ -75,7 +75,7 @@ def first_config(log: str | PathLike[str]) -> KVCacheConfig:
 
 def play(
     log: str | PathLike[str], trials: Iterable[Trial], progress: Callable[[int], None] = lambda _: None
-) -> list[Outcome]:
+) -> list[TrialOutcome]:
     """Play the requests of a log for each trial; the first outcome is what was recorded.
 
     The log is read once, or once more where policies know what comes. Raises what `recorded` raises, `ConfigError`,
@@ -100,10 +100,10 @@ def play(
     if created is None:
         raise Unplayable(str(log), "it holds no cache yet")
     config = created.config
-    outcomes = [Outcome(config, then, reader.end, created.engine, passed_over)]
+    outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over)]
     for trial, player in zip(chosen, players, strict=True):
         with blaming(trial.policy):
-            outcomes.append(Outcome(trial.settings(config), player.finish()))
+            outcomes.append(TrialOutcome(trial.settings(config), player.finish()))
     return outcomes
 
 
@@ -122,12 +122,12 @@ def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Futur
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One combination, or what was recorded."""
 
     trial: Trial | None
     """None: it was recorded."""
-    outcome: Outcome
+    outcome: TrialOutcome
     of_bound: float | None
     """Its reused tokens, as a part of those of the bound with the same settings; None: that reused none, or was not
     played."""
@@ -186,30 +186,30 @@ def _other_sets(trial: Trial) -> Values:
     return {name: value for name, value in trial.sets.items() if name != POLICY_SETTING}
 
 
-def compared(trials: Sequence[Trial], outcomes: Sequence[Outcome], shown: int) -> list[Row]:
+def compared(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], shown: int) -> list[TrialRow]:
     """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
     then, *played = outcomes
     reused = {
         (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens
         for trial, outcome in zip(trials, played, strict=True)
     }
-    rows: list[tuple[Trial | None, Outcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
+    rows: list[tuple[Trial | None, TrialOutcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
     return [_row(trial, outcome, reused) for trial, outcome in rows]
 
 
-def _row(trial: Trial | None, outcome: Outcome, reused: dict[tuple[str, str], int]) -> Row:
+def _row(trial: Trial | None, outcome: TrialOutcome, reused: dict[tuple[str, str], int]) -> TrialRow:
     settings, own = _settings(outcome), outcome.tally.reused_tokens
     base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
     of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
-    return Row(trial, outcome, own / bound if bound else None, of_gap)
+    return TrialRow(trial, outcome, own / bound if bound else None, of_gap)
 
 
-def _settings(outcome: Outcome) -> str:
+def _settings(outcome: TrialOutcome) -> str:
     """What the order of eviction does not say."""
     return outcome.config.model_dump_json(exclude={POLICY_SETTING})
 
 
-def _policy(trial: Trial | None, outcome: Outcome) -> str:
+def _policy(trial: Trial | None, outcome: TrialOutcome) -> str:
     named = None if trial is None else trial.policy
     return named or outcome.config.eviction_policy
 
@@ -234,7 +234,7 @@ def play_side_by_side(
     stop: Callable[[], bool],
     progress: Callable[[int], None],
     prepare: Prepare,
-) -> list[Outcome]:
+) -> list[TrialOutcome]:
     """`play` in `jobs` processes, each of which reads the log for its part of the trials.
 
     With one job it is this process. Raises `Stopped` when `stop` says so, and what `play` raises. `progress` hears how
@@ -268,5 +268,5 @@ def _set_up(prepare: Prepare, batches: Any) -> None:
     prepare()
 
 
-def _play_part(log: str | PathLike[str], trials: list[Trial], number: int) -> list[Outcome]:
+def _play_part(log: str | PathLike[str], trials: list[Trial], number: int) -> list[TrialOutcome]:
     return play(log, trials, partial(_batches.__setitem__, number))

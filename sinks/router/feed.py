@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from events.feed.cache_fold import StreamFold
-from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
+from events.feed.changes import AnyChange, Cleared, EncodedEvent, Removed, Stored
 from events.feed.fold import Feed
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.subscribe.workers import WorkerFeed
@@ -55,7 +55,7 @@ def change_bytes(change: AnyChange) -> int:
         return size if change.namespace == _PLAIN else size + (blocks + 1) * _lora_bytes(change)
     if isinstance(change, Removed):
         return CHANGE_BYTES + len(change.names) // NAME_BYTES * BLOCK_BYTES
-    return len(change.encoded) if isinstance(change, Told) else CHANGE_BYTES
+    return len(change.encoded) if isinstance(change, EncodedEvent) else CHANGE_BYTES
 
 
 def in_batches(changes: Iterable[AnyChange], max_bytes: int) -> Iterator[list[AnyChange]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from events.feed.changes import AnyChange, Batched, Stored, Told
+from events.feed.changes import AnyChange, Batched, EncodedEvent, Stored
 from events.feed.fold import Feed
 from events.formats.native import Encoding, NativeCodec, codec_of
 from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, join_batches
@@ -136,10 +136,10 @@ class _WithoutTokens:
 def _without_tokens(change: AnyChange) -> AnyChange:
     if isinstance(change, Stored):
         return msgspec.structs.replace(change, tokens=b"", padded=b"")
-    if isinstance(change, Told):
+    if isinstance(change, EncodedEvent):
         event = msgspec.msgpack.decode(change.encoded)
         if "token_ids" in event:
-            return Told(msgspec.msgpack.encode(event | {"token_ids": []}))
+            return EncodedEvent(msgspec.msgpack.encode(event | {"token_ids": []}))
     return change
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.curve.curve import Recorder, best_hits
+from kvcache.curve.curve import CurveRecorder, best_hits
 from kvcache.curve.prompts import LoggedPrompts
 from tests.support.commands import Kvcache, run_log
 
 
-def recorded(log: Path) -> Recorder:
-    recorder = Recorder()
+def recorded(log: Path) -> CurveRecorder:
+    recorder = CurveRecorder()
     for blocks in LoggedPrompts(log):
         recorder.add(blocks)
     return recorder

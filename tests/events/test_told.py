@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from events.feed.changes import AnyChange, Cleared, Told
+from events.feed.changes import AnyChange, Cleared, EncodedEvent
 from events.formats.vllm import decode_batch, encode_batch
 from events.subscribe.workers import (
     MOST_COPIES,
@@ -306,7 +306,7 @@ def changes(feed: WorkerFeed, *batches: EventBatch) -> list[list[AnyChange]]:
 def told(change: AnyChange) -> str:
     if isinstance(change, Cleared):
         return "cleared"
-    assert isinstance(change, Told)
+    assert isinstance(change, EncodedEvent)
     event = msgspec.msgpack.decode(change.encoded)
     return f"{event['type']} {event['block_hashes']}"
 

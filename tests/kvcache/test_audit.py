@@ -12,11 +12,11 @@ import pytest
 from events.log import LogReader
 from events.types import AdmissionRefused, Gap, SequenceAdded, SequenceRemoved, StateExported
 from kvcache.audit import open_log
-from kvcache.audit.admission import Admission
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Columns
 from kvcache.audit.explanation import explain_request, tell
 from kvcache.audit.histogram import Ages
-from kvcache.audit.history import HistoryFold, Listener
+from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import MOST_USES, audit_batches
 from kvcache.diff import compare_reuse
@@ -32,17 +32,17 @@ from tests.support.places import ROOT
 from tests.support.seeds import seeds
 
 
-class Admissions(Listener):
+class Admissions(HistoryListener):
     """All of a log."""
 
     def __init__(self) -> None:
-        self.all: list[Admission] = []
+        self.all: list[ExplainedAdmission] = []
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         self.all.append(admission)
 
 
-def by_token(admission: Admission) -> list[str]:
+def by_token(admission: ExplainedAdmission) -> list[str]:
     """A reason for each token of the prompt."""
     return [reason.label for first, stop, reason, _ in admission.spans() for _ in range(first, stop)]
 

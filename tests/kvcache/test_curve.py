@@ -22,11 +22,11 @@ from events.types import AnyEvent, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.curve.curve import (
     ENOUGH,
-    Curve,
+    CurveRecorder,
     EmptySamples,
+    HitCurve,
     InconsistentBlocks,
     PrefixSums,
-    Recorder,
     Reuses,
     best_hits,
     enough_for,
@@ -260,7 +260,7 @@ def chats() -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def exact(chats: Prompts) -> Curve:
+def exact(chats: Prompts) -> HitCurve:
     """Their curve."""
     return measure(chats)
 
@@ -269,13 +269,13 @@ class TestSampling:
     """Estimates from some of the blocks."""
 
     @pytest.mark.parametrize("samples", [4, pytest.param(12, marks=pytest.mark.long)])
-    def test_error_is_small_and_told(self, chats: Prompts, exact: Curve, samples: int) -> None:
+    def test_error_is_small_and_told(self, chats: Prompts, exact: HitCurve, samples: int) -> None:
         """Over some seeds hit rates are some points off, on average less than one, and as much as is said."""
         sizes = (200, 1_000, 4_000, 16_000)
         off: list[list[float]] = []
         told = []
         for seed in range(0, 4 * samples, 4):
-            recorder = Recorder(0.1, seed=seed)
+            recorder = CurveRecorder(0.1, seed=seed)
             for prompt in chats:
                 recorder.add(prompt)
             estimate = recorder.curve()
@@ -288,9 +288,9 @@ class TestSampling:
         assert (actual < 1.3 * said.mean(axis=0)).all()
         assert (actual > said.mean(axis=0) / 1.3).all()
 
-    def test_numbers_that_are_counted(self, chats: Prompts, exact: Curve) -> None:
+    def test_numbers_that_are_counted(self, chats: Prompts, exact: HitCurve) -> None:
         """Requests are counted, not estimated; of the blocks each sample has about its part."""
-        recorder = Recorder(0.05)
+        recorder = CurveRecorder(0.05)
         for prompt in chats:
             recorder.add(prompt)
         estimate = recorder.curve()
@@ -300,7 +300,7 @@ class TestSampling:
         assert estimate.knee == pytest.approx(exact.knee, rel=0.5)
         assert len({len(misses) for misses in estimate.misses}) > 1
 
-    def test_all_blocks_are_a_sample_without_error(self, chats: Prompts, exact: Curve) -> None:
+    def test_all_blocks_are_a_sample_without_error(self, chats: Prompts, exact: HitCurve) -> None:
         """As the rate nears 1, the estimate nears the curve."""
         estimate = measure(chats, 1 - 1e-12)
         for size in (0, 1, 100, 5_000, 10**6):
@@ -312,7 +312,7 @@ class TestSampling:
         with pytest.raises(UsageError, match="above 0 and at most 1"):
             measure([], rate)
 
-    def test_small_samples_have_no_knee_and_no_error(self, chats: Prompts, exact: Curve) -> None:
+    def test_small_samples_have_no_knee_and_no_error(self, chats: Prompts, exact: HitCurve) -> None:
         """With few sampled blocks neither is told, since both would be noise; hits still are."""
         vague, clear = measure(chats, 0.001), measure(chats, enough_for(exact.distinct_blocks))
         assert vague.is_vague
@@ -350,7 +350,7 @@ class TestSampling:
     def test_no_bound_of_samples(self) -> None:
         """The bound asks for the whole workload."""
         with pytest.raises(UsageError, match="leave the sample rate out"):
-            _ = Recorder(0.5).reuses
+            _ = CurveRecorder(0.5).reuses
 
 
 CONFIG = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=20, secondary_blocks=7)
@@ -511,7 +511,7 @@ def test_known_points_of_a_trace() -> None:
             yield from (json.loads(line)["hash_ids"] for line in file)
 
     read = list(prompts())
-    recorder = Recorder()
+    recorder = CurveRecorder()
     for prompt in read:
         recorder.add(prompt)
     curve = recorder.curve()

@@ -18,7 +18,7 @@ from events.types import EventBatch
 from kvcache import KVCacheManager, PrefixIndex
 from kvcache.errors import CapacityError
 from kvcache.prefixes.index import Overlap
-from kvcache.prefixes.publisher import Publisher
+from kvcache.prefixes.publisher import WorkerRank
 from tests.oracles.prefix_model import NaiveIndex
 from tests.support.engines.strategies import NAMESPACES, config, name_of
 from tests.support.feeds.prefix_streams import Honest, Liar
@@ -181,8 +181,8 @@ def test_real_workers_reuse_what_the_index_says(seed: int) -> None:
         by_hashes = index.match_hashes(names_of(namespace, tokens))
         for number, worker in enumerate(workers):
             reusable = worker.reusable(tokens, namespace)
-            assert 2 * by_hashes.get(Publisher(number, 0), NOTHING).secondary == reusable
-            found = by_tokens.get(Publisher(number, 0), NOTHING)
+            assert 2 * by_hashes.get(WorkerRank(number, 0), NOTHING).secondary == reusable
+            found = by_tokens.get(WorkerRank(number, 0), NOTHING)
             # Where all windows slide, blocks may come when nobody knows any more what was before them.
             assert found.secondary == reusable or (WINDOWS[number] == (3,) and found.secondary < reusable)
             overlaps += reusable > 0

@@ -25,7 +25,7 @@ from kvcache.errors import (
     Unsupported,
 )
 from kvcache.prefixes.index import Overlap
-from kvcache.prefixes.publisher import RANKS_MAX, Publisher
+from kvcache.prefixes.publisher import RANKS_MAX, WorkerRank
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.support.feeds.prefix_streams import Honest, Liar
 from tests.support.seeds import seeds
@@ -49,7 +49,7 @@ def told(*events: VLLMEvent, worker: Any = "a", index: PrefixIndex | None = None
 
 
 def overlap(index: PrefixIndex, tokens: int = 20, worker: Any = "a", **scope: Any) -> tuple[int, int, int]:
-    return index.match(list(range(tokens)), **scope).get(Publisher(worker, 0), (0, 0, 0))
+    return index.match(list(range(tokens)), **scope).get(WorkerRank(worker, 0), (0, 0, 0))
 
 
 class TestOverlap:
@@ -171,7 +171,7 @@ class TestPublishersThatErr:
         for _ in range(500):
             told(liar.event(), worker="bad", index=index)
             assert overlap(index, worker="good") == Overlap(6, 6, 6)
-        assert index.match_hashes([1, 2, 3])[Publisher("good", 0)] == Overlap(3, 3, 3)
+        assert index.match_hashes([1, 2, 3])[WorkerRank("good", 0)] == Overlap(3, 3, 3)
 
     def test_a_parent_that_is_not_known_is_no_start_of_a_prompt(self) -> None:
         """Such blocks are known by their hashes, and by their tokens when they are stored again."""

@@ -13,7 +13,7 @@ from events.log import LogReader, LogWriter
 from events.types import PoolShared, SharingGroup
 from kvcache import KVCacheConfig, LayerGroup, Recorder
 from kvcache.audit.admission import SharedGroups
-from kvcache.audit.explanation import Part, explain_request
+from kvcache.audit.explanation import PromptPart, explain_request
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import audit_batches
 from kvcache.errors import UsageError
@@ -117,7 +117,7 @@ class Engine:
         told.ended("a")
         told.flush()
 
-    def parts(self, name: str, reused: list[int]) -> list[Part]:
+    def parts(self, name: str, reused: list[int]) -> list[PromptPart]:
         """Admit a's prompt once more, and explain it."""
         self.recorder.admitted(name, PROMPT, reused)
         self.recorder.close()

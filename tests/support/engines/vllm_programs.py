@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from events.log import LogReader
 from events.types import BlocksRemoved, EndReason, PoolShared, RemoveReason, SequenceRemoved
-from kvcache.audit.admission import Admission
-from kvcache.audit.history import HistoryFold, Listener
+from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import Reason
 from kvcache.integrations.vllm.plugin import register
 from kvcache.whatif.trial import Trial, play
@@ -310,14 +310,14 @@ class Program:
         self.seen["last of a hit"] += missed.last_tokens
 
 
-class _Missed(Listener):
+class _Missed(HistoryListener):
     """Counts tokens that full attention had cached."""
 
     def __init__(self, skipping: set[str]) -> None:
         self._skipping = skipping
         self.unexplained = self.lost_tokens = self.last_tokens = 0
 
-    def admitted(self, history: HistoryFold, admission: Admission) -> None:
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Look at one."""
         if admission.request_id not in self._skipping:
             self.unexplained += int(admission.counts[Reason.NOT_REUSED])
