@@ -175,9 +175,8 @@ class Explanations(HistoryListener):
         ]
         held.sort(key=lambda holder: -holder.blocks)
         moment = LogMoment(history.batch, history.now)
-        refusal = RefusedAdmission(
-            moment, event.needed, event.available, len(held), tuple(held[:MOST_HOLDERS])
-        )
+        needed, available = (each[: len(history.windows)] for each in (event.needed, event.available))
+        refusal = RefusedAdmission(moment, needed, available, len(held), tuple(held[:MOST_HOLDERS]))
         explanation.refusals.append(refusal)
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:

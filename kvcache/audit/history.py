@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
 from events import types as ev
 from events.ids import first_number
@@ -142,67 +141,6 @@ def laid_out(batches: Iterable[EventBatch], clock: EpochClock) -> Iterator[Event
         yield batch if at == batch.ts else msgspec.structs.replace(batch, ts=at)
 
 
-_PER_GROUP: dict[type, tuple[str, ...]] = {
-    ev.CacheCreated: ("groups",),
-    ev.SequenceRemoved: ("stored", "freed"),
-    ev.SequenceRewound: ("freed",),
-    ev.CacheCleared: ("removed", "unnamed"),
-    ev.Checkpoint: ("num_cached",),
-    ev.AdmissionRefused: ("needed", "available"),
-    ev.BlocksPinned: ("slots",),
-    ev.BlocksUnpinned: ("freed",),
-    ev.StateExported: ("groups",),
-}
-"""Columns with an entry for each group, the last of which is cut off."""
-
-
-class SelfAttention:
-    """A fold that leaves out of each batch what is about cross attention."""
-
-    def __init__(self) -> None:
-        self._cross: int | None = None
-        """The group; None: there is none, and batches stay as they are."""
-        self._inputs: set[int] = set()
-        """Handles of encoders' inputs."""
-
-    def of(self, events: Sequence[ev.AnyEvent]) -> Sequence[ev.AnyEvent]:
-        """What the events tell of the sequences themselves."""
-        if self._cross is None and not any(type(event) is ev.CacheCreated for event in events):
-            return events
-        told = [self._part(event) for event in events]
-        return [event for event in told if event is not None]
-
-    def _part(self, event: Any) -> Any:
-        if isinstance(event, ev.CacheCreated):
-            last = event.groups[-1:]
-            self._cross = len(event.groups) - 1 if last and last[0].kind == CROSS else None
-            self._inputs.clear()
-        if self._cross is None:
-            return event
-        if isinstance(event, ev.EncoderAdded):
-            self._inputs.add(event.handle)
-        if isinstance(event, ev.StateExported):
-            event = self._without_inputs(event)
-        elif getattr(event, "handle", None) in self._inputs or getattr(event, "group", None) == self._cross:
-            return None
-        return replace(event, **{name: getattr(event, name)[:-1] for name in _PER_GROUP.get(type(event), ())})
-
-    def _without_inputs(self, event: ev.StateExported) -> ev.StateExported:
-        self._inputs = {each.encoder for each in event.sequences if each.encoder}
-        return replace(
-            event,
-            sequences=tuple(
-                [
-                    replace(each, stored=each.stored[:-1], slots=each.slots[:-1], encoder=0)
-                    for each in event.sequences
-                    if each.handle not in self._inputs
-                ]
-            ),
-            transfers=tuple([each for each in event.transfers if each.group != self._cross]),
-            pins=tuple([replace(each, slots=each.slots[:-1]) for each in event.pins]),
-        )
-
-
 class HistoryListener:
     """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
 
@@ -299,7 +237,11 @@ class HistoryFold:
         """The cache after the last batch."""
         self.listeners = listeners
         self._details = details
-        self._self_attention = SelfAttention()
+        self._cross: int | None = None
+        """The group of cross attention. Of it and of encoders' inputs nothing is said: an audit explains why prompts
+        were computed, and a prompt's namespace tells inputs apart already."""
+        self._inputs: set[int] = set()
+        """Handles of encoders' inputs."""
         self._tokens = RunningTokens(self.running)
         self._admitted: dict[int, ExplainedAdmission] = {}
         """Of this batch, by handle: what they claim follows."""
@@ -319,6 +261,7 @@ class HistoryFold:
             ev.CacheCreated: self._on_created,
             ev.StateExported: self._on_exported,
             ev.SequenceAdded: self._on_added,
+            ev.EncoderAdded: lambda event: self._inputs.add(event.handle),
             ev.BlocksReused: self._on_reused,
             ev.BlocksStored: self._on_stored,
             ev.BlocksFilled: self._on_filled,
@@ -371,9 +314,9 @@ class HistoryFold:
         if ev.PoolShared in kinds and self.names is None:
             # Further groups are known by names alone.
             self.names = Columns(name=(np.uint64, 0))
-        for event in self._self_attention.of(events):
+        for event in events:
             handler = self._handlers.get(type(event))
-            if handler is not None:
+            if handler is not None and not (self._cross is not None and self._is_of_encoder(event)):
                 handler(event)
         for admission in self._admitted.values():
             self._correct_same_step(admission)
@@ -384,6 +327,10 @@ class HistoryFold:
         self.epochs.of(self.now)
         for each in self.listeners:
             each.batch_ended(self)
+
+    def _is_of_encoder(self, event: Any) -> bool:
+        handle, group = getattr(event, "handle", None), getattr(event, "group", None)
+        return (handle in self._inputs or group == self._cross) and not isinstance(event, ev.EncoderAdded)
 
     # -- the life of the cache
 
@@ -401,10 +348,13 @@ class HistoryFold:
         self.key_bytes, self._counts = event.key_bytes, (0, 0)
         self.engine, self.drops_last_hit = event.engine, event.drops_last_hit
         # Where every window attends to everything, what is cached can be reused, and our manager does.
-        slides = any(group.kind == SLIDING for group in event.groups)
+        windows = [group for group in event.groups if group.kind != CROSS]
+        self._cross = len(windows) if len(windows) < len(event.groups) else None
+        self._inputs.clear()
+        slides = any(group.kind == SLIDING for group in windows)
         self.not_taken = Reason.NOT_REUSED if event.engine and not slides else Reason.NOT_SERVABLE
         self.shared.end(self.batch, self.now)
-        before, self.windows = self.windows, [Window(group) for group in event.groups]
+        before, self.windows = self.windows, [Window(group) for group in windows]
         for old, new in zip(before, self.windows, strict=False):
             new.of = old.of
 
@@ -413,13 +363,14 @@ class HistoryFold:
         self.shared.end(self.batch, self.now)
         if event.next_handle > first_number(self.replayed.state.epoch):
             self._counts = None
-        running = {each.handle: self.running.get(each.handle) for each in event.sequences}
+        self._inputs = {each.encoder for each in event.sequences if each.encoder}
+        running = self.running.copy()
         self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
         self.running.clear()
         self._tokens.forget_row()
         self.pending["count"].fill(0)
-        for window, exported in zip(self.windows, event.groups, strict=True):
+        for window, exported in zip(self.windows, event.groups, strict=False):
             for ids, slots, level, priority, names in cached_in(
                 exported,
                 self.contents,
@@ -430,7 +381,8 @@ class HistoryFold:
                 window.restore(ids, slots, level, priority, self.batch, self.now)
                 self._name(ids, names)
         for sequence in event.sequences:
-            self._go_on(sequence, running[sequence.handle])
+            if sequence.handle not in self._inputs:
+                self._go_on(sequence, running.get(sequence.handle))
         self._pinned.clear()
         for pin in event.pins:
             self._pin(pin.pin, pin.slots if pin.named else ())
@@ -448,7 +400,7 @@ class HistoryFold:
             sequence.name(0, names_of_keys(exported.keys, self.key_bytes))
         self._set_computed(sequence, min(exported.computed, exported.num_prompt_tokens), added=True)
         for group, (window, slots, stored) in enumerate(
-            zip(self.windows, exported.slots, exported.stored, strict=True)
+            zip(self.windows, exported.slots, exported.stored, strict=False)
         ):
             table = np.frombuffer(slots, np.int32)
             sequence.left[group] = int((table == _DETACHED).sum())

@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 
 class Reason(IntEnum):
     """What became of a prompt token when its request was admitted."""
 
-    PRIMARY = 0
-    """Reused from primary."""
-    SECONDARY = 1
-    """Reused from secondary."""
-    PARTIAL = 2
-    """Reused: copied from a block of which only the start matched."""
-    EXTERNAL = 3
-    """Loaded from outside of the cache."""
-    LAST_TOKEN = 4
-    """The prompt's last: the model has to compute something."""
-    REUSE_OFF = 5
-    UNALIGNED = 6
-    """In the block in which the prompt ends."""
-    UNKNOWN = 7
-    """The log records no tokens."""
-    NOT_SERVABLE = 8
-    """Cached, but a window misses what is needed before."""
-    LAST_HIT = 9
-    """Cached, the last block of a hit, which the engine computes again by design."""
-    NOT_REUSED = 10
-    """Cached, and the engine whose decisions were recorded did not take it."""
-    COMPUTING_AGAIN = 11
-    """Evicted, and just being computed by a running request."""
-    COMPUTING_CLEARED = 12
-    """Cleared, and just being computed again; those that follow likewise."""
-    COMPUTING_COPY_FAILED = 13
-    COMPUTING_INVALIDATED = 14
-    COMPUTING_RESTARTED = 15
-    EVICTED = 16
-    DROPPED = 17
-    """Evicted from secondary."""
-    CLEARED = 18
-    COPY_FAILED = 19
-    INVALIDATED = 20
-    RESTARTED = 21
-    OUT_OF_WINDOW = 22
-    """Left behind by a sliding window before it was cached."""
-    SAME_STEP = 23
+    words: str
+    """For tables."""
+
+    def __new__(cls, number: int, words: str = "") -> Self:  # noqa: D102  as int has it
+        reason = int.__new__(cls, number)
+        reason._value_, reason.words = number, words
+        return reason
+
+    PRIMARY = 0, "reused from primary"
+    SECONDARY = 1, "reused from secondary"
+    PARTIAL = 2, "reused: the start of a cached block was copied"
+    EXTERNAL = 3, "loaded from outside"
+    LAST_TOKEN = 4, "the last token is always computed"
+    REUSE_OFF = 5, "block reuse is off"
+    UNALIGNED = 6, "in the block in which the prompt ends"
+    UNKNOWN = 7, "the log records no tokens"
+    NOT_SERVABLE = 8, "cached, but not what a window needs before it"
+    LAST_HIT = 9, "cached, but speculative decoding computes the last block of a hit again"
+    NOT_REUSED = 10, "cached, and the engine did not reuse it"
+    COMPUTING_AGAIN = 11, "evicted, and being computed again just then"
+    COMPUTING_CLEARED = 12, "cleared, and being computed again just then"
+    COMPUTING_COPY_FAILED = 13, "lost with a failed copy, and being computed again just then"
+    COMPUTING_INVALIDATED = 14, "invalidated, and being computed again just then"
+    COMPUTING_RESTARTED = 15, "lost with a restart or lost batches, and being computed again just then"
+    EVICTED = 16, "evicted from primary"
+    DROPPED = 17, "evicted from secondary"
+    CLEARED = 18, "the cache had been cleared"
+    COPY_FAILED = 19, "lost with a failed copy"
+    INVALIDATED = 20, "invalidated by the engine, as after a failed load"
+    RESTARTED = 21, "lost with a restart, or with lost batches"
+    OUT_OF_WINDOW = 22, "a sliding window had left it behind uncached"
+    SAME_STEP = 23, "stored later in the same step"
     """Being computed by another request, and stored in this very step, but later."""
-    BEING_COMPUTED = 24
-    OTHER_NAMESPACE = 25
-    NEVER_SEEN = 26
+    BEING_COMPUTED = 24, "being computed by a running request"
+    OTHER_NAMESPACE = 25, "cached for another LoRA adapter or salt"
+    NEVER_SEEN = 26, "never seen before"
 
     @property
     def label(self) -> str:
@@ -85,33 +80,5 @@ LOSSES = (
     Reason.RESTARTED,
 )
 """Of tokens that are computed again since their blocks were cleared, or lost."""
-IN_WORDS = {
-    Reason.PRIMARY: "reused from primary",
-    Reason.SECONDARY: "reused from secondary",
-    Reason.PARTIAL: "reused: the start of a cached block was copied",
-    Reason.EXTERNAL: "loaded from outside",
-    Reason.LAST_TOKEN: "the last token is always computed",
-    Reason.REUSE_OFF: "block reuse is off",
-    Reason.UNALIGNED: "in the block in which the prompt ends",
-    Reason.UNKNOWN: "the log records no tokens",
-    Reason.NOT_SERVABLE: "cached, but not what a window needs before it",
-    Reason.LAST_HIT: "cached, but speculative decoding computes the last block of a hit again",
-    Reason.NOT_REUSED: "cached, and the engine did not reuse it",
-    Reason.COMPUTING_AGAIN: "evicted, and being computed again just then",
-    Reason.COMPUTING_CLEARED: "cleared, and being computed again just then",
-    Reason.COMPUTING_COPY_FAILED: "lost with a failed copy, and being computed again just then",
-    Reason.COMPUTING_INVALIDATED: "invalidated, and being computed again just then",
-    Reason.COMPUTING_RESTARTED: "lost with a restart or lost batches, and being computed again just then",
-    Reason.EVICTED: "evicted from primary",
-    Reason.DROPPED: "evicted from secondary",
-    Reason.CLEARED: "the cache had been cleared",
-    Reason.COPY_FAILED: "lost with a failed copy",
-    Reason.INVALIDATED: "invalidated by the engine, as after a failed load",
-    Reason.RESTARTED: "lost with a restart, or with lost batches",
-    Reason.OUT_OF_WINDOW: "a sliding window had left it behind uncached",
-    Reason.SAME_STEP: "stored later in the same step",
-    Reason.BEING_COMPUTED: "being computed by a running request",
-    Reason.OTHER_NAMESPACE: "cached for another LoRA adapter or salt",
-    Reason.NEVER_SEEN: "never seen before",
-}
+IN_WORDS = {reason: reason.words for reason in Reason}
 """For tables."""

@@ -242,20 +242,16 @@ class Audit:
 
 
 class AuditTotals(HistoryListener):
-    """Counts, while it is `counting`."""
+    """Counts what happens while it listens."""
 
     def __init__(self) -> None:
         self.audit = Audit()
-        self.counting = True
-        """Whether what happens counts; it is known in any case."""
         self._lost: Counter[tuple[int, int, int, int]] = Counter()
         """(window, batch, time, number of the request that needed the room) → tokens."""
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Charge evictions with what is computed again."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
-        if not len(lost) or not self.counting:
-            return
         tokens_of = admission.tokens()
         for group, window in enumerate(history.windows):
             blocks = lost[admission.windows[lost] == group]
@@ -273,8 +269,6 @@ class AuditTotals(HistoryListener):
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Count a prompt."""
-        if not self.counting:
-            return
         audit = self.audit
         audit.requests += 1
         audit.prompt_tokens += admission.num_tokens
@@ -289,37 +283,34 @@ class AuditTotals(HistoryListener):
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
-        self.audit.refusals += self.counting
+        self.audit.refusals += 1
 
     def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
         """Count what did not come."""
-        self.audit.not_loaded += tokens * self.counting
+        self.audit.not_loaded += tokens
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
         """Keep what differs."""
         before = self.audit.counts
-        if self.counting and (before is None or before[0] == before[1]):
+        if before is None or before[0] == before[1]:
             self.audit.counts = ours, theirs
 
     def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Note how long reused blocks had been idle."""
-        if self.counting:
-            idle = ids[window.of["holders"][ids] == 0]
-            self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
+        idle = ids[window.of["holders"][ids] == 0]
+        self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
 
     def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
         """Count work done twice; what is so in one window mostly is in others."""
-        if self.counting and window is history.windows[0]:
+        if window is history.windows[0]:
             self.audit.computed_twice += blocks * history.tokens_per_block
 
     def stored(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Count stored blocks."""
-        self.audit.stored += len(ids) * self.counting
+        self.audit.stored += len(ids)
 
     def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
         """Count traffic between the levels."""
-        if not self.counting:
-            return
         audit, blocks = self.audit, len(event.to_slots) // SLOT_BYTES
         if event.why == MoveReason.ONBOARD:
             audit.onboarded += blocks
@@ -332,9 +323,8 @@ class AuditTotals(HistoryListener):
 
     def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Count evicted blocks, and note how long they had been idle."""
-        if self.counting:
-            self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
-            self.audit.levels[level].evicted += len(ids)
+        self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
+        self.audit.levels[level].evicted += len(ids)
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Note how blocks that are gone had lived."""
@@ -342,9 +332,8 @@ class AuditTotals(HistoryListener):
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Note how blocks that are gone had lived."""
-        if self.counting:
-            self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
-            self._count_uses(window, ids)
+        self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
+        self._count_uses(window, ids)
 
     def _count_uses(self, window: Window, ids: Ids) -> None:
         uses = np.minimum(window.of["uses"][ids], MOST_USES)
@@ -354,8 +343,6 @@ class AuditTotals(HistoryListener):
 
     def batch_ended(self, history: HistoryFold) -> None:
         """Note how far the counts reach."""
-        if not self.counting:
-            return
         audit = self.audit
         if audit.first_batch < 0:
             audit.first_batch, audit.first_at = history.batch, history.now
@@ -388,9 +375,9 @@ def audit_batches(batches: Iterable[tuple[EventBatch, bool]], *, top: int = 10) 
 
     `top` of the worst evictions and of the prefixes that served most are named.
     """
-    totals = AuditTotals()
-    history = HistoryFold(totals)
-    for batch, totals.counting in batches:
+    totals, history = AuditTotals(), HistoryFold()
+    for batch, counts in batches:
+        history.listeners = (totals,) if counts else ()
         history.fold(batch)
     return totals.finish(history, top)
 

@@ -9,13 +9,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 from events.types import EventBatch
 from kvcache.audit import phrases
@@ -61,85 +62,41 @@ class Column:
     """Whether it may be null."""
 
 
-def _of(kind: Kind, names: str, unit: str = "") -> list[Column]:
-    """Columns by their names; a question mark behind one: may be null."""
-    return [Column(name.rstrip("?"), kind, unit, name.endswith("?")) for name in names.split()]
-
-
-def _numbers(names: str, unit: str = "") -> list[Column]:
-    return _of("integer", names, unit)
-
-
-def _texts(names: str, unit: str = "") -> list[Column]:
-    return _of("text", names, unit)
-
-
-def _moment(prefix: str = "", mark: str = "") -> list[Column]:
-    """A time, for computing and for reading."""
-    return [*_numbers(f"{prefix}ts{mark}", "ns"), *_of("time", f"{prefix}time{mark}", "UTC")]
-
-
-_OCCUPANCY = [
-    *_numbers("window", "tokens"),
-    *_texts("level"),
-    *_numbers("blocks held unreferenced blank", "blocks"),
-]
-
-COLUMNS: dict[str, list[Column]] = {
-    "requests": [
-        *_numbers("admission?"),
-        *_texts("request_id outcome"),
-        *_numbers("lora_id?"),
-        *_texts("lora_name?"),
-        *_texts("salt_digest?", "hex digits"),
-        *_of("boolean", "uses_extra_ids"),
-        *_numbers("refusals"),
-        *_moment("first_refused_", "?"),
-        *_numbers("admitted_seq?"),
-        *_moment("admitted_", "?"),
-        *_numbers("ended_seq?"),
-        *_moment("ended_", "?"),
-        *_numbers("prompt_tokens? output_tokens? reused_tokens?", "tokens"),
-        *_numbers(" ".join(f"tokens_{reason.label}?" for reason in Reason), "tokens"),
-    ],
-    "blocks": [
-        *_numbers("window", "tokens"),
-        *_numbers("content"),
-        *_numbers("num_tokens", "tokens"),
-        *_texts("stored_by?"),
-        *_numbers("stored_by_admission? stored_seq"),
-        *_moment("stored_"),
-        *_numbers("priority reused"),
-        *_moment("last_used_"),
-        *_numbers("offloads"),
-        *_moment("last_offloaded_", "?"),
-        *_numbers("onboards"),
-        *_moment("last_onboarded_", "?"),
-        *_texts("level?"),
-        *_numbers("gone_seq?"),
-        *_moment("gone_", "?"),
-        *_texts("gone_why? gone_for?"),
-        *_numbers("gone_for_admission? eviction?"),
-    ],
-    "evictions": [
-        *_numbers("eviction seq"),
-        *_moment(),
-        *_numbers("window", "tokens"),
-        *_texts("level why"),
-        *_numbers("blocks full_blocks never_reused", "blocks"),
-        *_texts("for_request?"),
-        *_numbers("for_admission?"),
-    ],
-    "steps": [
-        *_numbers("seq"),
-        *_moment(),
-        *_numbers("admitted refused ended running", "requests"),
-        *_numbers("prompt_tokens reused_tokens computed_tokens output_tokens", "tokens"),
-        *_numbers("stored_blocks removed_blocks cleared_blocks offloaded_blocks onboarded_blocks", "blocks"),
-    ],
-    "occupancy": [*_numbers("seq"), *_moment(), *_OCCUPANCY],
+_KINDS: dict[Any, Kind] = {int: "integer", bool: "boolean"}
+_UNITS = {
+    "tokens": ("tokens", "window"),
+    "blocks": ("blocks", "never_reused", "held", "unreferenced", "blank"),
+    "requests": ("admitted", "refused", "ended", "running"),
+    "hex digits": ("salt_digest",),
+    "ns": ("ts",),
 }
+"""What numbers and texts count or are, by the ends of their columns' names."""
+
+
+def _columns_of(row: type[NamedTuple]) -> Iterator[Column]:
+    """The columns of rows: of each time two, for computing and for reading, and of tokens by reason one each."""
+    for name, hint in typing.get_type_hints(row).items():
+        kinds = typing.get_args(hint)
+        if name == "tokens_by_reason":
+            yield from (Column(f"tokens_{reason.label}", "integer", "tokens", True) for reason in Reason)
+        elif name != "occupancy":
+            optional = type(None) in kinds
+            kind = _KINDS.get(hint if not optional or len(kinds) > 2 else kinds[0], "text")
+            unit = next((unit for unit, ends in _UNITS.items() if name.endswith(ends)), "")
+            yield Column(name, kind, unit, optional)
+            if unit == "ns":
+                yield Column(f"{name.removesuffix('ts')}time", "time", "UTC", optional)
+
+
+_ROWS: dict[str, Any] = {
+    "requests": RequestRow,
+    "blocks": BlockLife,
+    "evictions": EvictionRow,
+    "steps": StepRow,
+}
+COLUMNS: dict[str, list[Column]] = {table: list(_columns_of(row)) for table, row in _ROWS.items()}
 """By table, in order."""
+COLUMNS["occupancy"] = [*COLUMNS["steps"][:3], *_columns_of(OccupancyRow)]
 
 
 def tables_in(name: TableName, rows: Sequence[Any]) -> dict[str, Values]:
@@ -147,9 +104,6 @@ def tables_in(name: TableName, rows: Sequence[Any]) -> dict[str, Values]:
     if name == "steps":
         return {"steps": _columns("steps", rows, StepRow), "occupancy": _occupancy(rows)}
     return {name: _columns(name, rows, _ROWS[name])}
-
-
-_ROWS: dict[str, Any] = {"requests": RequestRow, "blocks": BlockLife, "evictions": EvictionRow}
 
 
 def _columns(table: str, rows: Sequence[Any], kind: Any) -> Values:
@@ -276,29 +230,39 @@ class Writer(Protocol):
         """Complete it."""
 
 
-class CsvWriter:
+class _Directory:
+    """A directory with a file per table."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._open = ExitStack()
+        self._writers: dict[str, Any] = {}
+        """By table."""
+
+    def _file(self, path: Path) -> TextIO:
+        return self._open.enter_context(path.open("w", encoding="utf-8", newline=""))
+
+    def close(self) -> None:
+        """Complete all files."""
+        self._open.close()
+
+
+class CsvWriter(_Directory):
     """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``.
 
     SECURITY: a spreadsheet would run text that looks like a formula: it has a ' before it.
     """
 
     def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self._open = ExitStack()
-        self._writers: dict[str, Any] = {}
+        super().__init__(path)
         for table, columns in COLUMNS.items():
-            file = self._open.enter_context((path / f"{table}.csv").open("w", encoding="utf-8", newline=""))
-            self._writers[table] = csv.writer(_Lines(file))
+            self._writers[table] = csv.writer(_Lines(self._file(path / f"{table}.csv")))
             self._writers[table].writerow([column.name for column in columns])
 
     def write(self, table: str, values: Values) -> None:
         """Append rows."""
         spelled = [_for_csv(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
         self._writers[table].writerows(zip(*spelled, strict=True))
-
-    def close(self) -> None:
-        """Close all files."""
-        self._open.close()
 
 
 class _Lines:
@@ -328,16 +292,12 @@ def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
     return [str(value).lower() for value in values] if column.kind == "boolean" else values
 
 
-class JsonlWriter:
+class JsonlWriter(_Directory):
     """A directory with a file per table, one JSON object per row and line."""
 
     def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self._open = ExitStack()
-        self._files = {
-            table: self._open.enter_context((path / f"{table}.jsonl").open("w", encoding="utf-8"))
-            for table in COLUMNS
-        }
+        super().__init__(path)
+        self._writers |= {table: self._file(path / f"{table}.jsonl") for table in COLUMNS}
 
     def write(self, table: str, values: Values) -> None:
         """Append rows."""
@@ -346,13 +306,9 @@ class JsonlWriter:
         spelled = [
             times(own) if column.kind == "time" else own for column, own in zip(columns, values, strict=True)
         ]
-        self._files[table].writelines(
+        self._writers[table].writelines(
             json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in zip(*spelled, strict=True)
         )
-
-    def close(self) -> None:
-        """Close all files."""
-        self._open.close()
 
 
 _SQL = {"integer": "INTEGER", "text": "TEXT", "boolean": "INTEGER", "time": "TEXT"}
@@ -413,7 +369,7 @@ def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
     return texts(values) if column.kind == "text" else values
 
 
-class ParquetWriter:
+class ParquetWriter(_Directory):
     """A directory with a file per table. Times are timestamps in ns, UTC. Raises `UsageError` without it."""
 
     def __init__(self, path: Path) -> None:
@@ -429,9 +385,7 @@ class ParquetWriter:
             "boolean": arrow.bool_(),
             "time": arrow.timestamp("ns", "UTC"),
         }
-        path.mkdir()
-        self._open = ExitStack()
-        self._writers: dict[str, Any] = {}
+        super().__init__(path)
         self._schemas: dict[str, Any] = {}
         for table, columns in COLUMNS.items():
             fields = [
@@ -448,10 +402,6 @@ class ParquetWriter:
             for column, field, own in zip(COLUMNS[table], self._schemas[table], values, strict=True)
         ]
         self._writers[table].write_table(self._arrow.Table.from_arrays(columns, schema=self._schemas[table]))
-
-    def close(self) -> None:
-        """Complete all files."""
-        self._open.close()
 
 
 SQLITE_HEADER = b"SQLite format 3\0"

@@ -180,39 +180,15 @@ class Played:
         """Its number in the log, and its id in the manager."""
         return self.prompt.handle
 
+    def go_on(self, now: int) -> int:
+        """Go on in the next batch, as it is admitted at the end of this one; returns for how many it has waited."""
+        waited = now + 1 - self.stopped_at
+        self.delay += waited
+        return waited
+
     def is_due(self, now: int) -> bool:
         """Whether its next step is to be done in this batch."""
         return bool(self.steps) and self.steps[0][0] + self.delay <= now
-
-
-class AdmissionQueue:
-    """Who waits for admission, in the order in which the log has them admitted."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Played] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def join(self, request: Played, now: int) -> None:
-        """Begin to wait."""
-        request.stopped_at = now
-        insort(self._waiting, request, key=lambda each: each.handle)
-
-    def give_up(self, request: Played) -> None:
-        """Wait no longer."""
-        self._waiting.remove(request)
-
-    @property
-    def first(self) -> Played:
-        """Who is to be admitted next."""
-        return self._waiting[0]
-
-    def leave(self, now: int) -> Played:
-        """The first one was admitted at the end of a batch: it goes on in the next one."""
-        request = self._waiting.pop(0)
-        request.delay += now + 1 - request.stopped_at
-        return request
 
 
 Settings = Callable[[KVCacheConfig], KVCacheConfig]
@@ -257,7 +233,8 @@ class Playback:
         """Requests that the log has preempted before they were admitted here."""
         self._cut_off: set[RequestId] = set()
         """Requests that ended before their end, or were never admitted, and so do not come back either."""
-        self._line = AdmissionQueue()
+        self._line: list[int] = []
+        """The handles of those that wait, ascending: in the order in which the log has them admitted."""
         self._may_admit = True
         """False from a preemption on until a running request ends: who waits would only take its room again."""
         self._late: dict[int, Played] = {}
@@ -291,7 +268,7 @@ class Playback:
         self._late.clear()
         self._never_came.clear()
         self._cut_off.clear()
-        self._line, self._may_admit = AdmissionQueue(), True
+        self._line, self._may_admit = [], True
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -376,7 +353,7 @@ class Playback:
         if handle in self._running:
             self._step(self._running[handle], command)
         elif request is not None:
-            self._line.give_up(request)
+            self._line.remove(handle)
             if not request.prompt.resumed:
                 self._never_came.add(request.prompt.request_id)
 
@@ -537,7 +514,8 @@ class Playback:
         if prompt.had_room and prompt.num_tokens <= self.manager.max_prompt_tokens:
             request.prompt = replace(prompt, slots=None)
         self._waiting[request.handle] = request
-        self._line.join(request, self._now)
+        request.stopped_at = self._now
+        insort(self._line, request.handle)
 
     # -- slots and tokens
 
@@ -615,10 +593,9 @@ class Playback:
         for request in list(self._late.values()):
             while request.handle in self._late and request.is_due(self._now):
                 self._step(request, request.steps.popleft()[1])
-        while self._may_admit and self._line and self._try([self._line.first]) is None:
-            request = self._line.leave(self._now)
-            del self._waiting[request.handle]
-            self._late[request.handle] = request
-            self.tally.waited_batches += self._now + 1 - request.stopped_at
+        while self._may_admit and self._line and self._try([self._waiting[self._line[0]]]) is None:
+            handle = self._line.pop(0)
+            request = self._late[handle] = self._waiting.pop(handle)
+            self.tally.waited_batches += request.go_on(self._now)
         self.manager.flush()
         self._now += 1

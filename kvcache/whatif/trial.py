@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from os import PathLike
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd, LogReader
+from events.structs import LEVEL_NAMES
 from kvcache.audit.fleet import deaf_children, processes
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.decide.eviction_order import ORDERS
@@ -143,32 +144,25 @@ class TrialRow:
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the settings of the last cache."""
         tally = self.outcome.tally
+        counts = {_IN_JSON.get(name, name): count for name, count in asdict(tally).items()}
         return {
             "policy": None if self.trial is None else self.policy,
-            "requests": tally.requests,
-            "prompt_tokens": tally.prompt_tokens,
+            **counts,
             "reused_tokens": tally.reused_tokens,
-            "reused_tokens_primary": tally.reused_primary,
-            "reused_tokens_secondary": tally.reused_secondary,
-            "reused_tokens_partial": tally.reused_partial,
             "hit_rate": tally.hit_rate,
             "of_bound": self.of_bound,
             "of_gap": self.of_gap,
             "computed_tokens": tally.computed_tokens,
-            "recomputed_tokens": tally.recomputed_tokens,
-            "waited": tally.waited,
-            "waited_batches": tally.waited_batches,
-            "preempted": tally.preempted,
-            "cut_short": tally.cut_short,
-            "too_long": tally.too_long,
-            "unserved": tally.unserved,
-            "unserved_tokens": tally.unserved_tokens,
-            "blocks_offloaded": tally.offloaded_blocks,
-            "blocks_onboarded": tally.onboarded_blocks,
-            "blocks_removed_primary": tally.removed_primary,
-            "blocks_removed_secondary": tally.removed_secondary,
             "config": self.outcome.config.model_dump(mode="json"),
         }
+
+
+_IN_JSON = {
+    **{f"reused_{part}": f"reused_tokens_{part}" for part in ("primary", "secondary", "partial")},
+    **{f"{done}_blocks": f"blocks_{done}" for done in ("offloaded", "onboarded")},
+    **{f"removed_{level}": f"blocks_removed_{level}" for level in LEVEL_NAMES},
+}
+"""What counts are called there, where it is not as here."""
 
 
 def with_bounds(trials: Sequence[Trial]) -> list[Trial]:

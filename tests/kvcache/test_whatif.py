@@ -24,7 +24,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.manager import KVCacheManager
 from kvcache.recorder import Recorder
 from kvcache.whatif.commands import Compute, RecordedPrompt, Remove, Unplayable, prompts, recorded
-from kvcache.whatif.playback import AdmissionQueue, Playback, Played, Tally
+from kvcache.whatif.playback import Playback, Played, Tally
 from kvcache.whatif.policies import AdaptiveReplacement, known_policies
 from kvcache.whatif.trial import Trial, play, playback_of
 from tests.support.engines import strategies
@@ -363,21 +363,13 @@ class TestLack:
 
     def test_steps_come_as_much_later_as_the_admission(self) -> None:
         """A request that begins to wait in batch 3 and is admitted at the end of batch 7 goes on in batch 8."""
-        line = AdmissionQueue()
         request = Played(RecordedPrompt(5, 5, ev.Namespace(), RichTokens(b"")))
-        line.join(request, 3)
-        assert line.leave(7) is request
+        request.stopped_at = 3
+        assert request.go_on(7) == 5
         request.steps += [(3, Remove(5, store=True)), (4, Remove(5, store=True))]
         assert [now for now in range(12) if request.is_due(now)] == [8, 9, 10, 11]
         request.steps.popleft()
         assert [now for now in range(12) if request.is_due(now)] == [9, 10, 11]
-
-    def test_the_line_is_in_recorded_order(self) -> None:
-        """Who was admitted first in the log is first, whenever it began to wait."""
-        line = AdmissionQueue()
-        for handle in (5, 3, 4):
-            line.join(Played(RecordedPrompt(handle, handle, ev.Namespace(), RichTokens(b""))), 0)
-        assert [line.leave(0).handle for _ in range(3)] == [3, 4, 5]
 
     def test_what_never_fits(self, tmp_path: Path) -> None:
         """A prompt that is longer than the cache is refused, an output that gets longer is cut short."""
