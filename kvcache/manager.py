@@ -27,7 +27,6 @@ from kvcache.device.engine import engine_for
 from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
-from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import checked_natural, listed, time_from
@@ -100,7 +99,7 @@ class KVCacheManager:
         self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
-        first = export(state) if state is not None else None if restored is None else restored.state
+        first = state.export() if state is not None else None if restored is None else restored.state
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
         self._salts = context.salts

@@ -32,10 +32,9 @@ from kvcache.errors import (
     UsageError,
     shown,
 )
-from kvcache.fold.check import check
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece
-from kvcache.fold.positional_fold import shared_slots
+from kvcache.fold.positional import shared_slots
 from kvcache.fold.sequence import Sequence, packed_handles
 from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
@@ -351,7 +350,7 @@ class Recorder(PositionalCalls):
         request_id, blocks = checked_request_id(request_id), checked_natural(needed, "needed")
         self._checker.refuse_running(request_id)
         level, window = self._group.levels[PRIMARY], self._group.window
-        held, _ = shared_slots(self.state)
+        held, _ = shared_slots(self.state.positional)
         left = level.available - held if available is None else checked_natural(available, "available")
         with self._guard:
             self._upkeep.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
@@ -743,7 +742,7 @@ class Recorder(PositionalCalls):
     @exclusive
     def check(self) -> None:
         """Prove the laws of the mirror; raises `InvariantViolated`. Takes long: for tests."""
-        check(self.state)
+        self.state.check()
         self._ids.check()
 
     # -- what calls have in common

@@ -40,7 +40,6 @@ from events.types import (
 )
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
-from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
@@ -197,7 +196,7 @@ class Replayed:
     def check(self) -> None:
         """Verify the invariants of the state; raises `Unreplayable`."""
         with fitting(self.last_seq):
-            check(self.state)
+            self.state.check()
 
     def fold(
         self,

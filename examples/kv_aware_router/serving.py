@@ -17,7 +17,7 @@ from events.types import PRIMARY, SECONDARY
 from examples.kv_aware_router.clock import StepCosts, WorkerClock
 from examples.kv_aware_router.inbox import Inbox
 from kvcache import KVCacheConfig, KVCacheManager, Request
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.waiting import Limits, Waiting

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from events import types as ev
 from events.packed import names_of_keys
 from events.types import PRIMARY, EventBatch, RequestId
-from kvcache.fold.contents import AnyGroup
 from kvcache.fold.places import Places
 from kvcache.fold.positional import PositionalGroup
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.state import CacheState
 from kvcache.replay import Progress, Replayed
 

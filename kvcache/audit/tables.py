@@ -26,7 +26,7 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import NOWHERE, Columns, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
-from kvcache.fold.positional_fold import shared_slots
+from kvcache.fold.positional import shared_slots
 from kvcache.fold.state import CacheState
 from kvcache.replay import known_events
 
@@ -487,7 +487,7 @@ def occupancy(state: CacheState) -> list[OccupancyRow]:
         for name, level in zip(LEVEL_NAMES, group.levels, strict=True):
             blank, unreferenced = len(level.blank), level.unreferenced
             if not rows:
-                held, idle = shared_slots(state)
+                held, idle = shared_slots(state.positional)
                 blank, unreferenced = blank - held - idle, unreferenced + idle
             held = level.size - blank - unreferenced
             rows.append(OccupancyRow(created.window, name, level.size, held, unreferenced, blank))

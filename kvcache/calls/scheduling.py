@@ -14,9 +14,8 @@ from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
 from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import UsageError
-from kvcache.fold.contents import AnyGroup
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, exclusive
 from kvcache.inputs.arguments import checked_natural

@@ -28,7 +28,6 @@ from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, iso
 from kvcache.decide.lookup import lookup
 from kvcache.errors import Unsupported, UsageError
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
@@ -242,7 +241,7 @@ def _lost(state: CacheState, found: Match) -> Iterator[tuple[str, str]]:
     if not found.blocks or not state.positional or state.created is None:
         return
     groups, size = SharedGroups(), state.tokens_per_block
-    for event in export_shared(state):
+    for event in state.export_shared():
         groups.begin(event, len(state.groups), state.created.key_bytes)
     names = np.frombuffer(bytes.fromhex("".join([each.name for each in found.blocks])), np.uint64)
     if (lacking := groups.lacking(names, 0, size)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.manager import KVCacheManager
 
 URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"

@@ -22,9 +22,8 @@ from kvcache.cli.output import Output, count, paint
 from kvcache.cli.progress import progress
 from kvcache.cli.times import Times, iso
 from kvcache.errors import InternalError
-from kvcache.fold.contents import AnyGroup
-from kvcache.fold.residency import resident_names
-from kvcache.fold.state import CacheState
+from kvcache.fold.sliding_group import AnyGroup
+from kvcache.fold.state import CacheState, resident_names
 from kvcache.replay import Replayed, fold
 
 

@@ -39,10 +39,8 @@ from kvcache.errors import (
     invariant,
     shown,
 )
-from kvcache.fold.check import check
 from kvcache.fold.matching import in_all
-from kvcache.fold.pin import Pin
-from kvcache.fold.sequence import Sequence, packed_handles
+from kvcache.fold.sequence import Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
@@ -101,7 +99,7 @@ class BlockManager:
 
     def check(self) -> None:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
-        check(self._state)
+        self._state.check()
         for window in (*self.windows, *self.cross):
             window.order.check()
         self._expiry.check()

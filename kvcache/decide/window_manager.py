@@ -21,11 +21,10 @@ from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
-from kvcache.fold.contents import AnyGroup
 from kvcache.fold.matching import GroupMatch, PartialMatch, Piece, match
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
 from kvcache.fold.sequence import Sequence, packed_handles
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest

@@ -8,98 +8,65 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
-from events.tokens.symbols import rich_end
 from events.types import CROSS, PRIMARY
 from kvcache.errors import invariant
-from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
-from kvcache.fold.pin import Pin
-from kvcache.fold.positional_fold import check_positional
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
-from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
 from kvcache.fold.sliding_check import arriving, check_places, check_references
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.slots import Level
 
 
-def check(state: Contents) -> None:
-    """Verify the whole state."""
-    for group in state.groups:
-        for run in runs_of(group):
-            check_shape(group, run)
-            if isinstance(group, SlidingGroup):
-                check_places(group, run)
-            else:
-                _check_states(group, run)
-        if isinstance(group, CountingGroup):
-            group.uses.check()
-    check_slots(state)
-
-
-def check_slots(state: Contents) -> None:
-    """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
-    for index, group in enumerate(state.groups):
-        for sequence in state.sequences.values():
-            if (group.kind == CROSS) == (sequence.holders > 0):
-                _check_table(group, sequence, grows_at_will=bool(state.created and state.created.engine))
-            else:
-                none = not sequence.tables[index] and not sequence.path_ends[index].end
-                invariant(none, "a sequence has blocks of a group that is not its own")
+def check_runs(group: AnyGroup) -> None:
+    """Verify the tree of a group, run by run."""
+    for run in runs_of(group):
+        check_shape(group, run)
         if isinstance(group, SlidingGroup):
-            check_references(group, state.sequences.values(), state.pins.values())
+            check_places(group, run)
         else:
-            _check_references(group, state.sequences.values(), state.pins.values())
-        for level, states in zip(group.levels, slot_states(state, index), strict=True):
-            _check_level(level, states)
-        if not isinstance(group, SlidingGroup):
-            _check_owners(group)
-        _check_copies(state, index)
-        users = Counter(sequence.namespace for sequence in state.sequences.values())
-        for namespace, root in group.tree.roots.items():
-            invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
-            invariant(bool(root.children or root.users), "an unused namespace is kept")
-    invariant(not state.awaiting_onboard, "a sequence waits for blocks that were not onboarded")
-    invariant(
-        {each.request_id: handle for handle, each in state.sequences.items() if not each.holders}
-        == state.handles,
-        "request ids and handles disagree",
-    )
-    _check_readers(state)
-    check_positional(state)
-    _check_decoding(state)
-    if state.tokens_recorded:
-        _check_symbols(state)
+            _check_states(group, run)
+    if isinstance(group, CountingGroup):
+        group.uses.check()
 
 
-def _check_readers(state: Contents) -> None:
-    readers = Counter[int](
-        each.encoder.handle for each in state.sequences.values() if each.encoder is not None
-    )
-    for handle, sequence in state.sequences.items():
-        invariant(sequence.holders == readers[handle], "an encoder's input is read by others than counted")
-    invariant(readers.keys() <= state.sequences.keys(), "a sequence reads an input that has ended")
+def check_group(
+    group: AnyGroup,
+    sequences: Collection[Sequence],
+    pins: Collection[Pin],
+    copies: dict[int, Transfer],
+    *,
+    grows_at_will: bool,
+) -> None:
+    """Verify who holds the blocks of a group.
 
-
-def _check_decoding(state: Contents) -> None:
-    """The row of sequences that decode together is only as good as `RunningTokens.forget_row` was called for it."""
-    row = [state.sequences[handle] for handle in array("q", state.running.handles or b"")]
-    invariant(
-        all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
-    )
-    invariant(state.running.appends_to(row), "tokens are appended to other sequences than those that decode")
-
-
-def _check_symbols(state: Contents) -> None:
-    ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in state.sequences.items()}
-    rich = {handle: end for handle, end in ends.items() if end}
-    invariant(state.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")
-    invariant(state.used_pages() <= state.symbols.pages.keys(), "a symbol stands for nothing")
+    `grows_at_will`: an engine gives slots when it likes to, and to the token sampled last perhaps later.
+    """
+    for sequence in sequences:
+        if (group.kind == CROSS) == (sequence.holders > 0):
+            _check_table(group, sequence, grows_at_will=grows_at_will)
+        else:
+            none = not sequence.tables[group.index] and not sequence.path_ends[group.index].end
+            invariant(none, "a sequence has blocks of a group that is not its own")
+    if isinstance(group, SlidingGroup):
+        check_references(group, sequences, pins)
+    else:
+        _check_references(group, sequences, pins)
+    for level, states in zip(group.levels, slot_states(group, sequences, pins), strict=True):
+        _check_level(level, states)
+    if not isinstance(group, SlidingGroup):
+        _check_owners(group)
+    _check_copies(group, copies)
+    users = Counter(sequence.namespace for sequence in sequences)
+    for namespace, root in group.tree.roots.items():
+        invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
+        invariant(bool(root.children or root.users), "an unused namespace is kept")
 
 
 def runs_of(group: AnyGroup) -> Iterator[Run]:
@@ -150,7 +117,6 @@ def _check_states(group: GroupState, run: Run) -> None:
 
 
 def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) -> None:
-    """`grows_at_will`: an engine gives slots when it likes to, and to the token sampled last perhaps later."""
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     size = group.tokens_per_block
     exact = sequence.is_decoding and not grows_at_will
@@ -205,12 +171,10 @@ def _check_level(level: Level, states: States) -> None:
     invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
 
 
-def _check_copies(state: Contents, index: int) -> None:
-    copies = [(number, copy) for number, copy in state.transfers.items() if copy.group == index]
+def _check_copies(group: AnyGroup, copies: dict[int, Transfer]) -> None:
     brought: dict[tuple[int, int], set[int]] = {
-        (number, copy.level): set(copy.slots) for number, copy in copies
+        (number, copy.level): set(copy.slots) for number, copy in copies.items()
     }
-    group = state.groups[index]
     for number, level, slots in arriving(group) if isinstance(group, SlidingGroup) else _arriving(group):
         there = brought.get((number, level), set())
         invariant(there.issuperset(slots), "a block waits for a copy that does not bring it")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from events.packed import CHECKSUM_BYTES
 from events.types import SECONDARY
 from kvcache.errors import invariant
-from kvcache.fold.contents import AnyGroup
+from kvcache.fold.sliding_group import AnyGroup
 
 
 def landed_checksums(group: AnyGroup) -> npt.NDArray[np.uint64] | None:

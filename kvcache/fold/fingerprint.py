@@ -3,7 +3,7 @@
 SHA-256 over columns ordered by (group, level, slot), the order of the blank slots, and the sequences by handle: where
 everything is, and in which order it goes. Where runs begin and end does not enter.
 
-The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that
+The same fingerprint does not prove that two states decide alike. CacheState enter by the names of blocks alone, so that
 a log without tokens replays to the same one: with `block_hash="none"` they do not enter. Nor do the tokens, ids and
 namespaces of running sequences, what symbols stand for, and `changed_blocks`, which decides when the next checkpoint
 is due.
@@ -21,26 +21,34 @@ import numpy.typing as npt
 
 from events.packed import NAME_BYTES
 from kvcache.fold.checksums import landed_checksums
-from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
-from kvcache.fold.positional_fold import add_positional
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.slots import Level
+from kvcache.fold.state import CacheState
 
 _COLUMNS = 9
 """Per slot: name, parent's name, tokens, priority, duration, expiry, stamp, references, landed."""
 
 
-def fingerprint(state: Contents) -> bytes:
+def fingerprint(state: CacheState) -> bytes:
     """32 bytes; equal states have equal ones in every process and on every platform."""
     digest = hashlib.sha256()
     for group in state.groups:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
-    add_positional(digest, state)
+    for shared in [group.export() for group in state.positional]:
+        for column in (
+            shared.named,
+            shared.keys,
+            shared.positions,
+            shared.handles,
+            shared.indices,
+            shared.slots,
+        ):
+            digest.update(column)
     for number, pin in sorted(state.pins.items()):
         digest.update(array("q", [number, pin.named, *map(len, pin.slots)]))
         for slots in pin.slots:

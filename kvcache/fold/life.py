@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 from events import types as ev
 from events.types import MoveReason
 from kvcache.errors import invariant
-from kvcache.fold.contents import Contents
+from kvcache.fold.sequence import Pin, Sequence
+from kvcache.fold.sliding_group import AnyGroup
 
 
 class SlotState(IntEnum):
@@ -149,14 +151,13 @@ IN_SECONDARY: Life = {
 States = npt.NDArray[np.uint8]
 
 
-def slot_states(state: Contents, index: int) -> tuple[States, States]:
+def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> tuple[States, States]:
     """The state of each slot of a window, per level. Raises `InvariantViolated` for a slot in two states or none."""
-    group = state.groups[index]
-    holders: Counter[int] = Counter()
-    for sequence in state.sequences.values():
+    index, holders = group.index, Counter[int]()
+    for sequence in sequences:
         cached = max(sequence.path_ends[index].end, sequence.detached[index])
         holders.update(sequence.tables[index][cached:])
-    for pin in state.pins.values():
+    for pin in pins:
         if not pin.named:
             holders.update(pin.slots[index])
     shared = {slot: count for slot, count in holders.items() if count > 1}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from events import types as ev
 from events.ids import GroupIndex
 from events.types import CHUNKED, FULL, SLIDING, STATE, UNCACHED
 from kvcache.errors import invariant
+from kvcache.fold.slots import Level
 
 KINDS = (FULL, SLIDING, CHUNKED, STATE, UNCACHED)
 MOST_TOKENS = 2**30
@@ -146,3 +147,24 @@ class PositionalGroup:
             indices=array("I", [index for _, index, _ in held]).tobytes(),
             slots=array("i", [slot for _, _, slot in held]).tobytes(),
         )
+
+
+def shared_slots(groups: list[PositionalGroup]) -> tuple[int, int]:
+    """How many slots of the first group's primary pool these have: those held by sequences, and the others."""
+    return sum([len(group.holders) for group in groups]), sum([group.idle for group in groups])
+
+
+def check_shared(groups: list[PositionalGroup], first: Level, handles: Container[int]) -> None:
+    """Prove that each slot of the shared pool is one group's, or free. Raises `InvariantViolated`."""
+    seen: set[int] = set()
+    blank = set(first.blank) if groups else set()
+    for group in groups:
+        held = Counter([slot for table in group.tables.values() for slot in table.values()])
+        invariant(held == group.holders, "the holders of a slot are counted wrongly")
+        invariant(all(handle in handles for handle in group.tables), "a sequence has ended that has slots")
+        invariant(all(group.tables.values()) and all(group.names.values()), "an empty row is kept")
+        invariant(group.idle == len(group.names.keys() - held.keys()), "idle slots are counted wrongly")
+        used = group.used()
+        invariant(used <= blank, "a slot of the first group is used by another one, or there is no such slot")
+        invariant(used.isdisjoint(seen), "two groups use a slot")
+        seen |= used

@@ -1,14 +1,14 @@
-"""A running request: its tokens, its block tables, and how far they are computed and cached."""
+"""Who holds blocks: running requests (tokens, block tables, how far they are computed and cached), pins and copies."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
 
-from events.ids import Handle
+from events.ids import GroupIndex, Handle, LevelIndex
 from events.tokens.sequences import SequenceTokens
 from events.types import Inherited, Namespace, RequestId, StatedRetention
-from kvcache.fold.prefix_tree import Node
+from kvcache.fold.prefix_tree import Node, Run
 
 _FOLLOWS = -1
 ONBOARDING = -1
@@ -120,6 +120,36 @@ class Sequence(SequenceTokens):
     def part_in(self, group: int) -> Sequence:
         """Whose blocks it reads in a group: its own ones, or for cross attention those of the encoder's input."""
         return self if self.tables[group] or self.encoder is None else self.encoder
+
+
+class Pin:
+    """References that outlive the sequence for which they were taken."""
+
+    __slots__ = ("ends", "named", "request_id", "slots")
+
+    def __init__(self, request_id: RequestId, slots: list[array[int]], ends: list[Run | None]) -> None:
+        self.request_id = request_id
+        self.slots = slots
+        """Per group: primary slots, shallowest first."""
+        self.ends = ends
+        """Per group: with full attention, the run at whose end the pinned path ends."""
+        self.named = True
+        """Whether the blocks are still cached; after the cache was cleared they are only held."""
+
+
+class Transfer:
+    """A copy whose landing is not yet known."""
+
+    __slots__ = ("group", "handle", "level", "slots")
+
+    def __init__(
+        self, group: GroupIndex, level: LevelIndex, slots: array[int], handle: Handle | None
+    ) -> None:
+        self.group = group
+        self.level = level
+        self.slots = slots
+        self.handle = handle
+        """The sequence that it is made for; None: it only makes room."""
 
 
 def packed_handles(sequences: Items[Sequence]) -> bytes:

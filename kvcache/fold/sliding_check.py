@@ -10,10 +10,9 @@ import numpy as np
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.matching import match
-from kvcache.fold.pin import Pin
 from kvcache.fold.places import HOLE, position_of
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Pin, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.slots import DEFAULT_PRIORITY
 

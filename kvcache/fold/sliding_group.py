@@ -16,6 +16,7 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.group_state import GroupState
 from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, Sequence
@@ -408,3 +409,6 @@ class SlidingGroup(SlidingTree):
         self.clear_columns()
         self.forget_all()
         return counts, unnamed
+
+
+AnyGroup = GroupState | SlidingGroup

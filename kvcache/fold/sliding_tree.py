@@ -13,7 +13,7 @@ from kvcache.fold.sequence import Sequence
 
 
 class SlidingTree(Places):
-    """Contents and places; who holds the blocks is not its concern."""
+    """CacheState and places; who holds the blocks is not its concern."""
 
     __slots__ = ()
 

@@ -8,30 +8,99 @@ fit raises `InvariantViolated` instead of corrupting silently.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from events import types as ev
-from events.ids import MAX_NUMBER
-from events.packed import TOKEN_BYTES
-from events.tokens.names import ALGORITHMS
-from events.types import FEED_EVENTS
+from events.ids import MAX_NUMBER, GroupIndex, Handle
+from events.packed import CHECKSUM_BYTES, NAME_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
+from events.tokens.names import ALGORITHMS, HashAlgorithm
+from events.tokens.sequences import RunningTokens
+from events.tokens.symbols import SymbolTable, pages_in, rich_end
+from events.types import (
+    CHUNKED,
+    CROSS,
+    FEED_EVENTS,
+    PRIMARY,
+    SECONDARY,
+    SLIDING,
+    UNCACHED,
+    MoveReason,
+    Namespace,
+    RequestId,
+)
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.exported_state import install
-from kvcache.fold.positional_fold import PositionalFold
-from kvcache.fold.sequence import Sequence
-from kvcache.fold.shape import check_created, longest_input, longest_sequence
+from kvcache.fold.check import check_group, check_runs
+from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.exported_state import export_group, export_sequence, install_group
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.life import States, slot_states
+from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
+from kvcache.fold.prefix_tree import Node, PathEnd, Run
+from kvcache.fold.sequence import DETACHED, ONBOARDING, Pin, Sequence, Transfer, decode_on
+from kvcache.fold.shape import check_created, counts_uses, longest_input, longest_sequence
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
+from kvcache.fold.use_counts import MAX_TURN
 
 REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
+_NO_KEY = bytearray()
+_RESERVE = ev.AllocateReason.RESERVE
 
 
-class CacheState(PositionalFold):
-    """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
+class CacheState:
+    """Everything the cache knows: blocks per group, running sequences, copies on their way, symbols, and counters.
+
+    Starts empty; `CacheCreated` gives it its shape. The handlers stand in the order of `AnyEvent`.
+    """
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
-        super().__init__(tokens_recorded=tokens_recorded)
-        self.handlers: dict[type, Callable[[Any], None]] = {
+        self.tokens_recorded = tokens_recorded
+        """False: a log without tokens; blocks are then matched by their keys."""
+        self.epoch = 0
+        self.created: ev.CacheCreated | None = None
+        self.groups: list[AnyGroup] = []
+        self.positional: list[PositionalGroup] = []
+        """Further groups, which have slots in the pool of the first one."""
+        self.hashing: HashAlgorithm = ALGORITHMS["none"]
+        self.tokens_per_block = 1
+        self.longest = self.longest_input = 0
+        """Tokens that a sequence, and an encoder's input, can have at most."""
+        self.sequences: dict[int, Sequence] = {}
+        """By handle; encoders' inputs, too."""
+        self.handles: dict[RequestId, int] = {}
+        self.running = RunningTokens(self.sequences, decode_on)
+        self.symbols = SymbolTable()
+        self.rich: dict[int, int] = {}
+        """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
+        self.transfers: dict[int, Transfer] = {}
+        self.awaiting_onboard: dict[int, list[tuple[Sequence, dict[int, int]]]] = {}
+        """By group, sequences that claimed secondary blocks still to be onboarded, and by slot the blocks' places in
+        the table: none between two commands."""
+        self.refused: dict[RequestId, None] = {}
+        """Requests that did not fit and were not admitted since, oldest first."""
+        self.next_handle = 1
+        self.next_transfer = 1
+        self.releases = 0
+        """Raised by each release."""
+        self.clock = 0
+        """The last time that an event has told; 0 as long as nothing is kept for a time."""
+        self.all_kept_alike = True
+        """Whether no request that was ever admitted has blocks that are kept otherwise than by default."""
+        self.pins: dict[int, Pin] = {}
+        self.next_pin = 1
+        self.changed_blocks = 0
+        """Blocks stored, updated, moved and removed since the last checkpoint."""
+        self.handlers = self._handlers()
+
+    def apply(self, event: ev.Event) -> None:
+        """Change the state by one event."""
+        self.handlers[type(event)](event)
+
+    def _handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {
             ev.CacheCreated: self._create,
             ev.EpochStarted: self._start_epoch,
             ev.StateExported: self._install,
@@ -73,11 +142,7 @@ class CacheState(PositionalFold):
             **dict.fromkeys(FEED_EVENTS, _refuse),
         }
 
-    def apply(self, event: ev.Event) -> None:
-        """Change the state by one event."""
-        self.handlers[type(event)](event)
-
-    # -- life of the cache
+    # -- the whole
 
     def _create(self, event: ev.CacheCreated) -> None:
         check_created(event)
@@ -104,27 +169,7 @@ class CacheState(PositionalFold):
         self.epoch = event.epoch
         self.tokens_recorded = event.tokens_recorded
 
-    def _install(self, event: ev.StateExported) -> None:
-        self.running.forget_row()
-        self.awaiting_onboard.clear()
-        self.positional = []
-        install(self, event)
-
-    def _checkpoint(self, event: ev.Checkpoint) -> None:
-        invariant(len(event.engine_counts) in (0, 2), "an engine has counted something else")
-        self.changed_blocks = 0
-
-    def _clear(self, event: ev.CacheCleared) -> None:
-        cleared = [group.clear() for group in self.groups]
-        removed, unnamed = zip(*cleared, strict=True)
-        invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
-        for sequence in self.sequences.values():
-            sequence.path_ends = self.roots(sequence.namespace)
-        self._forget_names_of_pins()
-        self._forget_positional_names()
-        self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
-
-    # -- sequences
+    # -- sequences and their blocks
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         handle, request_id, namespace = event.handle, event.request_id, event.namespace
@@ -152,14 +197,191 @@ class CacheState(PositionalFold):
             group.tree.roots[namespace].users += 1
             group.begin(sequence, event.reused)
 
-    def _note_refusal(self, event: ev.AdmissionRefused) -> None:
-        self.refused[event.request_id] = None
-        if len(self.refused) > REMEMBERED_REFUSALS:
-            del self.refused[next(iter(self.refused))]
+    def _allocate(self, event: ev.BlocksAllocated) -> None:
+        index, sequences = event.group, self.sequences
+        slots = array("i", event.slots)
+        if self.positional and index == 0:
+            self._refuse_used(slots)
+        self.groups[index].levels[PRIMARY].take_slots(slots)
+        handles = array("q", event.handles)
+        if event.why is _RESERVE:
+            for handle in handles:
+                # It has other slots from now on than its tokens need, so it does not decode like others.
+                self.set_computed(sequences[handle], sequences[handle].computed)
+        if not event.counts:
+            for handle, slot in zip(handles, slots, strict=True):
+                sequences[handle].tables[index].append(slot)
+            return
+        start = 0
+        for handle, count in zip(handles, array("I", event.counts), strict=True):
+            sequences[handle].tables[index].extend(slots[start : start + count])
+            start += count
+        invariant(start == len(slots), "slots were allocated for no sequence")
 
-    def _note_failure(self, event: ev.LoadFailed) -> None:
-        if not 0 < event.num_tokens < self.sequences[event.handle].num_tokens:
-            raise InvariantViolated("more was to be loaded than there is")
+    def _reuse(self, event: ev.BlocksReused) -> None:
+        group, sequence = self.groups[event.group], self.sequences[event.handle]
+        _check_level(event.level)
+        slots, first = array("i", event.slots), event.first_block
+        table = sequence.tables[event.group]
+        invariant(len(slots) > 0, "no block was reused")
+        invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
+        group.hold(sequence, event.level, first, slots)
+        if event.level == SECONDARY:
+            # Until `BlocksMoved` brings them.
+            places = dict(zip(slots, range(first, first + len(slots)), strict=True))
+            self.awaiting_onboard.setdefault(event.group, []).append((sequence, places))
+            slots = array("i", [ONBOARDING]) * len(slots)
+        if event.replaced:
+            own = table[first : first + len(slots)]
+            own.reverse()
+            invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
+        table[first : first + len(slots)] = slots
+        if event.replaced:
+            group.return_uncached(array("i", event.replaced))
+
+    def _copy(self, event: ev.BlocksCopied) -> None:
+        target = array("i", [event.target])
+        self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle))
+        sequence = self.sequences[event.handle]
+        copied = ev.Inherited(event.group, event.block, event.priority, event.duration)
+        if sequence.inherited or (copied.priority, copied.duration) != (DEFAULT_PRIORITY, 0):
+            others = [each for each in sequence.inherited if each.group != event.group]
+            sequence.inherited = (*others, copied)
+            self.all_kept_alike = False
+
+    def _store(self, event: ev.BlocksStored) -> None:
+        index, first, size = event.group, event.first_block, self.tokens_per_block
+        invariant(event.level == PRIMARY, "blocks are stored in primary")
+        sequence, slots = self.sequences[event.handle], array("i", event.slots)
+        last = first + len(slots)
+        if not slots or first < 0 or sequence.tables[index][first:last] != slots:
+            raise InvariantViolated("stored blocks are not the sequence's")
+        invariant(0 < event.last_tokens <= size, "a stored block has an impossible number of tokens")
+        group, keys = self.groups[index], sequence.keys
+        key_bytes = group.tree.key_bytes
+        keys += event.keys
+        if len(keys) < last * key_bytes or (event.keys and len(keys) != last * key_bytes):
+            raise InvariantViolated("stored blocks have other names than there are blocks")
+        if event.parent != (keys[(first - 1) * key_bytes :][:NAME_BYTES] if first and key_bytes else b""):
+            raise InvariantViolated("stored blocks continue a block of another name")
+        group.store(sequence, first, slots, event.priority, event.duration, event.last_tokens)
+        self.changed_blocks += len(slots)
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        group, sequences = self.groups[event.group], self.sequences
+        blocks, slots = array("I", event.blocks), array("i", event.slots)
+        filling = [sequences[handle] for handle in array("q", event.handles)]
+        keys = self._name_filled(event, filling, blocks)
+        group.fill(filling, blocks, slots, keys, event.priority, event.duration)
+        self.changed_blocks += len(slots)
+
+    def _name_filled(
+        self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]
+    ) -> list[bytes | bytearray]:
+        """The keys of the blocks that these sequences have filled, which they know now if no event had told them."""
+        # Mostly one block or two: a plain loop takes half the time of anything that works on all of them at once.
+        size, given, parents = self.hashing.key_bytes, event.keys, event.parents
+        if not (size or given or parents):
+            return [_NO_KEY] * len(blocks)
+        if len(given) not in (0, len(blocks) * size):
+            raise InvariantViolated("filled blocks have other names than there are blocks")
+        at, above, filled = 0, bytearray(), []
+        for sequence, block in zip(filling, blocks, strict=True):
+            keys, end = sequence.keys, block * size
+            if given:
+                key: bytes | bytearray = given[at : at + size]
+                keys += key
+                at += size
+            else:
+                key = keys[end:]
+            if len(keys) != end + size:
+                raise InvariantViolated("a filled block has other names than one")
+            above += keys[end - size : end - size + NAME_BYTES]
+            filled.append(key)
+        if above != parents:
+            raise InvariantViolated("filled blocks continue blocks of other names")
+        return filled
+
+    def _update(self, event: ev.BlocksUpdated) -> None:
+        _check_level(event.level)
+        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
+        slots, group = array("i", event.slots), self.groups[event.group]
+        change = event.level, slots, event.old_priority, event.priority
+        if event.why == ev.UpdateReason.EXPIRED:
+            self.tell_time(event.clock)
+            self.releases = group.expire(*change, self.releases)
+        else:
+            group.update(*change, event.duration)
+        self.changed_blocks += len(slots)
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        group = self.groups[event.group]
+        _check_level(event.to_level)
+        from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
+        self.changed_blocks += len(from_slots)
+        if event.why == MoveReason.OFFLOAD:
+            group.levels[SECONDARY].take_slots(to_slots)
+            group.offload(from_slots, to_slots, event.transfer)
+            self._track(event.transfer, Transfer(event.group, SECONDARY, to_slots, None))
+            return
+        assert event.handle is not None
+        sequence = self.sequences[event.handle]
+        if event.why == MoveReason.RECOMPUTED:
+            first = event.first_block
+            own = sequence.tables[event.group][first : first + len(to_slots)]
+            invariant(own == to_slots, "the slots are not the sequence's")
+            group.take_over(sequence, first, from_slots, to_slots)
+            return
+        group.levels[PRIMARY].take_slots(to_slots)
+        group.onboard(sequence, from_slots, to_slots, event.transfer)
+        self._fill_tables(event.group, from_slots, to_slots)
+        self._track(event.transfer, Transfer(event.group, PRIMARY, to_slots, event.handle))
+
+    def _fill_tables(self, index: int, from_slots: array[int], to_slots: array[int]) -> None:
+        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+        waiting = self.awaiting_onboard.pop(index, [])
+        for sequence, places in waiting:
+            table = sequence.tables[index]
+            for old, new in zip(from_slots, to_slots, strict=True):
+                block = places.pop(old, None)
+                if block is not None:
+                    table[block] = new
+        left = [(sequence, places) for sequence, places in waiting if places]
+        if left:
+            self.awaiting_onboard[index] = left
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        _check_level(event.level)
+        slots = array("i", event.slots)
+        self.changed_blocks += len(slots)
+        group = self.groups[event.group]
+        if event.why == ev.RemoveReason.INVALIDATED and event.level == PRIMARY:
+            group.invalidate(slots, self.sequences.values())
+        else:
+            group.remove(event.level, slots, event.why)
+
+    def _pin(self, event: ev.BlocksPinned) -> None:
+        invariant(self.next_pin == event.pin, "a pin has another number than the next")
+        sequence = self.sequences[event.handle]
+        slots = [array("i", packed) for packed in event.slots]
+        ends = [
+            group.pin(sequence.part_in(group.index), own)
+            for group, own in zip(self.groups, slots, strict=True)
+        ]
+        self.pins[event.pin] = Pin(sequence.request_id, slots, ends)
+        self.next_pin += 1
+
+    def _unpin(self, event: ev.BlocksUnpinned) -> None:
+        pin = self.pins.pop(event.pin)
+        self.tell_time(event.clock)
+        self.releases += 1
+        for group, slots, end, freed in zip(self.groups, pin.slots, pin.ends, event.freed, strict=True):
+            if pin.named:
+                group.unpin(slots, end, self.releases, self.clock)
+                blank = array("i")
+            else:
+                blank = group.return_uncached(slots[::-1])
+            invariant(blank.tobytes() == freed, "other slots were freed")
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:
@@ -189,11 +411,89 @@ class CacheState(PositionalFold):
             raise InvariantViolated("more is computed than there is")
         self.set_computed(sequence, event.num_tokens)
 
+    def _detach(self, event: ev.BlocksDetached) -> None:
+        sequences = [self.sequences[handle] for handle in array("q", event.handles)]
+        counts = array("I", event.counts) if event.counts else None
+        self.tell_time(event.clock)
+        slots, freed = self.groups[event.group].detach(sequences, counts, self.releases, self.clock)
+        self.releases += len(sequences)
+        if slots.tobytes() != event.slots or freed.tobytes() != event.freed:
+            raise InvariantViolated("other blocks were let go of than the window has left behind")
+
+    def _return(self, event: ev.BlocksReturned) -> None:
+        counts, slots, group = array("I", event.counts), array("i", event.slots), self.groups[event.group]
+        invariant(sum(counts) == len(slots), "other slots are returned than counted")
+        start = 0
+        for handle, count in zip(array("q", event.handles), counts, strict=True):
+            sequence, returned = self.sequences[handle], slots[start : start + count]
+            table, start = sequence.tables[event.group], start + count
+            needed = max(sequence.computed, 1)
+            invariant(
+                0 < count <= len(table) - -(-needed // self.tokens_per_block),
+                "slots are returned that are in use",
+            )
+            invariant(
+                table[: -count - 1 : -1] == returned, "the slots that a sequence gives back are not its own"
+            )
+            invariant(
+                group.return_uncached(returned) == returned,
+                "the slots that a sequence gives back are not its own",
+            )
+            del table[-count:]
+            self.running.forget_row()
+
+    def _fork(self, event: ev.SequenceForked) -> None:
+        invariant(
+            self.next_handle <= event.child <= MAX_NUMBER, "a handle was used twice, or no epoch has it"
+        )
+        invariant(event.request_id not in self.handles, "a request was admitted twice")
+        parent = self.sequences[event.handle]
+        # What is not computed to its end, each goes on with by itself.
+        blocks = parent.computed // self.tokens_per_block
+        child = parent.branch(event.child, event.request_id, blocks)
+        for group in self.groups:
+            group.share(parent, child, blocks)
+            group.tree.roots[parent.namespace].users += 1
+        if child.encoder is not None:
+            child.encoder.holders += 1
+        self.sequences[event.child] = child
+        self.handles[event.request_id] = event.child
+        if parent.handle in self.rich:
+            self.rich[event.child] = self.rich[parent.handle]
+        self.running.forget_row()
+        self.refused.pop(event.request_id, None)
+        self.next_handle = event.child + 1
+
+    def _rewind(self, event: ev.SequenceRewound) -> None:
+        sequence, num_tokens = self.sequences[event.handle], event.num_tokens
+        invariant(0 < num_tokens < sequence.num_tokens, "no tokens are taken back, or all")
+        # The last token that is left is computed anew, in a block that nobody else reads.
+        computed = min(sequence.computed, num_tokens - 1)
+        blocks = computed // self.tokens_per_block
+        needed = min(-(-num_tokens // self.tokens_per_block), len(sequence.tables[0]))
+        self.tell_time(event.clock)
+        self.releases += 1
+        for group, freed in zip(self.groups, event.freed, strict=True):
+            if not sequence.tables[group.index]:
+                continue  # cross attention, of which nothing is taken back
+            blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
+            invariant(blank.tobytes() == freed, "other slots were freed")
+        self.running.forget_row()
+        sequence.cut(num_tokens)
+        sequence.computed = computed
+        sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, num_tokens)
+        sequence.inherited = tuple(each for each in sequence.inherited if each.block <= blocks)
+        key_bytes = self.hashing.key_bytes
+        del sequence.keys[blocks * key_bytes :]
+        self.rich.pop(event.handle, None)
+        self.note_rich(event.handle, sequence.tokens.tobytes())
+
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
         self.rich.pop(event.handle, None)
-        self._end_positional(event.handle)
+        for each in self.positional:
+            each.end(event.handle)
         if sequence.encoder is not None:
             sequence.encoder.holders -= 1
         self.running.forget_row()
@@ -207,6 +507,391 @@ class CacheState(PositionalFold):
             root.users -= 1
             group.tree.drop_unused(root)
 
+    def _add_encoder(self, event: ev.EncoderAdded) -> None:
+        assert self.created is not None
+        reader, size = self.sequences[event.sequence], self.tokens_per_block
+        invariant(
+            self.next_handle <= event.handle <= MAX_NUMBER, "a handle was used twice, or no epoch has it"
+        )
+        invariant(
+            self.created.groups[event.group].kind == CROSS, "an encoder's input is in no cross attention"
+        )
+        invariant(reader.encoder is None and not reader.holders, "a sequence reads two inputs, or one does")
+        blocks = -(-event.num_tokens // size)
+        tokens = self.tokens_of(blocks * size, event.tokens, self.longest_input)
+        encoder = Sequence(
+            event.handle, reader.request_id, event.namespace, tokens, self.roots(event.namespace)
+        )
+        reused = event.reused_primary + event.reused_secondary
+        invariant(0 <= reused <= blocks, "more of an input is reused than there is")
+        encoder.num_prompt_tokens, encoder.computed, encoder.holders = event.num_tokens, reused * size, 1
+        reader.encoder = self.sequences[event.handle] = encoder
+        self.next_handle = event.handle + 1
+        for group in self.groups:
+            group.tree.roots[event.namespace].users += 1
+
+    def _remove_encoder(self, event: ev.EncoderRemoved) -> None:
+        encoder = self.sequences.pop(event.handle)
+        invariant(not encoder.holders, "an encoder's input ended that is still read")
+        self.releases += 1
+        self.tell_time(event.clock)
+        freed = self.groups[event.group].end(encoder, self.releases, self.clock)
+        invariant(freed.tobytes() == event.freed, "other slots were freed")
+        for group in self.groups:
+            root = group.tree.roots[encoder.namespace]
+            root.users -= 1
+            group.tree.drop_unused(root)
+
+    # -- copies, and the cache as a whole
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        begin = 0
+        for transfer_id in array("q", event.transfers):
+            transfer = self.transfers.pop(transfer_id)
+            group = self.groups[transfer.group]
+            group.land(transfer.level, transfer.slots, transfer_id)
+            if transfer.level == SECONDARY:
+                end = begin + (CHECKSUM_BYTES * len(transfer.slots) if event.checksums else 0)
+                # Those of slots that have another owner by now are replaced when its own copy lands.
+                group.levels[SECONDARY].note_checksums(transfer.slots, event.checksums[begin:end])
+                begin = end
+        invariant(begin == len(event.checksums), "other blocks have checksums than were copied")
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        """Whatever was computed may rest on what did not arrive, so every sequence begins again.
+
+        What is cached goes with the `CacheCleared` that follows.
+        """
+        for transfer_id in array("q", event.transfers):
+            del self.transfers[transfer_id]
+        for sequence in self.sequences.values():
+            self.set_computed(sequence, 0)
+
+    def _clear(self, event: ev.CacheCleared) -> None:
+        cleared = [group.clear() for group in self.groups]
+        removed, unnamed = zip(*cleared, strict=True)
+        invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
+        for sequence in self.sequences.values():
+            sequence.path_ends = self.roots(sequence.namespace)
+        for pin in self.pins.values():
+            pin.named, pin.ends = False, [None] * len(self.groups)
+        for each in self.positional:
+            each.forget_names()
+        self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
+
+    def _checkpoint(self, event: ev.Checkpoint) -> None:
+        invariant(len(event.engine_counts) in (0, 2), "an engine has counted something else")
+        self.changed_blocks = 0
+
+    def _note_refusal(self, event: ev.AdmissionRefused) -> None:
+        self.refused[event.request_id] = None
+        if len(self.refused) > REMEMBERED_REFUSALS:
+            del self.refused[next(iter(self.refused))]
+
+    def _note_failure(self, event: ev.LoadFailed) -> None:
+        if not 0 < event.num_tokens < self.sequences[event.handle].num_tokens:
+            raise InvariantViolated("more was to be loaded than there is")
+
+    # -- groups that share the pool of the first one
+
+    def _share_pool(self, event: ev.PoolShared) -> None:
+        assert self.created is not None
+        invariant(
+            len(event.groups) > 0 and self.created.key_bytes > 0,
+            "a pool is shared by nobody, or without names",
+        )
+        self.positional = []
+        for number, each in enumerate(event.groups, len(self.groups)):
+            known = (
+                each.kind in KINDS
+                and 0 < each.tokens_per_block <= MOST_TOKENS
+                and 0 <= each.window <= MOST_TOKENS
+            )
+            invariant(
+                known and (each.kind not in (SLIDING, CHUNKED) or each.window > 0),
+                "no such group shares a pool",
+            )
+            group = PositionalGroup(number, each, self.created.key_bytes)
+            group.install(each)
+            self.positional.append(group)
+        check_shared(self.positional, self.groups[0].levels[PRIMARY], self.sequences)
+
+    def _shared(self, index: int) -> PositionalGroup:
+        at = index - len(self.groups)
+        invariant(0 <= at < len(self.positional), "no such group shares a pool")
+        return self.positional[at]
+
+    def _refuse_used(self, slots: array[int]) -> None:
+        for group in self.positional:
+            free = group.holders.keys().isdisjoint(slots) and group.names.keys().isdisjoint(slots)
+            invariant(free, "a slot is taken that another group uses")
+
+    def _take_slots(self, event: ev.SlotsTaken) -> None:
+        group, slots = self._shared(event.group), array("i", event.slots)
+        invariant(event.handle in self.sequences, "a sequence that does not run takes slots")
+        rows = list(zip(array("I", event.indices), slots, strict=True))
+        if event.reused:
+            invariant(
+                all(group.ends_in(slot, index) for index, slot in rows), "what is reused has no name there"
+            )
+        else:
+            self._refuse_used(slots)
+            invariant(
+                self.groups[0].levels[PRIMARY].are_blank(slots), "a slot is taken that the first group uses"
+            )
+        group.take(event.handle, iter(rows))
+
+    def _leave_slots(self, event: ev.SlotsLeft) -> None:
+        rows = zip(array("I", event.indices), array("i", event.slots), strict=True)
+        self._shared(event.group).leave(event.handle, rows)
+
+    def _name_slots(self, event: ev.SlotsNamed) -> None:
+        group = self._shared(event.group)
+        invariant(group.created.kind != UNCACHED, "what nobody finds has a name")
+        group.name(event)
+
+    def _unname_slots(self, event: ev.SlotsUnnamed) -> None:
+        self._shared(event.group).unname(event)
+
+    # -- what handlers have in common
+
+    def _track(self, transfer_id: int, transfer: Transfer) -> None:
+        invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "a transfer id was used twice")
+        self.transfers[transfer_id] = transfer
+        self.next_transfer = transfer_id + 1
+
+    def tell_time(self, now: int) -> None:
+        """An event tells the time, or 0."""
+        if now:
+            invariant(now >= self.clock, "time goes back")
+            self.clock = now
+
+    def root_key(self, namespace: Namespace) -> bytes:
+        """The key that the first block of a prompt continues."""
+        for group in self.groups:
+            root = group.tree.roots.get(namespace)
+            if root is not None:
+                return root.key  # made once
+        return self.hashing.root_key(namespace)
+
+    def roots(self, namespace: Namespace) -> list[Node]:
+        """Where the path of a new sequence begins in each group."""
+        key = self.root_key(namespace)
+        return [group.start(namespace, key) for group in self.groups]
+
+    def make_group(self, index: int) -> AnyGroup:
+        """The state of a window in which nothing is cached yet."""
+        assert self.created is not None
+        group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
+        full = CountingGroup if counts_uses(self.created) else GroupState
+        kind = SlidingGroup if group.kind == SLIDING else full
+        block_bytes = size * TOKEN_BYTES if self.tokens_recorded else key_bytes
+        return kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
+
+    def note_rich(self, handle: int, symbols: bytes) -> None:
+        """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
+        if self.symbols.pages and (end := rich_end(symbols)):
+            self.rich[handle] = end
+
+    def tokens_of(self, num_tokens: int, recorded: bytes, longest: int) -> array[int]:
+        """A sequence's tokens as an event has them; zeros where the log records none."""
+        # Checked before so much is made of so little: a log without tokens could claim any number of them.
+        fits = 0 < num_tokens <= longest
+        invariant(fits, "a sequence has more tokens than the cache can hold, or none")
+        if not self.tokens_recorded:
+            return array("i", bytes(TOKEN_BYTES * num_tokens))
+        invariant(len(recorded) == TOKEN_BYTES * num_tokens, "a sequence has other tokens than it counts")
+        return array("i", recorded)
+
+    def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The K/V of so many leading tokens is written."""
+        self.running.forget_row()
+        sequence.computed = num_tokens
+
+    def used_pages(self) -> set[int]:
+        """The pages whose symbols occur in cached blocks and running sequences; others may be forgotten."""
+        used: set[int] = set()
+        for group in self.groups:
+            for run in group.tree.runs.values():
+                used |= pages_in(run.symbols)
+        for handle, end in self.rich.items():
+            used |= pages_in(self.sequences[handle].tokens[:end].tobytes())
+        return used
+
+    # -- the whole state: proved, exported, taken over
+
+    def check(self) -> None:
+        """Prove the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
+
+        Each slot is in exactly one state (`kvcache.fold.life`), and a copy brings what is in flight; references equal
+        the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
+        """
+        for group in self.groups:
+            check_runs(group)
+        self.check_slots()
+
+    def check_slots(self) -> None:
+        """Prove who holds what: slots, references, sequences. Not whether the tree is in its best form."""
+        grows_at_will = bool(self.created and self.created.engine)
+        for group in self.groups:
+            copies = {number: copy for number, copy in self.transfers.items() if copy.group == group.index}
+            check_group(
+                group, self.sequences.values(), self.pins.values(), copies, grows_at_will=grows_at_will
+            )
+        invariant(not self.awaiting_onboard, "a sequence waits for blocks that were not onboarded")
+        handles = {each.request_id: handle for handle, each in self.sequences.items() if not each.holders}
+        invariant(handles == self.handles, "request ids and handles disagree")
+        self._check_readers()
+        check_shared(self.positional, self.groups[0].levels[PRIMARY], self.sequences)
+        self._check_decoding()
+        if self.tokens_recorded:
+            self._check_symbols()
+
+    def slot_states(self, index: int) -> tuple[States, States]:
+        """The state of each slot of a group, per level. Raises `InvariantViolated` for a slot in two states or none."""
+        return slot_states(self.groups[index], self.sequences.values(), self.pins.values())
+
+    def _check_readers(self) -> None:
+        readers = Counter[int](
+            each.encoder.handle for each in self.sequences.values() if each.encoder is not None
+        )
+        for handle, sequence in self.sequences.items():
+            invariant(
+                sequence.holders == readers[handle], "an encoder's input is read by others than counted"
+            )
+        invariant(readers.keys() <= self.sequences.keys(), "a sequence reads an input that has ended")
+
+    def _check_decoding(self) -> None:
+        """The row of sequences that decode together is only as good as `RunningTokens.forget_row` was called for it."""
+        row = [self.sequences[handle] for handle in array("q", self.running.handles or b"")]
+        invariant(
+            all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
+        )
+        invariant(
+            self.running.appends_to(row), "tokens are appended to other sequences than those that decode"
+        )
+
+    def _check_symbols(self) -> None:
+        ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in self.sequences.items()}
+        rich = {handle: end for handle, end in ends.items() if end}
+        invariant(self.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")
+        invariant(self.used_pages() <= self.symbols.pages.keys(), "a symbol stands for nothing")
+
+    def export(self) -> ev.StateExported:
+        """The state as an event."""
+        return ev.StateExported(
+            groups=tuple(export_group(group) for group in self.groups),
+            sequences=tuple(export_sequence(sequence) for sequence in self.sequences.values()),
+            transfers=tuple(
+                ev.TransferExported(number, copy.group, copy.level, copy.slots.tobytes(), copy.handle)
+                for number, copy in self.transfers.items()
+            ),
+            next_handle=self.next_handle,
+            next_transfer=self.next_transfer,
+            releases=self.releases,
+            changed_blocks=self.changed_blocks,
+            symbols=tuple(page for _, page in sorted(self.symbols.pages.items())),
+            forget_symbols_at=self.symbols.forget_at,
+            refused=tuple(self.refused),
+            clock=self.clock,
+            pins=tuple(
+                ev.PinExported(
+                    number, pin.request_id, pin.named, tuple(slots.tobytes() for slots in pin.slots)
+                )
+                for number, pin in self.pins.items()
+            ),
+            next_pin=self.next_pin,
+        )
+
+    def export_shared(self) -> tuple[ev.PoolShared, ...]:
+        """What stands behind the exported state of a cache whose groups share a pool; nothing for others."""
+        return (
+            (ev.PoolShared(tuple([group.export() for group in self.positional])),) if self.positional else ()
+        )
+
+    def _install(self, event: ev.StateExported) -> None:
+        """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
+        self.running.forget_row()
+        self.awaiting_onboard.clear()
+        self.positional = []
+        invariant(self.created is not None, "a state was exported before the cache was created")
+        invariant(len(event.groups) == len(self.groups), "the exported state has other groups")
+        for number, exported in enumerate(event.groups):
+            self.groups[number] = self.make_group(number)
+            install_group(self.groups[number], exported, self.root_key)
+        self.sequences.clear()
+        self.handles.clear()
+        self.symbols.install(event)
+        self.rich.clear()
+        self.refused = dict.fromkeys(event.refused)
+        readers = Counter(entry.encoder for entry in event.sequences if entry.encoder)
+        for entry in event.sequences:
+            invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
+            self._install_sequence(entry, readers[entry.handle])
+        invariant(len(self.sequences) == len(event.sequences), "two sequences have one handle")
+        for entry in event.sequences:
+            if entry.encoder:
+                self.sequences[entry.handle].encoder = self.sequences[entry.encoder]
+        self.transfers = {
+            item.transfer: Transfer(GroupIndex(item.group), item.level, array("i", item.slots), item.handle)
+            for item in event.transfers
+        }
+        for transfer in self.transfers.values():
+            invariant(transfer.level in (PRIMARY, SECONDARY), "there is no such level")
+            invariant(0 <= transfer.group < len(self.groups), "there is no such group")
+        numbers = (event.next_handle, event.next_transfer)
+        invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
+        self.next_handle, self.next_transfer = numbers
+        self.releases, self.changed_blocks, self.clock = event.releases, event.changed_blocks, event.clock
+        counting = any(isinstance(group, CountingGroup) for group in self.groups)
+        invariant(not counting or 0 <= self.releases <= MAX_TURN, "no cache has released so often")
+        self._install_pins(event)
+        self.check_slots()
+
+    def _install_pins(self, event: ev.StateExported) -> None:
+        self.pins.clear()
+        for entry in event.pins:
+            invariant(0 < entry.pin < event.next_pin, "a pin has a number of the future")
+            slots, ends = [array("i", packed) for packed in entry.slots], list[Run | None]()
+            invariant(len(slots) == len(self.groups), "a pin holds blocks of other windows")
+            for group, own in zip(self.groups, slots, strict=True):
+                full = entry.named and len(own) and not isinstance(group, SlidingGroup)
+                ends.append(group.run_at(PRIMARY, own[-1]) if full else None)  # type: ignore[union-attr]
+            self.pins[entry.pin] = pin = Pin(entry.request_id, slots, ends)
+            pin.named = entry.named
+        self.next_pin = event.next_pin
+
+    def _install_sequence(self, entry: ev.SequenceExported, readers: int) -> None:
+        tables = [array("i", slots) for slots in entry.slots]
+        ends, detached = list[Node](), list[int]()
+        for group, stored, table in zip(self.groups, entry.stored, tables, strict=True):
+            root = group.root(entry.namespace, self.root_key(entry.namespace))
+            root.users += 1
+            invariant(0 <= stored <= len(table), "a sequence has more cached blocks than blocks")
+            detached.append(next((n for n, slot in enumerate(table) if slot != DETACHED), len(table)))
+            if isinstance(group, SlidingGroup):
+                ends.append(PathEnd(stored))
+                continue
+            ends.append(group.run_at(PRIMARY, table[stored - 1]) if stored else root)
+            invariant(ends[-1].end == stored, "a sequence's cached blocks end inside a run")
+        tokens = self.tokens_of(
+            entry.num_tokens, entry.tokens, self.longest_input if readers else self.longest
+        )
+        invariant(not (readers and entry.encoder), "an encoder's input reads another one")
+        invariant(
+            0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
+        )
+        sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, ends)
+        sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
+        sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
+        sequence.retention, sequence.inherited = entry.retention, entry.inherited
+        self.all_kept_alike = self.all_kept_alike and entry.retention is None and not entry.inherited
+        self.sequences[entry.handle] = sequence
+        sequence.holders = readers
+        if not readers:
+            self.handles[entry.request_id] = entry.handle
+        self.note_rich(entry.handle, entry.tokens)
+
 
 def _ignore(event: ev.Event) -> None:
     """Notes that change nothing."""
@@ -214,3 +899,19 @@ def _ignore(event: ev.Event) -> None:
 
 def _refuse(event: ev.Event) -> None:
     raise InvariantViolated("an event of a cache's log tells what another engine said")
+
+
+def _check_level(level: int) -> None:
+    if level not in (PRIMARY, SECONDARY):
+        raise InvariantViolated("there is no such level")
+
+
+def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:
+    """Names of the full blocks whose bytes are in this level; empty if blocks have no names."""
+    key_bytes = state.hashing.key_bytes
+    names: set[int] = set()
+    if not key_bytes:
+        return names
+    for keys in state.groups[group].resident_keys(level):
+        names.update(unpack_names(names_of_keys(keys, key_bytes)).tolist())
+    return names

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY, GroupExported, Namespace, StateExported
-from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.places import HOLE
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.state import CacheState
 from kvcache.fold.use_counts import REMEMBERED
 
 Checksums = Callable[[int, npt.NDArray[np.int32]], bytes]
@@ -85,7 +85,7 @@ class _Piece:
 
 
 def surviving(
-    state: Contents,
+    state: CacheState,
     checksums: Checksums,
     primary_blocks: Sequence[int],
     recompute: Recompute | None = None,
@@ -120,7 +120,7 @@ def surviving(
 
 
 def _surviving_group(
-    state: Contents,
+    state: CacheState,
     group: AnyGroup,
     checksums: Checksums,
     primary: int,
@@ -142,7 +142,7 @@ def _surviving_group(
     return _exported(group, namespaces, pieces, verifier.right, again)
 
 
-def _state_of(run: Run, state: Contents) -> _State:
+def _state_of(run: Run, state: CacheState) -> _State:
     """That of a run which nobody holds any more: who held it let go of it with the process."""
     if not run.refs:
         return run.level, run.priority, run.duration, run.expiry, run.released_at, run.credit

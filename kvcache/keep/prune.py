@@ -15,9 +15,7 @@ from events.log.segments import Segment, first_seq, is_closed, is_log, segment_p
 from events.log.snapshots import UNFINISHED_SUFFIX, About, Snapshot, write_snapshot
 from events.types import AnyEvent, EpochStarted, EventBatch
 from kvcache.errors import invariant
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.keep.files import alone
 from kvcache.replay import Replayed, fitting, fold
@@ -103,7 +101,7 @@ def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
     state = replayed.state
     assert state.created is not None
     assert replayed.last_ts is not None
-    events: tuple[AnyEvent, ...] = (started, state.created, export(state), *export_shared(state))
+    events: tuple[AnyEvent, ...] = (started, state.created, state.export(), *state.export_shared())
     with fitting(replayed.last_seq):
         again = CacheState()
         for event in events:

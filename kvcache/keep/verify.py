@@ -12,8 +12,6 @@ from events.log.segments import UNREADABLE, Frame, is_log
 from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.subscribe.workers import FeedState
 from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
-from kvcache.fold.exported_state import export
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.keep.salvage import Continuity
 from kvcache.replay import Replayed, fold_told
@@ -103,7 +101,7 @@ class _Fold:
         except FileNotFoundError:
             return  # It is not kept any longer.
         state = tuple([event for event in events if isinstance(event, StateExported | PoolShared)])
-        now = (export(self._cache.state), *export_shared(self._cache.state))
+        now = (self._cache.state.export(), *self._cache.state.export_shared())
         if state == now and snapshot.about.fingerprint == self._cache.fingerprint:
             self._found.snapshots += 1
         else:

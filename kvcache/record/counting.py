@@ -15,7 +15,7 @@ from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import PRIMARY, SECONDARY, AllocateReason, MoveReason, RemoveReason
-from kvcache.fold.positional_fold import shared_slots
+from kvcache.fold.positional import shared_slots
 from kvcache.fold.state import CacheState
 from kvcache.record.first_uses import FirstUses
 from kvcache.record.own_tokens import OwnTokens
@@ -109,7 +109,7 @@ class StatsCounter:
                 secondary.unreferenced,
             )
         if state.positional:
-            held, idle = shared_slots(state)
+            held, idle = shared_slots(state.positional)
             begin = self._gauges[0].start
             counts[begin] -= held + idle
             counts[begin + 2] += idle

@@ -18,8 +18,6 @@ from events.types import (
 )
 from kvcache.config import KVCacheConfig
 from kvcache.errors import Unsupported
-from kvcache.fold.exported_state import export
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
@@ -93,7 +91,7 @@ class Journal:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
         if epoch is not None:
-            self.emit(_numbered(first or export(self.state), epoch.epoch))
+            self.emit(_numbered(first or self.state.export(), epoch.epoch))
         elif first is not None:
             self.emit(first)
 
@@ -129,7 +127,7 @@ class Journal:
         """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
         if self._state_due:
             self._state_due = False
-            for event in (export(self.state), *export_shared(self.state)):
+            for event in (self.state.export(), *self.state.export_shared()):
                 self.bus.publish(event)  # says what is, so there is nothing to apply
             self._exported_seq = self._next_seq
         if not self.bus.pending:

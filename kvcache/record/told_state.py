@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from events.types import CacheCreated, EventBatch, PoolShared, StateExported
 from kvcache.errors import invariant
-from kvcache.fold.exported_state import export
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed
 
@@ -25,4 +23,4 @@ class ToldState:
         created = self._replayed.state.created
         invariant(created is not None, "no cache has begun")
         assert created is not None
-        return created, export(self._replayed.state), *export_shared(self._replayed.state)
+        return created, self._replayed.state.export(), *self._replayed.state.export_shared()

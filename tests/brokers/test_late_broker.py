@@ -10,7 +10,7 @@ from redis import Redis
 from events.brokers.subscriber import BrokerSubscriber
 from events.log import LogReader
 from events.subscribe.index import Index
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from sinks import SinkError
 from sinks.base import SinkURLError
 from tests.support.feeds.publishing import Running, once, write

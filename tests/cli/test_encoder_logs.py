@@ -22,7 +22,7 @@ from events.log import LogReader
 from events.types import CROSS_WINDOW, SequenceAdded
 from kvcache.config import LogConfig
 from kvcache.errors import CapacityError
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay

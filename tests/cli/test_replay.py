@@ -13,7 +13,6 @@ import pytest
 from events.log import LogReader, LogWriter
 from events.log.frames import SYNC
 from events.types import FORMAT_VERSION, CacheCreated, Checkpoint, EventBatch, Gap, StateExported
-from kvcache.fold.exported_state import export
 from kvcache.replay import replay
 from tests.support.commands import Kvcache, segments
 
@@ -198,7 +197,7 @@ class TestTrouble:
     def test_gap(self, kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         """Lost batches are reported; the state after them is what was exported then."""
         at = replay(log).last_seq - 1
-        exported = export(replay(log, at).state)
+        exported = replay(log, at).state.export()
         with LogWriter(tmp_path / "gap") as writer:
             first = next(iter(LogReader(log)))
             writer.append(first)

@@ -27,7 +27,7 @@ from kvcache.audit.explanation import explain_request
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
 from kvcache.errors import OutOfBlocks, UsageError
-from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT, slot_states
+from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.beside import add_curve, add_whatif
@@ -287,7 +287,7 @@ class TestNumbers:
         samples = found.occupancy.samples
         for sample in (samples[0], samples[len(samples) // 2], samples[-1]):
             state = replay(busy, seqs[sample.at]).state
-            for level, states in enumerate(slot_states(state, 0)):
+            for level, states in enumerate(state.slot_states(0)):
                 kinds = list(map(int, states))
                 blank = kinds.count(BLANK)
                 free = kinds.count(UNREFERENCED) + kinds.count(UNREFERENCED_IN_FLIGHT)

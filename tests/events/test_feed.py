@@ -20,7 +20,6 @@ from events.packed import NAME_BYTES
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.errors import CapacityError
-from kvcache.fold.exported_state import export
 from sinks.router.feed import in_batches
 from tests.support.columns import pack_i64, pack_u32
 from tests.support.feeds.strict import NoBytes, StrictIndex, batches, landed_prefixes
@@ -347,7 +346,7 @@ def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:
         if number == 30:
             assert feed.lost
             told = index.names(0)
-            for change in feed.fold(EventBatch(batch.seq + 1, batch.ts, (export(manager.state),))):
+            for change in feed.fold(EventBatch(batch.seq + 1, batch.ts, (manager.state.export(),))):
                 index.apply(change)
             assert not feed.lost
             assert index.names(0) == residency(manager, 0) != told

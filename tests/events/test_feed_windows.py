@@ -36,7 +36,6 @@ from events.types import (
     TransferLanded,
 )
 from kvcache import KVCacheConfig, KVCacheManager, Request
-from kvcache.fold.exported_state import export
 from tests.support.columns import pack_i32, pack_i64
 from tests.support.engines.strategies import key_of, split_names
 from tests.support.feeds.batches import (
@@ -454,7 +453,7 @@ def installed(manager: KVCacheManager, seq: int, blocks: Blocks) -> Router:
     router = Router(manager, blocks)
     created = manager.state.created
     assert created is not None
-    router.take(EventBatch(seq, 0, (created, export(manager.state))))
+    router.take(EventBatch(seq, 0, (created, manager.state.export())))
     return router
 
 

@@ -23,7 +23,6 @@ from kvcache.errors import (
     Unsupported,
     UsageError,
 )
-from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import EncoderInput, Request
 from kvcache.manager import KVCacheManager
@@ -388,7 +387,7 @@ def test_logs_replay_at_each_batch(tmp_path: Path, record_tokens: bool, policy: 
     replayed = Replayed(CacheState())
     for batch in LogReader(tmp_path):
         replayed.fold(batch, verify=True)
-        check(replayed.state)
+        replayed.state.check()
         assert replayed.fingerprint == fingerprints.get(batch.seq, replayed.fingerprint)
         assert replay(tmp_path, batch.seq).fingerprint == replayed.fingerprint
     assert len(fingerprints) == 6

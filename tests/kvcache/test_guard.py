@@ -16,7 +16,6 @@ from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from events.log import LogReader
 from events.types import FEED_EVENTS, AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, LoadFailed
 from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, UsageError
-from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
@@ -180,7 +179,7 @@ def test_a_handler_that_calls_at_any_line(act: str, tmp_path: Path) -> None:
         for batch in LogReader(directory):
             for event in batch.events:
                 state.apply(event)
-            check(state)
+            state.check()
     assert outcomes == {"done" if act == "close" else "refused", ""}
 
 

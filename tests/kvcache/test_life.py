@@ -20,9 +20,8 @@ from events.types import (
     SequenceRewound,
 )
 from kvcache.errors import InvariantViolated
-from kvcache.fold.check import check, check_slots
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState, slot_states
+from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
@@ -42,7 +41,7 @@ class FoldWitness(Witness):
         self.apply(created)
 
     def states(self) -> list[list[int]]:
-        return [states.tolist() for states in slot_states(self.state, self.group)]
+        return [states.tolist() for states in self.state.slot_states(self.group)]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         if isinstance(event, SequenceRemoved | EncoderRemoved):
@@ -103,12 +102,12 @@ def state() -> CacheState:
 
 def test_states_of_slots(state: CacheState) -> None:
     """The states are those that the slots of this cache have."""
-    names = [[SlotState(number).name for number in states] for states in slot_states(state, 0)]
+    names = [[SlotState(number).name for number in states] for states in state.slot_states(0)]
     assert names == [
         ["SHARED"] * 2 + ["HELD"] * 2 + ["UNREFERENCED"] * 2 + ["REFERENCED"] * 6 + ["HELD"],
         ["UNREFERENCED_IN_FLIGHT"] * 2 + ["BLANK"] * 2,
     ]
-    check(state)
+    state.check()
 
 
 def contradict(state: CacheState, what: str) -> None:
@@ -167,4 +166,4 @@ def test_contradictions_are_found(state: CacheState, what: str, law: str) -> Non
     """A slot is in one state: where the places from which it follows disagree, the check says so."""
     contradict(state, what)
     with pytest.raises(InvariantViolated, match=law):
-        check_slots(state)
+        state.check_slots()

@@ -33,8 +33,6 @@ from events.types import (
     TransferLanded,
 )
 from kvcache import replay as module
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
@@ -81,7 +79,7 @@ def created(manager: KVCacheManager) -> CacheCreated:
 
 @pytest.fixture
 def exported(manager: KVCacheManager) -> StateExported:
-    return export(manager.state)
+    return manager.state.export()
 
 
 @pytest.mark.parametrize(
@@ -332,7 +330,7 @@ def test_what_happens_to_nothing_takes_nothing(
         state = folded(created, exported, event).state
     except Unreplayable:
         return
-    check(state)
+    state.check()
     assert strategies.cached_blocks(state) == strategies.cached_blocks(manager.state)
     assert [level.blank for level in state.groups[0].levels] == [
         level.blank for level in manager.state.groups[0].levels
@@ -448,7 +446,7 @@ def test_whatever_fails_inside_is_the_logs_fault(
 
     replayed = fold([EventBatch(3, 0, (created,))])
     monkeypatch.setattr(module, "fingerprint", fail)
-    monkeypatch.setattr(module, "check", fail)
+    monkeypatch.setattr(CacheState, "check", fail)
     monkeypatch.setattr(CacheState, "apply", fail)
     for use in (
         lambda: replayed.fingerprint,

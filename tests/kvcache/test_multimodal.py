@@ -28,8 +28,6 @@ from kvcache.errors import (
     Unsupported,
     UsageError,
 )
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import rich_tokens
 from kvcache.inputs.requests import namespace_of
@@ -320,7 +318,7 @@ def test_check_finds_symbols_that_stand_for_nothing() -> None:
     manager = cache()
     manager.add_sequence("r", [1, 2], multimodal=[MultimodalItem(H1, 0, 1)])
     manager.check()
-    exported = export(manager.state)
+    exported = manager.state.export()
     broken = CacheState()
     assert manager.state.created is not None
     broken.apply(manager.state.created)
@@ -386,7 +384,7 @@ def test_log_replays_at_every_batch(
     for seq in list(traffic.fingerprints)[::8]:
         replayed = replay(tmp_path / "log", seq, verify=True)
         assert replayed.fingerprint == states[seq]
-        check(replayed.state)
+        replayed.state.check()
     assert replay(tmp_path / "log").state.symbols.pages == (pages if tokens else {})
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
     assert any(isinstance(event, SymbolsForgotten) for event in events)
@@ -408,7 +406,7 @@ def test_replayed_state_goes_on_with_the_same_symbols(monkeypatch: pytest.Monkey
     settings = manager.config
     twins = [
         strategies.continue_from(settings, *events),
-        strategies.continue_from(settings, manager.state.created, export(manager.state)),
+        strategies.continue_from(settings, manager.state.created, manager.state.export()),
     ]
     records = [heard(each) for each in (manager, *twins)]
     for each in (manager, *twins):
@@ -554,7 +552,7 @@ def test_routers_are_told_after_a_loss_too() -> None:
     manager.store_context_blocks("r", 9)
     lost = manager.flush()
     assert lost is not None
-    changes = feed.fold(EventBatch(9, 0, (export(manager.state),)))
+    changes = feed.fold(EventBatch(9, 0, (manager.state.export(),)))
     [event] = on_the_wire([change for change in changes if isinstance(change, Stored)])
     assert event.token_ids == tuple(prompt[:8])
     assert plain(event.extra_keys) == [[[H1.hex(), 2]], [[H1.hex(), -2]]]

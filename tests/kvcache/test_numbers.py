@@ -12,8 +12,6 @@ from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, epoch_of, first_number,
 from events.log import LogReader, LogWriter
 from events.types import EpochStarted, SequenceAdded, StateExported
 from kvcache.errors import OutOfNumbers
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export, install
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
@@ -24,7 +22,7 @@ from tests.support.engines.traffic import Traffic, config, recorded
 def at_number(*, handle: int = 1, transfer: int = 1) -> CacheState:
     """The state of an empty cache that has given out all numbers before these."""
     state = KVCacheManager(config()).state
-    install(state, msgspec.structs.replace(export(state), next_handle=handle, next_transfer=transfer))
+    state.apply(msgspec.structs.replace(state.export(), next_handle=handle, next_transfer=transfer))
     return state
 
 
@@ -62,7 +60,7 @@ def test_numbers_beyond_32_bits(tmp_path: Path, number: int) -> None:
     replayed = replay(tmp_path / "log", verify=True)
     assert replayed.checkpoints_verified
     assert not replayed.checkpoints_failed
-    check(replayed.state)
+    replayed.state.check()
     assert handles_in(tmp_path / "log")[0] == number
 
 

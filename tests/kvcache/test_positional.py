@@ -15,9 +15,7 @@ from events.log import LogReader, LogWriter
 from kvcache import KVCacheConfig, LayerGroup, Recorder
 from kvcache.audit.tables import occupancy
 from kvcache.errors import Contradiction, InvariantViolated, UsageError
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.keep.prune import make_snapshot
 from kvcache.keep.verify import verify
@@ -36,7 +34,11 @@ def test_random_programs(tmp_path: Path, seed: int) -> None:
         toy.act()
         toy.compare()
     again = CacheState()
-    for event in (toy.recorder.state.created, export(toy.recorder.state), *export_shared(toy.recorder.state)):
+    for event in (
+        toy.recorder.state.created,
+        toy.recorder.state.export(),
+        *toy.recorder.state.export_shared(),
+    ):
         assert event is not None
         again.apply(decode_batch(encode_batch(ev.EventBatch(0, 0, (event,)))).events[0])
     assert fingerprint(again) == fingerprint(toy.recorder.state)
@@ -228,10 +230,10 @@ def test_without_further_groups_nothing_is_told_of_them(tmp_path: Path) -> None:
 
 def lied(change: Any) -> None:
     made = with_one()
-    (shared,) = export_shared(made.state)
+    (shared,) = made.state.export_shared()
     state = CacheState()
     assert made.state.created is not None
-    for event in (made.state.created, export(made.state), change(shared)):
+    for event in (made.state.created, made.state.export(), change(shared)):
         state.apply(event)
 
 

@@ -15,7 +15,7 @@ import pytest
 from events.errors import LogDamaged, NoRegularFile, NotALog, UnsafeFile
 from events.log import LogReader
 from events.log.reader import LogHead, beginnings
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.publish.errors import BeginningRemoved, LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.follower import SinkFollower
 from kvcache.publish.publisher import Publisher

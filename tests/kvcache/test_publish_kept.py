@@ -14,7 +14,7 @@ from events.log.retention import Kept, Limits
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshots
 from events.types import EpochStarted
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.keep.prune import make_snapshot, prune
 from sinks.router.feed import FeedBatch
 from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write

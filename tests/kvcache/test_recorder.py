@@ -33,7 +33,7 @@ from kvcache.errors import (
     UsageError,
 )
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.life import SlotState, slot_states
+from kvcache.fold.life import SlotState
 from kvcache.fold.slots import Level
 from kvcache.replay import replay
 from sinks.render import Known, render_event
@@ -554,7 +554,7 @@ def test_blocks_in_use_are_invalidated() -> None:
     recorder = begin()
     assert sorted(recorder.invalidated([3])) == [3, 4, 6]
     recorder.check()
-    states = slot_states(recorder.state, 0)[0].tolist()
+    states = recorder.state.slot_states(0)[0].tolist()
     held, shared, cached = (SlotState.HELD, SlotState.SHARED, SlotState.UNREFERENCED)
     assert [states[block - 3] for block in (3, 4, 6, 8, 9)] == [
         shared,
@@ -564,7 +564,7 @@ def test_blocks_in_use_are_invalidated() -> None:
         cached,
     ]
     recorder.ended("b")
-    assert slot_states(recorder.state, 0)[0].tolist()[:2] == [held, held]
+    assert recorder.state.slot_states(0)[0].tolist()[:2] == [held, held]
     recorder.ended("a")
     recorder.check()
     recorder.admitted("d", OTHER, [8])

@@ -13,7 +13,6 @@ from events.ids import first_number
 from events.log import LogReader, LogWriter
 from events.types import BlocksStored, Checkpoint, EpochStarted, EventBatch, SequenceAdded
 from kvcache.errors import ConfigError, InvariantViolated, Unsupported
-from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
@@ -36,7 +35,7 @@ def test_log_replays_to_every_state(tmp_path: Path, seed: int, tokens: bool) -> 
     for seq, expected in fingerprints.items():
         replayed = replay(tmp_path / "log", seq, verify=True)
         assert (replayed.last_seq, replayed.fingerprint) == (seq, expected)
-        check(replayed.state)
+        replayed.state.check()
         assert replayed.checkpoints_failed == []
     whole = replay(tmp_path / "log", verify=True)
     assert whole.fingerprint == fingerprints[max(fingerprints)]

@@ -16,7 +16,6 @@ from events.types import StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import ConfigError, InvariantViolated
 from kvcache.fold.counting_group import CountingGroup
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.state import CacheState
@@ -234,7 +233,7 @@ def test_random_requests_beside_the_model(first: int, tmp_path: Path) -> None:
         for step in range(160):
             if step == 60:
                 state = beside.managers[0].state
-                beside.managers.append(strategies.continue_from(beside.config, state.created, export(state)))
+                beside.managers.append(strategies.continue_from(beside.config, state.created, state.export()))
             beside.step()
             beside.compare()
         otherwise += beside.window.otherwise
@@ -319,8 +318,8 @@ def test_impossible_uses_are_refused(name: str) -> None:
     assert manager.state.created is not None
     state.apply(manager.state.created)
     with pytest.raises(InvariantViolated, match=message):
-        state.apply(lie(export(manager.state), change))
-    state.apply(lie(export(manager.state), lambda numbers: None))
+        state.apply(lie(manager.state.export(), change))
+    state.apply(lie(manager.state.export(), lambda numbers: None))
     assert fingerprint(state) == manager.fingerprint()
 
 

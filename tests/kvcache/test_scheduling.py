@@ -15,7 +15,6 @@ import pytest
 from events.tokens import symbols
 from events.types import BlocksReused, Event
 from kvcache.errors import DuplicateRequest, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
-from kvcache.fold.exported_state import export
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
@@ -100,7 +99,7 @@ class Watched:
         said = self.unchanged(lambda: manager.computing(request))
         now, reach = self.reusable(manager, request), {}
         for request_id in manager.state.handles:
-            twin = strategies.continue_from(manager.config, manager.state.created, export(manager.state))
+            twin = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
             twin.store_context_blocks(
                 request_id, twin.state.sequences[twin.state.handles[request_id]].num_tokens
             )

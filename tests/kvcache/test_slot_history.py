@@ -15,7 +15,7 @@ from events.types import PRIMARY
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.slots import SlotChange, SlotHistory, SlotWatch
 from kvcache.errors import CapacityError
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.replay import replay
 
 PROMPT = list(range(8))

@@ -9,7 +9,6 @@ import pytest
 from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
-from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.keep.prune import make_snapshot
 from kvcache.replay import Replayed, fold, replay
@@ -34,7 +33,7 @@ def test_every_batch_is_as_without_snapshots(tmp_path: Path, seed: int) -> None:
         found = replay(log, batch.seq)
         begun.add(found.snapshot_seq)
         assert found.fingerprint == full.fingerprint
-        assert export(found.state) == export(full.state)
+        assert found.state.export() == full.state.export()
         assert found.last_ts == full.last_ts
     assert not full.checkpoints_failed
     assert {first_seq(path) for path in snapshot_paths(log)} == begun - {None}

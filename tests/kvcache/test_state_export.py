@@ -8,8 +8,6 @@ import pytest
 
 from events.types import StateExported
 from kvcache.errors import CapacityError, InvariantViolated
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Request
@@ -58,7 +56,7 @@ SETUPS = [nothing, decoding, nameless, under_way]
 
 def installed(manager: KVCacheManager) -> CacheState:
     state = CacheState()
-    for event in strategies.through_the_codec(manager.state.created, export(manager.state)):
+    for event in strategies.through_the_codec(manager.state.created, manager.state.export()):
         state.apply(event)
     return state
 
@@ -70,8 +68,8 @@ def test_installed_state_equals_the_exported_one(setup: Setup) -> None:
     setup(manager)
     state = installed(manager)
     assert fingerprint(state) == manager.fingerprint()
-    check(state)
-    assert export(state) == export(manager.state)
+    state.check()
+    assert state.export() == manager.state.export()
     assert list(state.transfers) == list(manager.state.transfers)
 
 
@@ -81,7 +79,7 @@ def test_installed_state_goes_on_alike(setup: Setup) -> None:
     manager = KVCacheManager(config())
     setup(manager)
     manager.flush()
-    twin = strategies.continue_from(manager.config, manager.state.created, export(manager.state))
+    twin = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
     ids = list(manager.state.handles)
     traffics = [Traffic(each, 11) for each in (manager, twin)]
     for traffic in traffics:
@@ -101,7 +99,7 @@ def test_exporting_changes_nothing(setup: Setup) -> None:
     manager = KVCacheManager(config())
     setup(manager)
     before = manager.fingerprint()
-    assert export(manager.state) == export(manager.state)
+    assert manager.state.export() == manager.state.export()
     assert manager.fingerprint() == before
     manager.check()
 
@@ -111,10 +109,10 @@ def test_install_replaces_what_was_there() -> None:
     manager, other = KVCacheManager(config()), KVCacheManager(config())
     decoding(manager)
     under_way(other)
-    event = export(manager.state)
+    event = manager.state.export()
     other.state.apply(event)
     assert fingerprint(other.state) == manager.fingerprint()
-    check(other.state)
+    other.state.check()
     for state in (manager.state, other.state):
         rows = manager.bus.pending[-1]
         state.apply(rows)
@@ -124,7 +122,7 @@ def test_install_replaces_what_was_there() -> None:
 def test_export_needs_a_cache_to_install_it_in() -> None:
     """A state cannot be installed before its cache was created, nor in a cache with other groups."""
     manager = KVCacheManager(config())
-    event = export(manager.state)
+    event = manager.state.export()
     with pytest.raises(InvariantViolated, match="before the cache was created"):
         CacheState().apply(event)
     other = StateExported((), (), (), 1, 1, 0, 0)

@@ -17,7 +17,7 @@ from events.subscribe.index import Index, level_of
 from events.subscribe.workers import WorkerFeed
 from events.types import FeedGap, FeedRestarted
 from kvcache import KVCacheManager, PrefixIndex
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from kvcache.tap.tap import Endpoint, Tap, state_of
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers

@@ -7,11 +7,8 @@ from typing import Any
 from events.codec import without_tokens
 from events.feed import Feed
 from events.types import PRIMARY, BlocksMoved, BlocksRemoved, BlocksStored, Event, EventBatch, MoveReason
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.residency import resident_names
-from kvcache.fold.state import CacheState
+from kvcache.fold.state import CacheState, resident_names
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 
@@ -35,7 +32,7 @@ def test_a_resumed_manager_evicts_alike() -> None:
         manager.add_sequence(name, [ord(name)] * count)  # moves one block of the first prompt each
     manager.flush()
     assert manager.state.created is not None
-    again = strategies.continue_from(manager.config, manager.state.created, export(manager.state))
+    again = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
     events: list[list[Event]] = [[], []]
     for each, heard in zip((manager, again), events, strict=True):
         each.bus.subscribe(heard.append, BlocksMoved, BlocksRemoved)
@@ -62,7 +59,7 @@ def test_recomputed_blocks_have_names_in_a_log_without_tokens() -> None:
     run(manager, "other", [2] * 10)
     manager.store_context_blocks("slow", 6)
     assert moved[-1].why == MoveReason.RECOMPUTED
-    check(mirror)
+    mirror.check()
     assert fingerprint(mirror) == manager.fingerprint()
 
 

@@ -41,8 +41,6 @@ from kvcache.errors import (
     PromptTooLong,
     UsageError,
 )
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence as RunningSequence
 from kvcache.fold.state import CacheState
@@ -452,7 +450,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def begin_twin(self, folded: bool) -> None:
         """From here on another manager works beside this one, on a copy of the state as an export or the log has it."""
         created = self.history[0]
-        events = self.history if folded else [created, export(self.manager.state)]
+        events = self.history if folded else [created, self.manager.state.export()]
         self.twin = strategies.continue_from(self.config, *events, ticks=self.ticks)
         self.twin.bus.subscribe(self.twin_history.append)
         self.twin_since = len(self.history)
@@ -530,7 +528,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def folds_agree(self) -> None:
         live = self.manager.fingerprint()
         assert fingerprint(self.mirror) == live
-        check(self.mirror)
+        self.mirror.check()
         if self.twin is not None:
             assert self.twin.fingerprint() == live
             # The twin has no log, so it records no fingerprints.
@@ -557,7 +555,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert replayed.last_seq == last
         assert replayed.checkpoints_verified
         assert not replayed.checkpoints_failed
-        check(replayed.state)
+        replayed.state.check()
         at = random.Random(last).randrange(last + 1)
         assert replay(directory, at).fingerprint == self.fingerprints[at]
 

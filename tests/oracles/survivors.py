@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvcache.fold.contents import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
 from kvcache.replay import replay

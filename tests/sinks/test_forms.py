@@ -10,7 +10,7 @@ import pytest
 from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from sinks import SinkContext, SinkURLError, open_sink
 from sinks.router.transport import ZMQTransport
 from tests.support.engines import strategies

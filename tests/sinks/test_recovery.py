@@ -18,7 +18,7 @@ from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.fold.residency import resident_names
+from kvcache.fold.state import resident_names
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
 from sinks.base import Overflow, State
 from sinks.prometheus import BlockMetrics, MetricsCollector

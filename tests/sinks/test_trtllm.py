@@ -18,7 +18,6 @@ from events.subscribe.continuity import Missed, Received, Restarted
 from events.subscribe.index import Index
 from events.types import EventBatch, Gap
 from kvcache import KVCacheManager
-from kvcache.fold.exported_state import export
 from kvcache.publish.errors import NoTokens
 from kvcache.publish.publisher import Publisher
 from kvcache.replay import replay
@@ -233,7 +232,7 @@ def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequ
         assert feed.lost_seq == lost[-1]
         assert held_in(read(lines.lines)[0]) == {}
         later = next(batches)
-        feed.write(EventBatch(later.seq, 0, (*later.events, export(manager.state))))
+        feed.write(EventBatch(later.seq, 0, (*later.events, manager.state.export())))
         feed.tick()
         index, odd = read(lines.lines)
         assert held_in(index) == held_by(manager)

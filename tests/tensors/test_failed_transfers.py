@@ -16,8 +16,6 @@ from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.upkeep import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
-from kvcache.fold.check import check
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
@@ -407,7 +405,7 @@ def test_state_after_failures_is_a_fold_of_the_events() -> None:
     assert fingerprint(mirror) == engine.manager.fingerprint()
     assert not mirror.transfers
     assert strategies.cached_blocks(mirror) == {}
-    check(mirror)
+    mirror.check()
 
 
 def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
@@ -537,7 +535,7 @@ def seen_by(feed: Feed, manager: KVCacheManager) -> list[Change]:
     """What a router hears from the next flush on; it begins with what there is."""
     changes: list[Change] = []
     assert manager.state.created is not None
-    feed.fold(EventBatch(0, 0, (manager.state.created, export(manager.state))))
+    feed.fold(EventBatch(0, 0, (manager.state.created, manager.state.export())))
     flush = manager.flush
 
     def folded() -> EventBatch | None:

@@ -12,7 +12,6 @@ import pytest
 
 from cuda_ops.simulated import LateCopier
 from kvcache.errors import Unsupported, UsageError
-from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.fold.surviving import surviving
@@ -403,9 +402,9 @@ def test_an_exported_state_has_the_checksums_of_what_has_landed(tmp_path: Path) 
     assert state.created is not None
     again = CacheState()
     again.apply(state.created)
-    again.apply(export(state))
+    again.apply(state.export())
     assert fingerprint(again) == fingerprint(state)
-    assert export(again).groups[0].checksums == export(state).groups[0].checksums != b""
+    assert again.export().groups[0].checksums == state.export().groups[0].checksums != b""
     assert engine.pools.secondary_file is not None
     _, survey = surviving(again, engine.pools.secondary_file.checksums, [4])
     assert survey.verified == 4

@@ -24,8 +24,8 @@ from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
 from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
-from kvcache.fold.contents import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.surviving import LostPrefix
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout

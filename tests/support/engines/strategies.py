@@ -20,7 +20,6 @@ from events.codec import decode_batch, encode_batch
 from events.structs import RUN_COLUMNS
 from events.types import PRIMARY, SECONDARY, EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
-from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.inputs import retention as inputs
 from kvcache.inputs.multimodal import MultimodalItem
@@ -317,7 +316,7 @@ def cached_blocks(state: CacheState, index: int = 0) -> Cached:
     """Every cached block of a group, by its name."""
     if slides(state, index):
         return _cached_alone(state, index)
-    group = export(state).groups[index]
+    group = state.export().groups[index]
     found: Cached = {}
     keys, numbers = group.keys, array("q", group.runs)
     size, block = state.tokens_per_block, 0
@@ -374,7 +373,7 @@ def mirror_of(manager: KVCacheManager) -> CacheState:
     """A second state that folds the manager's events from now on."""
     mirror = CacheState()
     assert manager.state.created is not None
-    for event in through_the_codec(manager.state.created, export(manager.state)):
+    for event in through_the_codec(manager.state.created, manager.state.export()):
         mirror.apply(event)
     manager.bus.subscribe(mirror.apply)
     return mirror
