@@ -16,7 +16,8 @@ from unittest.mock import patch
 import pytest
 
 from events import EventBatch, LogWriteFailed
-from events.log import LogReader, LogWriter, recorder
+from events.log import LogReader, LogWriter
+from events.log import writer as recorder
 from events.log.recovery import recover
 from tests.oracles.crash_model import Disk, File, Recording, State, put
 from tests.support.logs.logs import LOG_ID, batch, form, segments, settle

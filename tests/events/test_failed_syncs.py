@@ -17,7 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from events import EventBatch, LogDamaged, LogWriteFailed
-from events.log import LogReader, LogWriter, recorder, zstd
+from events.log import LogReader, LogWriter, zstd
+from events.log import writer as recorder
 from events.log.reader import LogHead
 from events.log.retention import Kept
 from events.log.segments import segment_name

@@ -13,7 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from events import LogWriteFailed
-from events.log import LogWriter, recorder
+from events.log import LogWriter
+from events.log import writer as recorder
 from events.log.output import LogOutput, Record
 from tests.support.logs.logs import batch, batches, form, read_log, segments, settle, write_log
 from tests.support.waiting import wait_until

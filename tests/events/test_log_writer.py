@@ -29,8 +29,9 @@ from events import (
     LogWriteFailed,
     NotALog,
 )
-from events.log import LogReader, LogWriter, output, recorder
+from events.log import LogReader, LogWriter, output
 from events.log import segments as segment_files
+from events.log import writer as recorder
 from tests.support.commands import RunPython
 from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from events.errors import LogWriteFailed
-from events.log import LogReader, LogWriter, output, recorder
+from events.log import LogReader, LogWriter, output
 from events.log import segments as segment_files
+from events.log import writer as recorder
 from events.types import EventBatch, Gap
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager

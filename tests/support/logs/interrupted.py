@@ -26,7 +26,8 @@ from typing import Any
 from unittest.mock import patch
 
 from events import LogUnavailable, LogWriteFailed
-from events.log import LogReader, LogWriter, recorder
+from events.log import LogReader, LogWriter
+from events.log import writer as recorder
 from tests.support.logs.logs import LOG_ID, batch, batches, large_batch, segments, settle, write_synced
 
 NAMES = ("open", "write", "writev", "pwrite", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "mkdir")
