@@ -39,6 +39,21 @@ from events.structs import StatedRetention as StatedRetention
 from events.structs import SymbolPage as SymbolPage
 from events.structs import TransferExported as TransferExported
 
+__all__ = [
+    "FORMAT_VERSION", "PRIMARY", "SECONDARY", "AdmissionRefused", "AllocateReason", "AnyEvent",
+    "BlocksAllocated", "BlocksCopied", "BlocksDetached", "BlocksFilled", "BlocksMoved", "BlocksPinned",
+    "BlocksRemoved", "BlocksReturned", "BlocksReused", "BlocksStored", "BlocksUnpinned", "BlocksUpdated",
+    "CacheCleared", "CacheCreated", "Checkpoint", "ContextComputed", "EpochStarted", "Event", "EventBatch",
+    "FeedCleared", "FeedGap", "FeedReceived", "FeedRemoved", "FeedRestarted", "FeedStarted", "FeedStored",
+    "FeedUnknown", "Gap", "GroupCreated", "GroupExported", "HitDeferred", "LoadFailed", "MoveReason",
+    "Namespace", "PoolCreated", "PoolShared", "RemoveReason", "RequestId", "SequenceAdded",
+    "SequenceExported", "SequenceForked", "SequenceRemoved", "SequenceRewound", "SharingGroup", "SlotsLeft",
+    "SlotsNamed", "SlotsTaken", "SlotsUnnamed", "StateExported", "SymbolPage", "SymbolsForgotten",
+    "SymbolsInterned", "TokensAppended", "TransferExported", "TransferFailed", "TransferLanded",
+    "WorkerSeen",
+]  # fmt: skip
+"""What `events` exports of these."""
+
 
 class AllocateReason(StrEnum):
     """Why slots are not blank any more."""

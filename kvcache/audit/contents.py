@@ -94,7 +94,6 @@ class ContentIds:
             chain = hash((chain, self._meant(block) if translated else block))
             known = get(chain ^ salt)
             if known is None:
-                # What `_new` does, without a call for each block of a log.
                 known = contents[chain ^ salt] = len(chains)
                 chains.append(chain)
                 parents.append(parent)
@@ -123,19 +122,17 @@ class ContentIds:
 
     def named(self, names: bytes) -> array[int]:
         """The numbers of blocks of which only the names are known: of a log without tokens."""
-        return array("q", [self._named(name) for name in array("q", names)])
-
-    def _named(self, name: int) -> int:
-        known = self._ids.get(name)
-        return self._new(name, 0, -1) if known is None else known
-
-    def _new(self, chain: int, salt: int, parent: int) -> int:
-        content = self._ids[chain ^ salt] = len(self._chains)
-        self._chains.append(chain)
-        self._parents.append(parent)
-        if self._alike is not None:
-            self._alike.setdefault(chain, []).append(content)
-        return content
+        ids = array("q")
+        for name in array("q", names):
+            known = self._ids.get(name)
+            if known is None:
+                known = self._ids[name] = len(self._chains)
+                self._chains.append(name)
+                self._parents.append(-1)
+                if self._alike is not None:
+                    self._alike.setdefault(name, []).append(known)
+            ids.append(known)
+        return ids
 
     def parents(self) -> npt.NDArray[np.int64]:
         """Per content that of the block before it; -1 at the start of a prompt."""

@@ -39,7 +39,7 @@ from kvcache.prefixes.tree import (
 
 
 class _Seen:
-    """What the tree says that a holder has."""
+    """What the tree says that a holder has: its names, and how many of them are in each plane."""
 
     def __init__(self) -> None:
         self.names: dict[Hash, Holding | Aliases] = {}
@@ -49,11 +49,6 @@ class _Seen:
         """A name that is kept there."""
         _law(name not in self.names, "a name stands for two contents")
         self.names[name] = holding
-
-    def count(self, masks: dict[Plane, int]) -> None:
-        """Blocks that are there."""
-        for plane, mask in masks.items():
-            self.resident[plane] += mask.bit_count()
 
 
 def prove(tree: ContentTree, sources: Sources) -> None:
@@ -111,7 +106,7 @@ def _prove_holding(holder: Owner, first: Holding, run: ContentRun, seen: _Seen) 
     for mask in first.masks.values():
         _law(mask > 0, "a mask is empty")
         there |= mask
-    seen.count(first.masks)
+    seen.resident.update({plane: mask.bit_count() for plane, mask in first.masks.items()})
     _law(there.bit_length() <= len(first.names), "a block without a name is somewhere")
     for at, name in enumerate(first.names):
         _law(name is not None or not there >> at & 1, "a block without a name is somewhere")

@@ -379,7 +379,8 @@ class Holder:
                 continue
             last = holding.place(name)
             # Leaves go first: mostly the next ones are the blocks before it.
-            count = _backwards(holding.names, last, hashes, at)
+            most = min(last + 1, len(hashes) - at)
+            count = _common(holding.names[last - most + 1 : last + 1][::-1], hashes[at : at + most])
             gone = holding.unmark(plane, last - count + 1, count)
             self._count(plane, -gone)
             if gone < count:
@@ -503,7 +504,8 @@ class Holder:
                     found[plane] = found.get(plane, 0) | 1 << at
             elif holding is not None:
                 place = holding.place(name)
-                count = _forwards(holding.names, place, hashes, at)
+                most = min(len(holding.names) - place, len(hashes) - at)
+                count = _common(holding.names[place : place + most], hashes[at : at + most])
                 ones = (1 << count) - 1
                 for plane, mask in holding.masks.items():
                     found[plane] = found.get(plane, 0) | (mask >> place & ones) << at
@@ -524,25 +526,11 @@ class Holder:
                 del self.resident[plane]
 
 
-def _backwards(names: list[Hash | None], last: int, hashes: Sequence[Hash], at: int) -> int:
-    """How many of the hashes from `at` on are names up to the one at `last`, from behind."""
-    count, most = 1, min(last + 1, len(hashes) - at)
-    if tuple(names[last - most + 1 : last + 1][::-1]) == hashes[at : at + most]:
-        return most
-    while count < most and names[last - count] == hashes[at + count]:
-        count += 1
-    return count
-
-
-def _forwards(names: list[Hash | None], place: int, hashes: Sequence[Hash], at: int) -> int:
-    """How many of the hashes from `at` on are the names from `place` on."""
-    most = min(len(names) - place, len(hashes) - at)
-    if names[place : place + most] == list(hashes[at : at + most]):
-        return most
-    count = 1
-    while names[place + count] == hashes[at + count]:
-        count += 1
-    return count
+def _common(names: Sequence[Hash | None], hashes: Sequence[Hash]) -> int:
+    """How many of the first hashes are the first names."""
+    if list(names) == list(hashes):
+        return len(hashes)
+    return next(at for at, pair in enumerate(zip(names, hashes, strict=True)) if pair[0] != pair[1])
 
 
 GROUPS_MAX = 64

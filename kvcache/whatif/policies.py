@@ -320,8 +320,7 @@ class Belady(Clairvoyant):
 
     def rank(self, run: Run, at: int) -> int:
         """How far away the next use is, below 0."""
-        begin = at * self._key_bytes
-        use = self._next_use(bytes(run.keys[begin : begin + NAME_BYTES]))
+        use = self._next_use(self.name(run, at))
         return _NEVER if use is None else -use
 
 
