@@ -11,7 +11,6 @@ schema does not name, and every way in which it can fail is one error that repea
 from __future__ import annotations
 
 import json
-import operator
 import re
 import typing
 from collections.abc import Callable
@@ -53,19 +52,22 @@ def without_tokens(event: AnyEvent) -> AnyEvent:
     What counts tokens is kept: `TokensAppended.counts` becomes explicit. What symbols stand for goes, the digests of
     items too: whoever has an image could tell that somebody sent it, and such a stream needs them for nothing.
     """
-    stripped = _stripped(event)
-    if isinstance(event, TokensAppended) and stripped is not event and not event.counts:
+    if not _token_fields(type(event)):
+        return event
+    if isinstance(event, TokensAppended):
         one_each = b"\x01\0\0\0" * (len(event.handles) // HANDLE_BYTES)
-        return msgspec.structs.replace(stripped, counts=one_each)
+        counts = event.counts or one_each
+        return msgspec.structs.replace(event, counts=counts, tokens=b"") if event.tokens else event
+    stripped = _stripped(event)
     return _without_told(stripped) if isinstance(stripped, FeedStored) and stripped.more else stripped
 
 
 def batch_without_tokens(batch: EventBatch) -> EventBatch:
-    """The batch with token ids taken out of its events; the same object if there are none."""
-    events = tuple(map(without_tokens, batch.events))
-    if all(map(operator.is_, events, batch.events)):
-        return batch
-    return EventBatch(batch.seq, batch.ts, events)
+    """The batch with token ids taken out of its events; the same object if none can have any."""
+    for event in batch.events:
+        if _token_fields(type(event)):
+            return EventBatch(batch.seq, batch.ts, tuple(map(without_tokens, batch.events)))
+    return batch
 
 
 def _stripped(struct: _Struct) -> _Struct:
