@@ -14,7 +14,21 @@ import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from events.log import LogReader
-from events.types import FEED_EVENTS, AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, LoadFailed
+from events.types import (
+    FEED_EVENTS,
+    AnyEvent,
+    CacheCreated,
+    EpochStarted,
+    EventBatch,
+    Gap,
+    HitDeferred,
+    LoadFailed,
+    PoolShared,
+    SlotsLeft,
+    SlotsNamed,
+    SlotsTaken,
+    SlotsUnnamed,
+)
 from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import MultimodalItem
@@ -483,7 +497,7 @@ SITUATIONS: dict[str, tuple[Callable[[], KVCacheManager], Callable[[KVCacheManag
 }
 """What may happen in every command: a state, and the call."""
 AT_THE_START = {CacheCreated, EpochStarted}
-RECORDED = {LoadFailed, *(kind for kind in AnyEvent.__args__ if kind.__module__ == "events.types")}
+RECORDED = {LoadFailed, PoolShared, SlotsTaken, SlotsLeft, SlotsNamed, SlotsUnnamed, HitDeferred}
 """Of other engines alone: a manager has no groups that share a pool, and loads nothing from outside."""
 
 
