@@ -178,8 +178,8 @@ def test_what_loads_a_library_is_seen() -> None:
 
 
 NAMED_TWICE = {
-    "Continuity", "Copies", "Curve", "Group", "Kept", "Limits", "Place", "Places", "Recorder", "Removed", "Span", "Step",
-    "Trial", "_Running", "_Teller",
+    "Continuity", "Copies", "Curve", "Group", "Kept", "Limits", "Place", "Places", "Recorder", "Removed", "Span",
+    "Step", "Trial", "_Running", "_Teller",
 }  # fmt: skip
 """Names of classes in more modules than one, which are to become different; nothing is added here."""
 
