@@ -29,7 +29,7 @@ from events.log.snapshots import snapshot_paths
 from events.subscribe.index import Index
 from events.subscribe.sockets import KeyFileError, read_pair
 from kvcache import KVCacheConfig, PrefixIndex
-from kvcache.cli.prompts import read_tokens
+from kvcache.cli.options import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
 from kvcache.keep.compress import compress
 from kvcache.keep.verify import verify

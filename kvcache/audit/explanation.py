@@ -9,9 +9,9 @@ from events import types as ev
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
-from kvcache.audit.phrases import count, duration, printable, share
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.errors import UsageError, shown
+from kvcache.phrases import count, duration, printable, share
 
 MOST_HOLDERS = 5
 """Of a refusal, so many of the requests that held most are named."""

@@ -17,8 +17,8 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Ids, Window
 from kvcache.audit.histogram import Ages
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
-from kvcache.audit.phrases import count, duration, share
 from kvcache.audit.reasons import EVICTIONS, Reason
+from kvcache.phrases import count, duration, share
 
 PARTS = 120
 """At most; from then on two become one."""

@@ -7,25 +7,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch
+from events.types import EventBatch, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
-from kvcache.audit.histogram import Ages
-from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
+from kvcache.audit.reasons import LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
-from kvcache.cli import moments, times, told, told_audit
-from kvcache.cli.audit_json import to_json
-from kvcache.cli.fleet import logs_in
-from kvcache.cli.fleet import run as run_fleet
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.moments import UpTo, span
-from kvcache.cli.output import Output, bar, count, duration, share
-from kvcache.cli.parser import positive
-from kvcache.cli.progress import Update, progress
-from kvcache.cli.times import Times
+from kvcache.cli import feed_log, fleet, times
+from kvcache.cli.audit_json import ages_in_words, to_json
+from kvcache.cli.options import add_shared, positive
+from kvcache.cli.output import Output, bar, end_json
+from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable, share
 
 _BARS = 24
 """Rows of the picture over time, at most."""
@@ -41,61 +38,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "`kvcache docs audit` defines the reasons; `kvcache explain` tells of one request. Of ages the median is told, "
         "and in brackets what a tenth lies below and above; they are at most 2.4 % off.\n\n"
-        + moments.FORMS_HELP
+        + times.FORMS_HELP
     )
-    parser.add_argument(
-        "log", type=Path, metavar="LOG", help="a log directory, or a directory of the logs of several workers"
+    add_shared(
+        parser,
+        "--time",
+        "--json",
+        log="a log directory, or a directory of the logs of several workers",
+        since="count what happens from then on",
+        until="stop there",
     )
-    parser.add_argument(
-        "--since", type=moments.argument, metavar=moments.METAVAR, help="count what happens from then on"
-    )
-    parser.add_argument("--until", type=moments.argument, metavar=moments.METAVAR, help="stop there")
-    parser.add_argument(
-        "--top", type=positive, default=10, metavar="N", help="evictions and prefixes to name (10)"
-    )
-    fleet = parser.add_argument_group("several workers")
-    fleet.add_argument(
-        "--jobs",
-        type=positive,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="logs to read at once (one per core)",
-    )
-    fleet.add_argument(
-        "--engine", choices=("processes", "ray"), default="processes", help="where logs are read (processes)"
-    )
-    times.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    add = parser.add_argument
+    add("--top", type=positive, default=10, metavar="N", help="evictions and prefixes to name (10)")
+    add = parser.add_argument_group("several workers").add_argument
+    jobs = os.cpu_count() or 1
+    add("--jobs", type=positive, default=jobs, metavar="N", help="logs to read at once (one per core)")
+    add("--engine", choices=("processes", "ray"), default="processes", help="where logs are read (processes)")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
-    if told.is_told(args.log):
-        return told_audit.run(args, out)
-    directory = logs_in(args.log)
+    if feed_log.is_feed_log(args.log):
+        return feed_log.audit(args, out)
+    directory = fleet.logs_in(args.log)
     if directory.logs or directory.left_out:
-        return run_fleet(args, directory, out)
+        return fleet.run(args, directory, out)
     if args.engine != "processes":
         raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
     reader = LogReader(args.log)
     batches = UpTo(reader, args.until)
-    with progress("reading", None, shown=not out.quiet) as update:
-        audit = audit_batches(_watched(batches, args, update), top=args.top)
+
+    def watched() -> Iterator[tuple[EventBatch, bool]]:
+        with out.progress("reading") as update:
+            for batch, counts in span(batches, args.since):
+                update(batch.seq)
+                yield batch, counts
+
+    audit = audit_batches(watched(), top=args.top)
     if audit.first_batch < 0:
         raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     end = reader.end if batches.ended else None
-    note_end(out, end)
+    out.note_end(end)
     if args.json:
         out.json(to_json(audit) | {"end": end_json(end)})
     else:
         _show(args.log, audit, Times(args.time, batches.first_ts), args.top, out)
     return 0
-
-
-def _watched(batches: UpTo, args: argparse.Namespace, update: Update) -> Iterator[tuple[EventBatch, bool]]:
-    for batch, counts in span(batches, args.since):
-        update(batch.seq)
-        yield batch, counts
 
 
 # -- for people
@@ -107,14 +95,14 @@ def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
         f"{when.of(audit.first_at)} to {when.of(audit.last_at)}"
     )
     part = audit.reused / max(audit.prompt_tokens, 1)
+    reused = f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"
     facts = [
         ("requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"),
-        ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"),
+        ("prompt tokens", reused),
     ]
     if audit.loaded or audit.not_loaded:
-        facts.append(
-            ("from outside", f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come")
-        )
+        came = f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come"
+        facts.append(("from outside", came))
     if audit.engine:
         facts.append(("decided by", printable(audit.engine)))
     if audit.counts is not None:
@@ -139,12 +127,7 @@ def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
 
 
 def _show_reasons(audit: Audit, out: Output) -> None:
-    rows = [
-        [IN_WORDS[reason], f"{tokens:,}", share(tokens / audit.prompt_tokens)]
-        for reason in Reason
-        if (tokens := int(audit.reasons[reason]))
-    ]
-    out.table(["prompt tokens", "count", "share"], rows, right=["count", "share"])
+    fleet.show_reasons("prompt tokens", audit.reasons, out)
     for (group, kind), tokens in sorted(audit.lost_by_group.items()):
         out.line(
             f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
@@ -159,106 +142,84 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
     rows = []
     for first in range(0, len(sums), together):
         tokens = sums[first : first + together].sum(axis=0)
-        total = int(tokens.sum())
-        reused, lost = (
-            int(tokens[: Reason.PARTIAL + 1].sum()),
-            int(tokens[Reason.COMPUTING_AGAIN : Reason.RESTARTED + 1].sum()),
-        )
-        rows.append(
-            [
-                when.of(start + first * audit.over_time.width),
-                f"{total:,}",
-                share(reused / total) if total else "",
-                bar(reused, lost, total, _BAR),
-            ]
-        )
+        total, reused = int(tokens.sum()), _reused(tokens)
+        lost = int(tokens[Reason.COMPUTING_AGAIN : Reason.RESTARTED + 1].sum())
+        at = when.of(start + first * audit.over_time.width)
+        hits = share(reused / total) if total else ""
+        rows.append([at, f"{total:,}", hits, bar(reused, lost, total, _BAR)])
     out.line()
-    out.table(
-        ["from", "tokens", "reused", "█ reused  ▒ computed again  · others"],
-        rows,
-        right=["tokens", "reused"],
-    )
+    columns = ["from", "tokens", "reused", "█ reused  ▒ computed again  · others"]
+    out.table(columns, rows, right=["tokens", "reused"])
     for batch in audit.set_back:
         out.line(f"  the clock begins again in batch {batch:,}: the times from there on follow those before")
+
+
+def _reused(tokens: npt.NDArray[np.int64]) -> int:
+    return int(tokens[: Reason.PARTIAL + 1].sum())
 
 
 def _show_namespaces(audit: Audit, out: Output) -> None:
     if len(audit.by_namespace) < 2:
         return
     most = sorted(audit.by_namespace.items(), key=lambda item: -int(item[1].sum()))[:10]
-    rows = []
-    for namespace, tokens in most:
-        reused = int(tokens[: Reason.PARTIAL + 1].sum())
-        rows.append(
-            [
-                namespace_in_words(namespace) or "none",
-                f"{int(tokens.sum()):,}",
-                share(reused / int(tokens.sum())),
-            ]
-        )
+    rows = [
+        [
+            namespace_in_words(namespace) or "none",
+            f"{(total := int(tokens.sum())):,}",
+            share(_reused(tokens) / total),
+        ]
+        for namespace, tokens in most
+    ]
     out.line()
-    out.table(
-        [f"namespace (of {len(audit.by_namespace):,})", "tokens", "reused"], rows, right=["tokens", "reused"]
-    )
+    columns = [f"namespace (of {len(audit.by_namespace):,})", "tokens", "reused"]
+    out.table(columns, rows, right=columns[1:])
 
 
 def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
     out.line()
-    facts = []
-    lost = sum(audit.lost_by_priority.values())
-    facts.append(
-        (
-            "computed again",
-            f"{count(lost, 'token')}, because {'it was' if lost == 1 else 'they were'} evicted",
-        )
-    )
-    if cleared := int(audit.reasons[list(LOSSES)].sum()):
-        were = "it was" if cleared == 1 else "they were"
-        facts.append(("", f"{count(cleared, 'token')}, because {were} cleared or lost"))
+    lost, cleared = sum(audit.lost_by_priority.values()), int(audit.reasons[list(LOSSES)].sum())
+    facts = [("computed again", f"{count(lost, 'token')}, because {_were(lost)} evicted")]
+    if cleared:
+        facts.append(("", f"{count(cleared, 'token')}, because {_were(cleared)} cleared or lost"))
     if len(audit.lost_by_priority) > 1:
-        by = ", ".join(
-            f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items())
-        )
-        facts.append(("by priority", by))
+        by = (f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items()))
+        facts.append(("by priority", ", ".join(by)))
     if lost:
-        facts.append(("gone for", _ages(audit.lost_ages) + " when they were asked for"))
+        facts.append(("gone for", ages_in_words(audit.lost_ages) + " when they were asked for"))
     for level in range(len(LEVEL_NAMES)):
         facts += _level_facts(audit, level)
     out.facts(facts)
     if audit.worst:
         out.line()
         rows = [
-            [
-                f"{each.batch:,}",
-                when.of(each.at),
-                printable(str(each.for_request)) if each.for_request is not None else "",
-                f"{each.tokens:,}",
-            ]
+            [f"{each.batch:,}", when.of(each.at), _request(each.for_request), f"{each.tokens:,}"]
             for each in audit.worst
         ]
-        out.table(
-            ["evicted in batch", "time", "for request", "tokens computed again"],
-            rows,
-            right=["evicted in batch", "tokens computed again"],
-        )
+        columns = ["evicted in batch", "time", "for request", "tokens computed again"]
+        out.table(columns, rows, right=[columns[0], columns[3]])
+
+
+def _were(tokens: int) -> str:
+    return "it was" if tokens == 1 else "they were"
+
+
+def _request(name: RequestId | None) -> str:
+    return "" if name is None else printable(str(name))
 
 
 def _level_facts(audit: Audit, level: int) -> list[tuple[str, str]]:
     lives, said = audit.levels[level], []
     if hits := lives.hit_ages.total:
-        said.append(f"{count(hits, 'hit')} of idle blocks {_ages(lives.hit_ages)} after their last use")
+        said.append(
+            f"{count(hits, 'hit')} of idle blocks {ages_in_words(lives.hit_ages)} after their last use"
+        )
     if lives.eviction_ages.total:
         said.append(
-            f"{count(lives.evicted, 'block')} evicted {_ages(lives.eviction_ages)} after the last use"
+            f"{count(lives.evicted, 'block')} evicted {ages_in_words(lives.eviction_ages)} after the last use"
         )
     if verdict := verdict_on(audit, level):
         said += verdict.in_words()
     return [(LEVEL_NAMES[level] if number == 0 else "", text) for number, text in enumerate(said)]
-
-
-def _ages(ages: Ages) -> str:
-    low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
-    return f"{middle} ({low} to {high})"
 
 
 def _often(times: int) -> str:
@@ -274,7 +235,9 @@ def _show_lives(audit: Audit, out: Output) -> None:
         uses = ", ".join(
             f"{int(blocks):,} {_often(times_used)}" for times_used, blocks in enumerate(audit.uses) if blocks
         )
-        facts.append(("gone", f"{count(gone, 'block')} after {_ages(audit.lifetimes)}; reused: {uses}"))
+        facts.append(
+            ("gone", f"{count(gone, 'block')} after {ages_in_words(audit.lifetimes)}; reused: {uses}")
+        )
     if audit.offloaded:
         paid = share(audit.onboarded / audit.offloaded)
         facts.append(
@@ -297,19 +260,12 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
     rows = [
         [
             f"{each.first:,}–{each.stop - 1:,}",
-            f"{each.tokens_served:,}",
-            f"{each.times:,}",
-            each.name or "",
-            when.of(each.last_used),
-            printable(str(each.stored_by)) if each.stored_by is not None else "",
-            "yes" if each.cached else "no",
+            *(f"{each.tokens_served:,}", f"{each.times:,}", each.name or "", when.of(each.last_used)),
+            *(_request(each.stored_by), "yes" if each.cached else "no"),
         ]
         for each in prefixes
     ]
     columns = ["prefixes that served most", "tokens served", "times", "last block"]
     out.line()
-    out.table(
-        [*columns, "last use", "stored by request", "cached at the end"],
-        rows,
-        right=["tokens served", "times"],
-    )
+    columns += ["last use", "stored by request", "cached at the end"]
+    out.table(columns, rows, right=["tokens served", "times"])

@@ -7,15 +7,21 @@ told beside what an engine gets, and a file that `run` accepts is accepted here,
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
-from kvcache.cli import settings
-from kvcache.cli.messages import printable
+from kvcache.cli.options import add_shared
 from kvcache.cli.output import Output
-from kvcache.config import KVCacheConfig
+from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
+from kvcache.errors import ConfigError, UsageError
 from kvcache.layout import Layout
-from kvcache.settings.environment import fields_of, variable_of
-from kvcache.settings.sources import Sources, look_up
+from kvcache.phrases import printable
+from kvcache.settings.environment import fields_of, read_environment, value_in, variable_of
+from kvcache.settings.sources import Sources, Values, look_up, merged, nested
+
+RUN_DEFAULTS: Values = {"tokens_per_block": 64, "log": {"overflow": "block"}}
+"""Where `kvcache run` has defaults of its own."""
 
 _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
 """What no cache can be without, to check all the rest."""
@@ -32,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
         "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or the like."
     )
-    settings.add_options(parser)
+    add_settings(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--schema", action="store_true", help="the JSON schema of the settings")
-    form.add_argument("--json", action="store_true", help="the settings as JSON")
+    add_shared(form, json="the settings as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -43,12 +49,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.schema:
         out.json(KVCacheConfig.model_json_schema())
         return 0
-    sets = settings.parse_sets(args.sets)
-    settings.warn_of_unknown(out)
-    sources = settings.read(args.config, sets)
-    derived = settings.derived(sources.values)
+    sets = parse_sets(args.sets)
+    warn_of_unknown(out)
+    sources = read_settings(args.config, sets)
+    derived = derived_settings(sources.values)
     missing = {name: value for name, value in _PLACEHOLDERS.items() if name in derived}
-    config = settings.load(args.config, sets, missing)
+    config = load_settings(args.config, sets, missing)
     if args.json:
         out.json(config.model_dump(mode="json", exclude=set(derived)))
         return 0
@@ -91,7 +97,7 @@ def _origin(name: str, sources: Sources) -> str | None:
 
 def _default(name: str, derived: str | None) -> str:
     """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
-    own = look_up(settings.RUN_DEFAULTS, name)
+    own = look_up(RUN_DEFAULTS, name)
     in_run = derived if derived is not None else None if own is ... else _spelled(own)
     default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
     return default if in_run is None else f"{default} ({in_run} in run)"
@@ -105,3 +111,71 @@ def _spelled(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return printable(str(value)) or '""'
+
+
+# -- settings on the command line, of this and other commands
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options that name settings."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings: a .toml, .yaml or .yml file")
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="one setting, as in head_dim=128 or log.fsync=never; wins over the file and KVCACHE_* variables",
+    )
+
+
+def parse_sets(sets: list[str]) -> Values:
+    """The settings of all ``--set``; raises UsageError. What they accept is checked with all others later."""
+    fields = fields_of(KVCacheConfig)
+    values: Values = {}
+    for text in sets:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {text}: write FIELD=VALUE, as in --set head_dim=128")
+        outer = name.rpartition(".")[0]
+        if outer and not isinstance(look_up(values, outer), dict | type(...)):
+            raise UsageError(f"--set {text}: {outer} has no settings inside")
+        values = merged(values, nested(name, value_in(value, fields.get(name))))
+    return values
+
+
+def read_settings(path: Path | None, sets: Values) -> Sources:
+    """What is given; raises ConfigError."""
+    return Sources(KVCacheConfig, path, os.environ, sets)
+
+
+def warn_of_unknown(out: Output) -> None:
+    """Tell of variables that may have been meant as settings and are none."""
+    warning = read_environment(KVCacheConfig, os.environ).warning(KVCacheConfig)
+    if warning is not None:
+        out.warning(warning)
+
+
+def derived_settings(known: Values) -> dict[str, str]:
+    """The settings that `kvcache run` takes from its requests if these are given, and how."""
+    found = {"max_sequence_length": "from the requests"}
+    if not any(name in known for name in PRIMARY_LIMITS):
+        found["primary_blocks"] = "from the requests"
+    if "host_cache_size" not in known:
+        found["secondary_blocks"] = "as many as primary" if "primary_blocks" in known else "from the requests"
+    return {name: how for name, how in found.items() if name not in known}
+
+
+def load_settings(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
+    """The settings, with `defaults` for what is given nowhere. Raises ConfigError, which says where a wrong one is."""
+    sources = read_settings(path, sets)
+    try:
+        return KVCacheConfig(**merged(defaults, sources.values))
+    except ConfigError as error:
+        raise ConfigError([_place(problem, sources, path) + problem for problem in error.problems]) from None
+
+
+def _place(problem: str, sources: Sources, path: Path | None) -> str:
+    """Where the setting that a problem begins with was given, but for the command line itself."""
+    name = problem.partition(":")[0]
+    return {"file": f"{path}: ", "environment": f"{variable_of(name)}: "}.get(sources.origin(name) or "", "")

@@ -11,14 +11,12 @@ from typing import Any
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, share, size
-from kvcache.cli.parser import positive
-from kvcache.cli.progress import progress
+from kvcache.cli.options import add_shared, positive
+from kvcache.cli.output import Output, end_json, pick
 from kvcache.config import KVCacheConfig
 from kvcache.curve.curve import SAMPLES, CurveRecorder, HitCurve, best_hits, enough_for
 from kvcache.curve.prompts import LoggedPrompts
+from kvcache.phrases import count, printable, share, size
 
 _FEWEST = 8
 """Blocks of a sample, below which it says little."""
@@ -31,7 +29,7 @@ _BAR = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CurveFound:
     """All that there is to say."""
 
     prompts: LoggedPrompts
@@ -50,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is used least recently were evicted. With two levels, sizes are of both together."
     )
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory; it must have token ids")
+    add_shared(parser, "--json", log="a log directory; it must have token ids")
     parser.add_argument(
         "--sample",
         type=_rate,
@@ -65,22 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help="also the most that any eviction could reuse, at these sizes in blocks: 1000,2000",
     )
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
     recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
-    with progress("reading", None, shown=not out.quiet) as update:
+    with out.progress("reading") as update:
         prompts = LoggedPrompts(args.log, update)
         for blocks in prompts:
             recorder.add(blocks)
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in args.bound}
-    found = Found(prompts, recorder.curve(), bounds)
+    found = CurveFound(prompts, recorder.curve(), bounds)
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
-    note_end(out, prompts.reader.end)
+    out.note_end(prompts.reader.end)
     if args.json:
         out.json({"log_id": open_log(args.log).log_id, **to_json(found)})
     else:
@@ -88,54 +85,46 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def to_json(found: Found) -> dict[str, Any]:
+def to_json(found: CurveFound) -> dict[str, Any]:
     """The curve, and where today's cache is on it."""
     prompts, curve, today = found.prompts, found.curve, found.prompts.size
     return {
-        "seq": prompts.last_seq,
-        "prompts": prompts.admissions,
-        "skipped_prompts": prompts.skipped,
-        "num_gaps": prompts.gaps,
-        "window": prompts.window,
-        "tokens_per_block": prompts.tokens_per_block,
+        **pick(prompts, "window", "tokens_per_block", seq="last_seq", prompts="admissions"),
+        **pick(prompts, skipped_prompts="skipped", num_gaps="gaps"),
+        **pick(curve, "block_requests", "distinct_blocks", "knee", sample_rate="rate"),
         "bytes_per_block": today.bytes_per_block,
-        "block_requests": curve.block_requests,
-        "distinct_blocks": curve.distinct_blocks,
-        "sample_rate": curve.rate,
-        "sampled_blocks": list(curve.sampled_blocks) if curve.rate < 1 else None,
+        "sampled_blocks": curve.sampled_blocks if curve.rate < 1 else None,
         "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
         "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(found), strict=True)),
-        "knee": curve.knee,
-        "sizes": [_size_json(found, blocks) for blocks in _table_sizes(found)],
+        "sizes": [
+            {
+                "blocks": blocks,
+                "hits": curve.hits(blocks),
+                "level_hits": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
+                "hit_rate": curve.hit_rate(blocks),
+                "standard_error": curve.error(blocks),
+                "best_hits": found.bounds.get(blocks),
+            }
+            for blocks in _table_sizes(found)
+        ],
         "end": end_json(prompts.reader.end),
     }
 
 
-def _size_json(found: Found, blocks: int) -> dict[str, Any]:
-    return {
-        "blocks": blocks,
-        "hits": found.curve.hits(blocks),
-        "level_hits": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
-        "hit_rate": found.curve.hit_rate(blocks),
-        "standard_error": found.curve.error(blocks),
-        "best_hits": found.bounds.get(blocks),
-    }
-
-
-def _levels(found: Found, blocks: int) -> tuple[int, int]:
+def _levels(found: CurveFound, blocks: int) -> tuple[int, int]:
     """Hits of a cache of so many blocks, of which as many are primary ones as there are today."""
     primary = min(blocks, found.prompts.size.primary)
     return found.curve.by_level(primary, blocks - primary)
 
 
-def _recorded(found: Found) -> tuple[float, float]:
+def _recorded(found: CurveFound) -> tuple[float, float]:
     """What the log's own cache had from each level, as parts of all tokens in the blocks that are counted."""
     prompts = found.prompts
     tokens = max(found.curve.block_requests * prompts.tokens_per_block, 1)
     return prompts.reused_primary / tokens, prompts.reused_secondary / tokens
 
 
-def _table_sizes(found: Found) -> list[int]:
+def _table_sizes(found: CurveFound) -> list[int]:
     """Powers of two up to where nothing is gained any more, and the sizes that somebody has chosen.
 
     Of a sample only from `_FEWEST` of its blocks on.
@@ -147,7 +136,7 @@ def _table_sizes(found: Found) -> list[int]:
     return sorted(powers | _marks(found).keys() | found.bounds.keys())
 
 
-def _marks(found: Found) -> dict[int, str]:
+def _marks(found: CurveFound) -> dict[int, str]:
     """What is special about a size."""
     today = found.prompts.size
     names = [(today.primary, "primary now")]
@@ -161,7 +150,7 @@ def _marks(found: Found) -> dict[int, str]:
     return marks
 
 
-def _show(log: Path, found: Found, out: Output) -> None:
+def _show(log: Path, found: CurveFound, out: Output) -> None:
     out.heading(f"{printable(str(log))}: what its prompts would reuse, by size of the cache")
     out.facts(_facts(found))
     if not found.curve.block_requests:
@@ -190,7 +179,7 @@ def _show(log: Path, found: Found, out: Output) -> None:
         out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
 
 
-def _row(found: Found, blocks: int, *, two_levels: bool, sampled: bool) -> list[str]:
+def _row(found: CurveFound, blocks: int, *, two_levels: bool, sampled: bool) -> list[str]:
     curve, best = found.curve, found.bounds.get(blocks)
     row = [f"{blocks:,}"]
     row += [size(blocks * found.prompts.size.bytes_per_block)] * _names_model(found)
@@ -200,17 +189,17 @@ def _row(found: Found, blocks: int, *, two_levels: bool, sampled: bool) -> list[
     return row + ["" if best is None else _part(found, best)] * bool(found.bounds)
 
 
-def _names_model(found: Found) -> bool:
+def _names_model(found: CurveFound) -> bool:
     """Whether the settings have a model's shape: the defaults are those of no model, and have no bytes of interest."""
     given, fields = found.prompts.config, KVCacheConfig.model_fields
     return any(given.get(name) != fields[name].default for name in _SHAPE)
 
 
-def _part(found: Found, hits: int) -> str:
+def _part(found: CurveFound, hits: int) -> str:
     return share(hits / max(found.curve.block_requests, 1))
 
 
-def _facts(found: Found) -> list[tuple[str, str]]:
+def _facts(found: CurveFound) -> list[tuple[str, str]]:
     prompts, curve = found.prompts, found.curve
     asked = f"{curve.block_requests:,} full blocks of {prompts.tokens_per_block:,} tokens"
     different = f"{curve.distinct_blocks:,} different ones"
@@ -241,7 +230,7 @@ def _vague(curve: HitCurve) -> str:
     )
 
 
-def _today(found: Found) -> list[tuple[str, str]]:
+def _today(found: CurveFound) -> list[tuple[str, str]]:
     """What the log's own size gives on the curve, and what its cache made of it."""
     primary, secondary = found.prompts.size.primary, found.prompts.size.secondary
     levels = [hits / max(found.curve.block_requests, 1) for hits in found.curve.by_level(primary, secondary)]

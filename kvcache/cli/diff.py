@@ -10,27 +10,22 @@ from typing import Any
 
 from events.log import LogReader
 from events.types import CacheCreated, EventBatch
-from kvcache.cli import times
-from kvcache.cli.event_lines import event_line
-from kvcache.cli.log_end import note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, share
-from kvcache.cli.parser import positive
-from kvcache.cli.progress import Update, progress
-from kvcache.cli.times import Times, iso
+from kvcache.cli.events import event_line
+from kvcache.cli.options import add_shared, positive
+from kvcache.cli.output import Output, Update, pick, stamp, updating
+from kvcache.cli.times import Times
 from kvcache.diff import (
-    Admitted,
-    Change,
     ChangedSetting,
     Divergence,
-    Only,
-    Place,
+    EventPlace,
+    ReuseChange,
     ReuseDifference,
+    ReuseTotals,
     changed_settings,
     compare_reuse,
     first_divergence,
 )
-from kvcache.diff.reuse import Totals
+from kvcache.phrases import count, printable, share
 from sinks.render import Known, render_event, text
 
 
@@ -47,19 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--top", type=positive, default=10, metavar="N", help="how many requests are listed of each kind (10)"
     )
-    times.add_option(parser)
-    add("--json", action="store_true", help="the result as JSON")
+    add_shared(parser, "--time", "--json")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Compare the events up to the first difference, then the requests of both logs."""
     a, b = _Side(args.log_a, args.time), _Side(args.log_b, args.time)
-    with progress("comparing events", None, shown=not out.quiet) as update:
+    with out.progress("comparing events") as update:
         divergence = first_divergence(a.batches(update), b.batches(update))
-    with progress("comparing requests", None, shown=not out.quiet) as update:
-        reuse = compare_reuse(a.read(update), b.read(update), args.top)
+    with out.progress("comparing requests") as update:
+        reuse = compare_reuse(updating(a.reader, update), updating(b.reader, update), args.top)
     for side in (a, b):
-        note_end(out, side.reader.end, side.log)
+        out.note_end(side.reader.end, side.log)
     settings = changed_settings(a.created, b.created) if a.created and b.created else []
     if args.json:
         out.json(to_json(a, b, settings, divergence, reuse))
@@ -79,15 +73,9 @@ class _Side:
         self._known, self._times = Known(), Times(form)
         self._last_seq = -1
 
-    def read(self, update: Update) -> Iterator[EventBatch]:
-        """All batches."""
-        for batch in self.reader:
-            update(batch.seq)
-            yield batch
-
     def batches(self, update: Update) -> Iterator[EventBatch]:
-        """The same; of each that is done with it is kept what later lines need."""
-        for number, batch in enumerate(self.read(update)):
+        """All batches; of each that is done with it is kept what later lines need."""
+        for number, batch in enumerate(updating(self.reader, update)):
             if number == 0:
                 self._times.first_ts = batch.ts if self.reader.first_ts is None else self.reader.first_ts
             if self.created is None:
@@ -97,7 +85,7 @@ class _Side:
                 self._known.see(event)
             self._last_seq = batch.seq
 
-    def line(self, place: Place | None) -> str:
+    def line(self, place: EventPlace | None) -> str:
         """What the log says at the place where the other one says something else."""
         if place is None:
             return f"ends after batch {self._last_seq:,}" if self._last_seq >= 0 else "holds no batch"
@@ -106,21 +94,16 @@ class _Side:
             return f"{f'{place.batch.seq}.{place.index}':>9}  {time:>9}  (the batch has no further event)"
         return event_line(place.batch, place.index, place.event, self._known_at(place), time)
 
-    def place_json(self, place: Place | None) -> dict[str, Any] | None:
+    def place_json(self, place: EventPlace | None) -> dict[str, Any] | None:
         """The same for programs."""
         if place is None:
             return None
         batch, event = place.batch, place.event
-        return {
-            "seq": batch.seq,
-            "index": place.index,
-            "ts": batch.ts,
-            "time": iso(batch.ts),
-            "type": None if event is None else type(event).__name__,
-            "line": None if event is None else render_event(event, self._known_at(place)),
-        }
+        line = None if event is None else render_event(event, self._known_at(place))
+        kind = None if event is None else type(event).__name__
+        return stamp(batch.seq, batch.ts) | {"index": place.index, "type": kind, "line": line}
 
-    def _known_at(self, place: Place) -> Known:
+    def _known_at(self, place: EventPlace) -> Known:
         """To be asked for once: the place is the last that is looked at."""
         for event in place.batch.events[: place.index + 1]:
             self._known.see(event)
@@ -137,46 +120,25 @@ def to_json(
     """All of the comparison."""
     return {
         "equal": divergence is None,
-        "settings": [{"name": each.name, "a": each.a, "b": each.b} for each in settings],
-        "divergence": None
-        if divergence is None
-        else {
+        "settings": settings,
+        "divergence": divergence
+        and {
             "a": a.place_json(divergence.a),
             "b": b.place_json(divergence.b),
-            "fields": list(divergence.fields),
+            "fields": divergence.fields,
         },
+        **pick(reuse, "other_prompts", changed_requests="changed", changes="largest"),
         "requests": reuse.a.requests,
-        "changed_requests": reuse.changed,
-        "other_prompts": reuse.other_prompts,
-        "changes": [
-            {"request_id": each.request_id, "a": _admitted_json(each.a), "b": _admitted_json(each.b)}
-            for each in reuse.largest
-        ],
         "a": _side_json(a.log, reuse.a, reuse.only_a),
         "b": _side_json(b.log, reuse.b, reuse.only_b),
     }
 
 
-def _side_json(log: Path, both: Totals, only: Only) -> dict[str, Any]:
-    return {
-        "log": str(log),
-        "prompt_tokens": both.prompt_tokens,
-        "reused_tokens": both.reused_tokens,
-        "only": {
-            "requests": only.requests,
-            "prompt_tokens": only.prompt_tokens,
-            "reused_tokens": only.reused_tokens,
-            "first": [{"request_id": name, **_admitted_json(each)} for name, each in only.first],
-        },
-    }
-
-
-def _admitted_json(admitted: Admitted) -> dict[str, int]:
-    return {
-        "seq": admitted.seq,
-        "prompt_tokens": admitted.prompt_tokens,
-        "reused_tokens": admitted.reused_tokens,
-    }
+def _side_json(log: Path, both: ReuseTotals, only: ReuseTotals) -> dict[str, Any]:
+    tokens = ("prompt_tokens", "reused_tokens")
+    first = [pick(each, "seq", *tokens) | {"request_id": name} for name, each in only.first]
+    alone = pick(only, "requests", *tokens) | {"first": first}
+    return {"log": log, **pick(both, *tokens), "only": alone}
 
 
 def _show(
@@ -226,19 +188,19 @@ def _show_reuse(reuse: ReuseDifference, out: Output) -> None:
         out.table(columns, [_row(each) for each in reuse.largest], right=columns[1:])
 
 
-def _reused(totals: Totals) -> str:
+def _reused(totals: ReuseTotals) -> str:
     part = totals.reused_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0
     return f"{totals.reused_tokens:,} of {count(totals.prompt_tokens, 'prompt token')}: {share(part)}"
 
 
-def _only(only: Only) -> str:
+def _only(only: ReuseTotals) -> str:
     named = ", ".join(text(request_id) for request_id, _ in only.first)
     more = ", ..." if only.requests > len(only.first) else ""
     listed = f" ({named}{more})" if named else ""
     return f"{count(only.requests, 'request')}{listed}, reused {_reused(only)}"
 
 
-def _row(change: Change) -> tuple[str, ...]:
+def _row(change: ReuseChange) -> tuple[str, ...]:
     a, b = change.a, change.b
     prompt = f"{a.prompt_tokens:,}" + (
         "" if a.prompt_tokens == b.prompt_tokens else f" / {b.prompt_tokens:,}"

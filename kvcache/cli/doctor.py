@@ -17,12 +17,13 @@ from events.errors import NotALog
 from events.log.segments import holds_foreign_files, is_log
 from kvcache._version import __version__
 from kvcache.cli.fleet import logs_in
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, paint, size
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output, paint
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import free_bytes
 from kvcache.integrations.vllm.attached import KNOWN
 from kvcache.integrations.vllm.plugin import VARIABLE, register
+from kvcache.phrases import printable, size
 from kvcache.settings.environment import problems_in, read_environment
 from sinks import known_schemes
 
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Look at Python, packages, engines and whether they can be recorded, devices and limits. Exits with 1 if "
         "something has to be repaired."
     )
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    add_shared(parser, json="the findings as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -5,21 +5,37 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from events import types as ev
 from events.codec import json_line, to_dict
 from events.log import LogReader
-from kvcache.cli import conditions, moments, times
-from kvcache.cli.conditions import NamingBlock, OfSequences, conditions_of
-from kvcache.cli.event_lines import event_line
-from kvcache.cli.log_end import note_end
-from kvcache.cli.moments import UpTo
-from kvcache.cli.output import Output
+from kvcache.cli import times
+from kvcache.cli.filters import NamingBlock, OfSequences, add_filters, conditions_of
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output, paint, stamp
 from kvcache.cli.process import nobody_reads
-from kvcache.cli.times import Times, iso
+from kvcache.cli.times import Times, UpTo
 from kvcache.errors import UsageError
-from sinks.render import Known
+from sinks.render import Known, render_event
+
+_COLORS = {
+    "SequenceAdded": "bold",
+    "SequenceRemoved": "bold",
+    "EncoderAdded": "bold",
+    "EncoderRemoved": "bold",
+    "BlocksReused": "green",
+    "BlocksStored": "green",
+    "BlocksFilled": "green",
+    "BlocksCopied": "green",
+    "BlocksUpdated": "yellow",
+    "BlocksMoved": "yellow",
+    "BlocksRemoved": "red",
+    "TransferFailed": "red",
+    "AdmissionRefused": "red",
+    "LoadFailed": "red",
+    "Gap": "red",
+    "CacheCleared": "red",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,30 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "An event's address is BATCH.INDEX, and after it stands when its batch was made. Lines for people hold no "
         "token\nids; --json does. Of an event that concerns several sequences, --request and --handle show only their "
         "own part; of a\nBlocksFilled, --block that of the block. The exit code is 2 if there is no such event.\n\n"
-        + moments.FORMS_HELP
+        + times.FORMS_HELP
         + " --since begins with the first batch at its moment or later."
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    conditions.add_options(parser)
-    _add_moments(parser)
-    add = parser.add_argument
-    add("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
-    times.add_option(parser)
-    add("--no-tokens", action="store_true", help="leave token ids out of the JSON")
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object per event and line: seq, index, ts, time, type and its fields",
+    add_shared(parser, "log")
+    add_filters(parser)
+    add_shared(
+        parser,
+        "--time",
+        since="from this batch on (the first one)",
+        until="up to this batch (the last one)",
+        at="this batch alone",
+        json="one JSON object per event and line: seq, index, ts, time, type and its fields",
     )
-
-
-def _add_moments(parser: argparse.ArgumentParser) -> None:
-    for name, purpose in (
-        ("--since", "from this batch on (the first one)"),
-        ("--until", "up to this batch (the last one)"),
-        ("--at", "this batch alone"),
-    ):
-        parser.add_argument(name, type=moments.argument, metavar=moments.METAVAR, help=purpose)
+    parser.add_argument("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
+    parser.add_argument("--no-tokens", action="store_true", help="leave token ids out of the JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if args.follow:
             sys.stdout.flush()
     if batches.ended:
-        note_end(out, reader.end)
+        out.note_end(reader.end)
     if asked and not printer.lines:
         raise UsageError(f"the log has no such event{_whose(args)}")
     return 0
@@ -82,10 +89,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _chosen(args: argparse.Namespace, batches: UpTo) -> Iterator[tuple[ev.EventBatch, bool]]:
     """The batches, and of each whether its events are asked for."""
     if args.at is None:
-        return moments.span(batches, args.since)
+        return times.span(batches, args.since)
     if args.since is not None or args.until is not None or args.follow:
         raise UsageError("--at is one batch: it does not go with --since, --until and --follow")
-    return moments.at(batches)
+    return times.at(batches)
 
 
 def _whose(args: argparse.Namespace) -> str:
@@ -120,10 +127,28 @@ class _Printer:
                 return  # one row is the request's, and another one the block's
         self.lines += 1
         if self._as_json:
-            address = {"seq": batch.seq, "index": index, "ts": batch.ts, "time": iso(batch.ts)}
+            address = {"seq": batch.seq, "index": index} | stamp(batch.seq, batch.ts)
             fields = to_dict(event, self._known.key_bytes, self._tokens)
             worker = getattr(event, "worker", None)
             more = {} if worker is None else {"worker_name": self._known.worker(worker)}
             print(json_line(address | fields | more).decode())
         else:
             print(event_line(batch, index, event, self._known, self.times.of(batch.ts)))
+
+
+def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent]) -> Iterator[str]:
+    """One line per event that is of none of the types `without`; `known` has seen all batches before."""
+    for index, event in enumerate(batch.events):
+        known.see(event)
+        if not isinstance(event, without):
+            yield event_line(batch, index, event, known)
+
+
+def event_line(
+    batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, time: str | None = None
+) -> str:
+    """The event's address and time (None: without), dimmed, its type in the color of what it means, its details."""
+    address = f"{f'{batch.seq}.{index}':>9}" + ("" if time is None else f"  {time:>9}")
+    kind = type(event).__name__
+    details = render_event(event, known).removeprefix(kind)
+    return f"{paint(address, 'dim')}  {paint(kind, _COLORS.get(kind))}{details}"

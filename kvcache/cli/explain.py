@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
-from events.types import EventBatch, RequestId
-from kvcache.audit import explanation as ex
 from kvcache.audit.explanation import (
     Explanation,
     ExplanationView,
     Exported,
+    LogMoment,
     PromptPart,
     Stay,
     explain_request,
     tell,
 )
-from kvcache.cli import times
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.output import Output
-from kvcache.cli.progress import progress
-from kvcache.cli.times import Times, iso
+from kvcache.cli.audit_json import namespace_json
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output, end_json, pick, stamp
+from kvcache.cli.times import Times, UpTo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,32 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "whether it was reused, and if not, why."
     )
     parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    add_shared(parser, "log", "--time", "--json")
     parser.add_argument("--request", metavar="ID", required=True, help="the request, by the engine's id")
-    times.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
-    first_ts: list[int] = []
     reader = LogReader(args.log)
-    with progress("reading", None, shown=not out.quiet) as update:
-
-        def watched() -> Iterator[EventBatch]:
-            for batch in reader:
-                if not first_ts:
-                    first_ts.append(batch.ts if reader.first_ts is None else reader.first_ts)
-                update(batch.seq)
-                yield batch
-
-        found = explain_request(watched(), args.request)
-    note_end(out, reader.end)
+    batches = UpTo(reader, None)
+    found = explain_request(out.watched(batches), args.request)
+    out.note_end(reader.end)
     if args.json:
         out.json({"requests": [to_json(each) for each in found], "end": end_json(reader.end)})
         return 0
     for each in found:
-        _show(each, Times(args.time, first_ts[0]), out)
+        _show(each, Times(args.time, batches.first_ts), out)
     return 0
 
 
@@ -78,15 +63,7 @@ def to_json(found: Explanation) -> dict[str, Any]:
     return {
         "request_id": found.request_id,
         "refusals": [
-            {
-                **_moment_json(each.moment),
-                "needed": each.needed,
-                "available": each.available,
-                "running": each.running,
-                "holders": [
-                    {"request_id": other.request_id, "blocks": other.blocks} for other in each.holders
-                ],
-            }
+            _moment_json(each.moment) | pick(each, "needed", "available", "running", "holders")
             for each in found.refusals
         ],
         "exported": [
@@ -98,50 +75,32 @@ def to_json(found: Explanation) -> dict[str, Any]:
 
 
 def _stay_json(stay: Stay) -> dict[str, Any]:
-    salt = stay.namespace.salt_digest
     return {
         **_moment_json(stay.admitted),
-        "lora_id": stay.namespace.lora_id,
-        "lora_name": stay.namespace.lora_name,
-        "salt_digest": salt.hex() if salt is not None else None,
-        "prompt_tokens": stay.num_tokens,
-        "reused_tokens": stay.reused,
-        "not_loaded_tokens": stay.not_loaded,
-        "recomputed_tokens": stay.computed_again,
+        **namespace_json(stay.namespace),
+        **pick(stay, prompt_tokens="num_tokens", reused_tokens="reused", not_loaded_tokens="not_loaded"),
+        **pick(stay, recomputed_tokens="computed_again"),
         **_end_json(stay),
         "parts": [_part_json(each) for each in stay.parts],
     }
 
 
 def _end_json(stay: Stay | Exported) -> dict[str, Any]:
-    return {
-        "ended": _moment_json(stay.ended),
-        "tokens_at_end": stay.tokens_at_end if stay.ended else None,
-        "computed_at_end": stay.computed_at_end if stay.ended else None,
-    }
+    if stay.ended is None:
+        return dict.fromkeys(("ended", "tokens_at_end", "computed_at_end"))
+    return {"ended": _moment_json(stay.ended)} | pick(stay, "tokens_at_end", "computed_at_end")
 
 
 def _part_json(part: PromptPart) -> dict[str, Any]:
-    request: dict[str, RequestId | None] = {
-        "stored_by": part.stored_by,
-        "gone_for": part.gone_for,
-        "computed_by": part.computed_by,
-    }
     return {
-        "first": part.first,
-        "stop": part.stop,
-        "first_block": part.first_block,
-        "last_block": part.last_block,
+        **pick(part, "first", "stop", "first_block", "last_block", "window", "slots", "group"),
+        **pick(part, "stored_by", "gone_for", "computed_by"),
         "reason": part.reason.label,
-        "window": part.window,
-        "slots": list(part.slots),
-        "stored": [{"first_block": each.first_block, **_moment_json(each.moment)} for each in part.stored],
-        "gone": _moment_json(part.gone),
-        **request,
-        "group": part.group,
+        "stored": [pick(each, "first_block") | _moment_json(each.moment) for each in part.stored],
+        "gone": None if part.gone is None else _moment_json(part.gone),
         "group_kind": part.kind or None,
     }
 
 
-def _moment_json(moment: ex.LogMoment | None) -> Any:
-    return None if moment is None else {"seq": moment.batch, "ts": moment.at, "time": iso(moment.at)}
+def _moment_json(moment: LogMoment) -> dict[str, Any]:
+    return stamp(moment.batch, moment.at)

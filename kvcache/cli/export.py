@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 from events.log import LogReader
-from events.types import EventBatch
 from kvcache.audit import open_log
-from kvcache.cli.log_end import note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.progress import Update, progress
 from kvcache.export.export import FORMATS, export
+from kvcache.phrases import count, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "`kvcache docs export` has every column, and queries. Nothing is at PATH until all is written."
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    add_shared(parser, "log")
     parser.add_argument("--to", required=True, choices=sorted(FORMATS), help="the format")
     parser.add_argument(
         "-o",
@@ -41,15 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read once, write all tables, tell their rows."""
     reader = LogReader(open_log(args.log).path)
-    with leaving_at_sigterm(), progress("exporting", None, shown=not out.quiet) as update:
-        rows = export(_watched(reader, update), args.to, args.output, force=args.force)
-    note_end(out, reader.end)
+    with leaving_at_sigterm():
+        rows = export(out.watched(reader, "exporting"), args.to, args.output, force=args.force)
+    out.note_end(reader.end)
     out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
     out.facts([(table, count(number, "row")) for table, number in rows.items()])
     return 0
-
-
-def _watched(reader: LogReader, update: Update) -> Iterator[EventBatch]:
-    for batch in reader:
-        update(batch.seq)
-        yield batch

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from events.log.segments import is_log
-from kvcache.audit.fleet import Fleet, LeftOut, Spread, WorkerAudit, in_processes, on_ray, together
+from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.cli.audit_json import reasons_json
 from kvcache.cli.audit_json import to_json as audit_json
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, share
-from kvcache.cli.progress import progress
+from kvcache.cli.output import Output, end_json
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable, share
 
 _MOST_NAMES = 4
 
 
 @dataclass(slots=True)
-class Directory:
+class LogsFound:
     """A directory of logs."""
 
     logs: list[Path]
@@ -31,9 +32,9 @@ class Directory:
     """What lies in it and may be a log, but cannot be looked into."""
 
 
-def logs_in(directory: Path) -> Directory:
+def logs_in(directory: Path) -> LogsFound:
     """The logs that lie directly in a directory; none if it is a log itself, or no directory."""
-    found = Directory([], [])
+    found = LogsFound([], [])
     if is_log(directory) or not directory.is_dir():
         return found
     for path in sorted(directory.iterdir()):
@@ -45,12 +46,12 @@ def logs_in(directory: Path) -> Directory:
     return found
 
 
-def run(args: argparse.Namespace, directory: Directory, out: Output) -> int:
+def run(args: argparse.Namespace, directory: LogsFound, out: Output) -> int:
     """Audit each log, and compare."""
     logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
         raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
-    with progress("reading logs", len(logs), shown=not out.quiet) as update:
+    with out.progress("reading logs", len(logs)) as update:
         engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
         workers: list[WorkerAudit] = []
         for number, worker in enumerate(engine):
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace, directory: Directory, out: Output) -> int:
         out.warning(f"left out: {_left_out(each)}")
     fleet = together(workers, args.top)
     for worker in fleet.workers:
-        note_end(out, worker.end, args.log / worker.name)
+        out.note_end(worker.end, args.log / worker.name)
     if args.json:
         out.json(to_json(fleet, left_out))
     else:
@@ -92,30 +93,34 @@ def _show(directory: Path, fleet: Fleet, out: Output) -> None:
     columns = ["worker", "requests", "prompt tokens", "reused", "cached elsewhere", "refusals"]
     out.table(columns, rows, right=columns[1:])
     out.line()
-    reasons = [
-        [IN_WORDS[reason], f"{tokens:,}", share(tokens / prompt)]
-        for reason in Reason
-        if (tokens := int(fleet.reasons[reason]))
-    ]
-    out.table(["prompt tokens of all", "count", "share"], reasons, right=["count", "share"])
-    _show_spread(fleet.spread, out)
-
-
-def _show_spread(prefixes: list[Spread], out: Output) -> None:
-    if not prefixes:
-        return
-    out.line()
-    columns = ["prefixes that several workers computed", "last block", "computed more than once", "workers"]
-    rows = [
-        [
-            f"{each.first:,}–{each.stop - 1:,}",
-            each.name,
-            f"{each.duplicated_tokens:,}",
-            _first_of(list(map(printable, each.workers))),
+    show_reasons("prompt tokens of all", fleet.reasons, out)
+    if fleet.spread:
+        out.line()
+        columns = [
+            "prefixes that several workers computed",
+            "last block",
+            "computed more than once",
+            "workers",
         ]
-        for each in prefixes
+        rows = [
+            [
+                *(f"{each.first:,}–{each.stop - 1:,}", each.name, f"{each.duplicated_tokens:,}"),
+                _first_of(list(map(printable, each.workers))),
+            ]
+            for each in fleet.spread
+        ]
+        out.table(columns, rows, right=["computed more than once"])
+
+
+def show_reasons(title: str, counts: npt.NDArray[np.int64], out: Output) -> None:
+    """Prompt tokens by reason, as a table."""
+    total = int(counts.sum())
+    rows = [
+        [IN_WORDS[reason], f"{tokens:,}", share(tokens / total)]
+        for reason in Reason
+        if (tokens := int(counts[reason]))
     ]
-    out.table(columns, rows, right=["computed more than once"])
+    out.table([title, "count", "share"], rows, right=["count", "share"])
 
 
 def _first_of(names: list[str]) -> str:
@@ -158,18 +163,9 @@ def to_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
         "reused_tokens": int(fleet.reasons[: Reason.PARTIAL + 1].sum()),
         "elsewhere_tokens": sum(fleet.elsewhere),
         "reasons": reasons_json(fleet.reasons),
-        "blocks_computed_on": {str(workers): blocks for workers, blocks in fleet.computed_on.items()},
+        "blocks_computed_on": fleet.computed_on,
         "left_out": [{"name": each.path.name, "reason": each.reason} for each in left_out],
-        "prefixes": [
-            {
-                "name": each.name,
-                "first": each.first,
-                "stop": each.stop,
-                "workers": list(each.workers),
-                "duplicated_tokens": each.duplicated_tokens,
-            }
-            for each in fleet.spread
-        ],
+        "prefixes": fleet.spread,
         "workers": [
             {
                 "name": worker.name,

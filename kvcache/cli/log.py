@@ -8,26 +8,23 @@ from typing import Any
 
 from events.errors import NotALog
 from events.log.leases import leased
+from events.log.recovery import Recovery, repair
 from events.log.retention import Kept, Limits
 from events.log.segments import Segment, is_closed, is_log, segment_paths
 from events.units import parse_bytes
-from kvcache.audit.phrases import describe_end
-from kvcache.cli import log_mending
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, size
-from kvcache.cli.parser import positive, seconds
-from kvcache.cli.progress import progress
-from kvcache.cli.times import iso
+from kvcache.cli.options import add_shared, positive, seconds
+from kvcache.cli.output import Output, end_json, pick
 from kvcache.errors import InternalError, UsageError
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import Pruned, prune
+from kvcache.keep.salvage import Loss, Salvaged, salvage
 from kvcache.keep.verify import Verified, verify
+from kvcache.phrases import count, describe_end, iso, printable, size
 
 _ACTIONS = {
     "info": "segments and snapshots, what they take, and who still needs them; reads their beginnings only.",
     "verify": "reads everything: frames, events, checkpoints, and whether each snapshot is the state there.",
-    "repair": "cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused.",
+    "repair": "cuts off what an interrupted write has left, as a writer does, into quarantine/. LogDamaged is refused.",
     "salvage": "copies what can be read of a damaged log into a new one, and tells what is lost.",
     "compact": "leaves a snapshot and what follows: prune --retain-segments 1.",
     "compress": "compresses segments that are not, as those of earlier versions, but for the last one; a writer may "
@@ -45,23 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "\n\n".join(f"{action}: {what}" for action, what in _ACTIONS.items())
     parser.add_argument("action", choices=[*_ACTIONS], metavar="|".join(_ACTIONS), help="what to do")
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument(
+    add_shared(parser, "log", "--json")
+    add = parser.add_argument
+    add(
         "--retain-bytes",
         type=_bytes,
         metavar="SIZE",
         help="of prune: keep so much, as in 8GiB, with snapshots",
     )
-    parser.add_argument(
+    add(
         "--retain-seconds",
         type=seconds,
         metavar="SECONDS",
         help="of prune: keep what ended so long before the newest segment began, by the log's own clock",
     )
-    parser.add_argument("--retain-segments", type=positive, metavar="N", help="of prune: keep so many files")
-    parser.add_argument("--dry-run", action="store_true", help="of repair: only tell what it would do")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="of salvage: the new log")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    add("--retain-segments", type=positive, metavar="N", help="of prune: keep so many files")
+    add("--dry-run", action="store_true", help="of repair: only tell what it would do")
+    add("--to", type=Path, metavar="DIR", help="of salvage: the new log")
 
 
 def _bytes(text: str) -> int:
@@ -77,9 +74,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise NotALog(args.log)
     limits = Limits(args.retain_bytes, args.retain_seconds, args.retain_segments)
     if limits and args.action != "prune":
-        raise UsageError("--retain-bytes, --retain-seconds and --retain-segments are of `kvcache log prune`")
+        raise UsageError("--retain-bytes, --retain-seconds and --retain-segments go with `kvcache log prune`")
     if args.dry_run and args.action != "repair":
-        raise UsageError("--dry-run is of `kvcache log repair`")
+        raise UsageError("--dry-run goes with `kvcache log repair`")
     if (args.to is not None) != (args.action == "salvage"):
         raise UsageError("--to DIR is of `kvcache log salvage`, which needs it")
     match args.action:
@@ -87,12 +84,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
             _info(args, out)
         case "verify":
             _verify(args, out)
-        case "repair" | "salvage":
-            log_mending.run(args, out)
+        case "repair":
+            _repair(args, out)
+        case "salvage":
+            _salvage(args, out)
         case "compress":
             _compress(args, out)
         case _:
-            with progress("folding", None, shown=not out.quiet) as update:
+            with out.progress("folding") as update:
                 done = prune(args.log, Limits(segments=1) if args.action == "compact" else limits, update)
             _say_pruned(args, done, out)
     return 0
@@ -130,11 +129,10 @@ def _info(args: argparse.Namespace, out: Output) -> None:
 
 def _files(kept: Kept) -> dict[str, Any]:
     segments = [
-        {"first_seq": part.first, "bytes": part.bytes, "compressed": part.is_compressed, "ts": part.ts}
-        for part in kept.parts
+        pick(part, "bytes", "ts", first_seq="first", compressed="is_compressed") for part in kept.parts
     ]
-    snapshots = [{"seq": each.seq, "bytes": each.size} for each in kept.snapshots]
-    total = sum(part.bytes for part in kept.parts) + sum(each.size for each in kept.snapshots)
+    snapshots = [pick(each, "seq", bytes="size") for each in kept.snapshots]
+    total = sum(each["bytes"] for each in segments + snapshots)
     return {"bytes": total, "segments": segments, "snapshots": snapshots}
 
 
@@ -152,28 +150,20 @@ def _identity(log: Path, paths: list[Path]) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace, out: Output) -> None:
-    with progress("reading", None, shown=not out.quiet) as update:
+    with out.progress("reading") as update:
         found = verify(args.log, update)
-    note_end(out, found.end)
+    out.note_end(found.end)
     if args.json:
-        out.json(_verified_json(found))
+        counted = pick(found, "batches", "events", "damage", "problems", checkpoints_verified="checkpoints")
+        more = {
+            "snapshots_verified": found.snapshots,
+            "unused_snapshots": [path.name for path in found.unused],
+        }
+        out.json(counted | more | {"end": end_json(found.end)})
     else:
         _show_verified(args.log, found, out)
     if problems := [*map(str, found.damage), *found.problems]:
         raise InternalError(f"{count(len(problems), 'problem')}: {'; '.join(problems[:3])}")
-
-
-def _verified_json(found: Verified) -> dict[str, Any]:
-    return {
-        "batches": found.batches,
-        "events": found.events,
-        "checkpoints_verified": found.checkpoints,
-        "snapshots_verified": found.snapshots,
-        "unused_snapshots": [path.name for path in found.unused],
-        "damage": log_mending.damage_json(found.damage),
-        "problems": found.problems,
-        "end": end_json(found.end),
-    }
 
 
 def _show_verified(log: Path, found: Verified, out: Output) -> None:
@@ -189,11 +179,10 @@ def _show_verified(log: Path, found: Verified, out: Output) -> None:
 
 
 def _compress(args: argparse.Namespace, out: Output) -> None:
-    with progress("compressing", None, shown=not out.quiet) as update:
+    with out.progress("compressing") as update:
         done = compress(args.log, update)
     if args.json:
-        counted = {"compressed": done.segments, "bytes_before": done.bytes_before, "bytes": done.bytes}
-        out.json(counted | {"left": done.left})
+        out.json(pick(done, "bytes_before", "bytes", "left", compressed="segments"))
         return
     what = count(done.segments, "segment")
     out.line(f"compressed  {what}, {size(done.bytes_before)} to {size(done.bytes)}")
@@ -204,8 +193,8 @@ def _compress(args: argparse.Namespace, out: Output) -> None:
 def _say_pruned(args: argparse.Namespace, done: Pruned, out: Output) -> None:
     removed = done.removed
     if args.json:
-        numbers = {"segments": removed.segments, "snapshots": removed.snapshots, "bytes": removed.bytes}
-        made = [{"seq": each.seq, "bytes": each.size} for each in done.made]
+        made = [pick(each, "seq", bytes="size") for each in done.made]
+        numbers = pick(removed, "segments", "snapshots", "bytes")
         out.json({"made": made, "removed": numbers, "kept": _files(done.kept)})
         return
     for each in done.made:
@@ -215,3 +204,67 @@ def _say_pruned(args: argparse.Namespace, done: Pruned, out: Output) -> None:
     kept = _files(done.kept)
     files = f"{count(len(kept['segments']), 'segment')}, {count(len(kept['snapshots']), 'snapshot')}"
     out.line(f"kept      {files}, {size(kept['bytes'])}")
+
+
+def _repair(args: argparse.Namespace, out: Output) -> None:
+    done = repair(args.log, dry_run=args.dry_run)
+    if not args.json:
+        _say_repaired(done, out, dry_run=args.dry_run)
+        return
+    out.json(
+        {
+            "dry_run": args.dry_run,
+            "next_seq": done.chain.seq,
+            "cut": done.cut and pick(done.cut, "path", "offset", "bytes"),
+            "set_aside": [pick(each, "path", "bytes") for each in done.aside],
+            "unfinished": [path.name for path in done.unfinished],
+        }
+    )
+
+
+def _say_repaired(done: Recovery, out: Output, *, dry_run: bool) -> None:
+    would = "would be " if dry_run else ""
+    for path in done.unfinished:
+        out.line(f"{path.name} {would}removed: a segment, or a copy of one, that was not whole yet")
+    for each in done.aside:
+        out.line(f"{each.path.name} {would}moved to quarantine/: {size(each.bytes)} without a whole batch")
+    if done.cut is not None:
+        cut = done.cut
+        where = f"{cut.path.name}, from byte {cut.offset:,}"
+        out.line(f"{size(cut.bytes)} {would}moved to quarantine/: a part of a batch ({where})")
+    if not (done.unfinished or done.aside or done.cut):
+        out.line("nothing to repair")
+    out.line(f"the log goes on with batch {done.chain.seq:,}")
+
+
+def _salvage(args: argparse.Namespace, out: Output) -> None:
+    with out.progress("copying") as update:
+        done = salvage(args.log, args.to, update)
+    if args.json:
+        lost = [
+            pick(each, first_seq="first", last_seq="last") | {"readable": len(each.left_out)}
+            for each in done.losses
+        ]
+        out.json(pick(done, "batches", "last_seq", "torn", "damage") | {"lost": lost})
+    else:
+        _say_salvaged(args, done, out)
+
+
+def _say_salvaged(args: argparse.Namespace, done: Salvaged, out: Output) -> None:
+    copied = f"{count(done.batches, 'batch', 'batches')} copied, the last is {done.last_seq:,}"
+    out.heading(f"{printable(str(args.to))}: {copied}")
+    rows = [("damage", printable(str(each))) for each in done.damage]
+    rows += [("lost", _lost(each)) for each in done.losses] or [("lost", "nothing")]
+    if done.torn:
+        rows.append(("end", "the old log ends with a part of a batch, which is left out"))
+    out.facts(rows)
+
+
+def _lost(loss: Loss) -> str:
+    which = (
+        f"all from batch {loss.first:,} on"
+        if loss.last is None
+        else f"batches {loss.first:,} to {loss.last:,}"
+    )
+    whole = len(loss.left_out)
+    return which + (f" ({whole:,} of them whole, but of no use without those before)" if whole else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,21 @@ from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.audit.admission import SharedGroups
 from kvcache.audit.explanation import group_in_words
-from kvcache.cli import moments, times, told
-from kvcache.cli.messages import printable
-from kvcache.cli.moments import UpTo
-from kvcache.cli.output import Output, count, share
-from kvcache.cli.parser import integer
-from kvcache.cli.progress import progress
-from kvcache.cli.prompts import origin, read_tokens
+from kvcache.cli import feed_log, times
+from kvcache.cli.options import add_namespace, add_shared, has_namespace, origin, read_tokens
+from kvcache.cli.output import Output, pick, stamp
 from kvcache.cli.replay import describe_point
-from kvcache.cli.times import Times, iso
+from kvcache.cli.times import Times, UpTo
 from kvcache.decide.lookup import lookup
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
+from kvcache.phrases import count, printable, share
 from kvcache.replay import Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
 
-Prompt = tuple[Namespace, RichTokens]
+GivenPrompt = tuple[Namespace, RichTokens]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,49 +38,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Look a prompt up in the cache as it was after a batch. Changes nothing."
     parser.epilog = (
         "A prompt's last token is never reused, since the model has to compute something.\n\n"
-        + moments.FORMS_HELP
+        + times.FORMS_HELP
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument(
+    add_shared(parser, "log", "--time", "--json", at="the state after this batch (the last one)")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add(
         "--request",
         metavar="ID",
         help="the prompt of this request: its last admission up to --at, else its next one",
     )
-    prompt.add_argument(
-        "--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin"
-    )
-    parser.add_argument(
-        "--at",
-        type=moments.argument,
-        metavar=moments.METAVAR,
-        help="the state after this batch (the last one)",
-    )
-    times.add_option(parser)
-    parser.add_argument("--lora-id", type=integer, metavar="N", help="with --tokens: the adapter's number")
-    parser.add_argument("--lora-name", metavar="NAME", help="with --tokens: the adapter's name")
-    parser.add_argument(
-        "--cache-salt", metavar="SALT", help="with --tokens: the salt of the prompt's namespace"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    add("--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin")
+    add_namespace(parser, "--tokens")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, look up, print."""
-    namespaced = (args.lora_id, args.lora_name, args.cache_salt) != (None, None, None)
-    if args.request is not None and namespaced:
+    if args.request is not None and has_namespace(args):
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
     # Read first: a wrong file should be known before a long log is read.
     given = _read_prompt(args) if args.tokens is not None else None
-    if told.is_told(args.log):
+    if feed_log.is_feed_log(args.log):
         if given is None:
             raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
-        return told.match(args, out, given)
+        return feed_log.match(args, out, *given)
     # A request has to be looked for from the beginning on.
-    reader = LogReader(args.log) if given is None else moments.state_before(args.log, args.at)
+    reader = LogReader(args.log) if given is None else times.state_before(args.log, args.at)
     batches = UpTo(reader, args.at)
     search = _Search(batches, args.request)
-    with progress("replaying", None, shown=not out.quiet) as update:
+    with out.progress("replaying") as update:
         replayed = fold(search.watched(), progress=update)
     batches.check()
     if replayed.state.created is None:
@@ -108,7 +89,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _read_prompt(args: argparse.Namespace) -> Prompt:
+def _read_prompt(args: argparse.Namespace) -> GivenPrompt:
     tokens = RichTokens(pack_tokens(read_tokens(args.tokens)))
     return namespace_of(args.lora_id, args.lora_name, args.cache_salt), tokens
 
@@ -121,7 +102,7 @@ class _Search:
         self._id = request_id
         self._symbols = SymbolTable()
         """As it is where the log was read last: the numbers of symbols may come to stand for something else."""
-        self._found: Prompt | None = None
+        self._found: GivenPrompt | None = None
 
     def watched(self) -> Iterator[EventBatch]:
         """The batches, looked through on their way."""
@@ -141,7 +122,7 @@ class _Search:
             if isinstance(event, SequenceAdded) and str(event.request_id) == self._id:
                 self._found = event.namespace, self._symbols.spell(event.tokens)
 
-    def prompt(self, request_id: str) -> Prompt:
+    def prompt(self, request_id: str) -> GivenPrompt:
         """The prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
         for batch in self._batches.rest() if self._found is None else ():
             with fitting(batch.seq):
@@ -170,29 +151,19 @@ def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
     """What would be reused."""
     primary, secondary = found.tokens_by_level
     return {
-        "seq": replayed.last_seq,
-        "ts": replayed.last_ts,
-        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
-        "prompt_tokens": found.num_tokens,
-        "reused_tokens": found.reused_tokens,
+        **stamp(replayed.last_seq, replayed.last_ts),
+        **pick(found, "reused_tokens", prompt_tokens="num_tokens"),
         "reused_tokens_primary": primary,
         "reused_tokens_secondary": secondary,
-        "reused_tokens_partial": found.partial.num_tokens if found.partial is not None else 0,
+        "reused_tokens_partial": 0 if found.partial is None else found.partial.num_tokens,
         "blocks": [_block_json(block) for block in found.blocks],
         "partials": [_block_json(block) for block in found.partials],
     }
 
 
 def _block_json(block: MatchedBlock) -> dict[str, Any]:
-    return {
-        "block": block.index,
-        "level": LEVEL_NAMES[block.level],
-        "slot": block.slot,
-        "name": block.name or None,
-        "num_tokens": block.num_tokens,
-        "landed": block.landed,
-        "window": block.window,
-    }
+    named = {"level": LEVEL_NAMES[block.level], "name": block.name or None}
+    return pick(block, "slot", "num_tokens", "landed", "window", block="index") | named
 
 
 def _show(replayed: Replayed, found: Match, out: Output) -> None:

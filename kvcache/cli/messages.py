@@ -7,8 +7,8 @@ import sys
 import traceback
 from datetime import UTC, datetime
 
-from kvcache.audit.phrases import printable as printable
 from kvcache.cli.process import forget
+from kvcache.phrases import printable
 
 
 class _Form:

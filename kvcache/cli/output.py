@@ -1,6 +1,6 @@
-"""What commands print: facts, tables, JSON on stdout; notes on stderr.
+"""What commands print: facts, tables, JSON on stdout; notes and progress on stderr.
 
-On a terminal rich draws it if it is installed; otherwise, and in pipes, it is plain aligned text, which `grep` and
+On a terminal rich draws tables, and draws what changes in place. In pipes it is plain aligned text, which `grep` and
 `awk` like better anyway.
 """
 
@@ -10,22 +10,30 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from kvcache.audit.phrases import count as count
-from kvcache.audit.phrases import duration as duration
-from kvcache.audit.phrases import share as share
 from kvcache.cli import messages
+from kvcache.phrases import describe_end, duration, is_whole, iso, printable, size
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from events.log import LogEnd
+    from events.types import EventBatch
+    from kvcache.publish.follower import CatchUp
 
 Row = Sequence[str]
-_GAP = "  "
-"""Before each column."""
+Update = Callable[[int], None]
+Status = TypeVar("Status")
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
-
+_IDLE = 10
+"""Looking at all there is, and drawing, may take this part of the time, and no more."""
+_SECONDS_BETWEEN = 0.1
+"""A terminal takes longer to draw than many steps take to run."""
 _PLAIN_LETTERS = str.maketrans("█▒·–…µ×→±", "#+.-~ux>~")
 
 
@@ -46,23 +54,43 @@ class Output:
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self.quiet = quiet
         self.verbose = verbose
+        self._frame: list[RenderableType] | None = None
+        """Takes what is printed while a frame is drawn in place."""
 
     def line(self, text: str = "") -> None:
         """One line of the result."""
-        print(text)
+        if self._frame is None:
+            print(text)
+        else:
+            from rich.text import Text
+
+            self._frame.append(Text.from_ansi(text))
 
     def heading(self, text: str) -> None:
         """The title of what follows."""
-        print(paint(text, "bold"))
+        self.line(paint(text, "bold"))
 
     def json(self, value: Any) -> None:
         """The whole result for a program."""
-        print(json.dumps(value, indent=2))
+        print(json.dumps(jsonable(value), indent=2))
 
     def note(self, text: str) -> None:
         """Something to know that is not the result."""
         if not self.quiet:
             messages.note(text)
+
+    def note_end(self, end: LogEnd | None, log: object = None) -> None:
+        """Say of a log that it lacks its beginning or its last batches, is torn, or may grow.
+
+        `log` is its name where there are several.
+        """
+        which = "the log" if log is None else printable(str(log))
+        if end is not None and end.begins is not None:
+            self.note(
+                f"{which} begins with the state after batch {end.begins:,}: what was before is not kept"
+            )
+        if end is not None and not is_whole(end):
+            self.note(f"{which} is {describe_end(end)}")
 
     def warning(self, text: str) -> None:
         """Something that may not be as it was meant."""
@@ -73,19 +101,165 @@ class Output:
         """Labels with what there is to say about each; an empty label continues the one before."""
         width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
-            print(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
+            self.line(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
 
-    def table(self, columns: Sequence[str], rows: Sequence[Row], *, right: Sequence[str] = ()) -> None:
-        """Rows under a heading; the columns named in `right` are aligned to the right.
-
-        Where a drawn table has not enough room it would leave columns out: the terminal then wraps plain lines.
-        """
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        console = rich_console(sys.stdout)
-        if console is None or console.width < sum(widths) + len(_GAP) * len(widths):
-            _print_plain(columns, rows, right, widths)
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Row],
+        *,
+        right: Sequence[str] = (),
+        styles: Sequence[str] = (),
+    ) -> None:
+        """Rows under a heading; the columns in `right` are aligned to the right, `styles` are rich's for each row."""
+        cells = list(rows)
+        if self._frame is not None:
+            self._frame.append(_drawn(columns, cells, right, styles))
+        elif (console := rich_console(sys.stdout)) is not None:
+            console.print(_drawn(columns, cells, right, styles, ruled=True))
         else:
-            _print_rich(console, columns, rows, right)
+            widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+            places = [
+                f">{width}" if name in right else width for name, width in zip(columns, widths, strict=True)
+            ]
+            line = "".join(f"  {{:{place}}}" for place in places)
+            for row in (columns, *cells):
+                print(line.format(*row).rstrip())
+
+    @contextmanager
+    def progress(self, title: str, total: int | None = None) -> Iterator[Update]:
+        """Give a function to be called with how much is done of `total`: on a terminal a bar shows it on stderr."""
+        console = None if self.quiet else rich_console(sys.stderr)
+        if console is None:
+            yield lambda _: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # No thread of its own: it would take time from what is being measured.
+        bar = Progress(
+            *columns,
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bar:
+            task, drawn = bar.add_task(title, total=total), 0.0
+
+            def update(done: int) -> None:
+                nonlocal drawn
+                if (now := time.monotonic()) - drawn >= _SECONDS_BETWEEN:
+                    drawn = now
+                    bar.update(task, completed=done)
+                    bar.refresh()
+
+            yield update
+
+    def watched(self, batches: Iterable[EventBatch], title: str = "reading") -> Iterator[EventBatch]:
+        """The batches, and how far they are."""
+        with self.progress(title) as update:
+            yield from updating(batches, update)
+
+    @contextmanager
+    def live(
+        self, draw: Callable[[], None], to_json: Callable[[], object] | None
+    ) -> Iterator[tuple[Callable[[], None], bool]]:
+        """What shows the present state again, and whether it does so in place.
+
+        `draw` prints it here; `to_json` is given if one JSON object a line is wanted instead.
+        """
+        console = None if to_json is not None else rich_console(sys.stdout)
+        if to_json is not None:
+            yield lambda: print_json(to_json()), False
+        elif console is None:
+
+            def show() -> None:
+                draw()
+                sys.stdout.flush()
+
+            yield show, False
+        else:
+            from rich.console import Group
+            from rich.live import Live
+
+            # No thread of its own: a state is drawn between two batches, never in the middle of one.
+            with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
+                yield lambda: live.update(Group(*self.frame(draw)), refresh=True), True
+
+    def frame(self, draw: Callable[[], None]) -> list[RenderableType]:
+        """What `draw` prints here, for rich."""
+        frame: list[RenderableType] = []
+        self._frame = frame
+        try:
+            draw()
+        finally:
+            self._frame = None
+        return frame
+
+
+def updating(batches: Iterable[EventBatch], update: Update) -> Iterator[EventBatch]:
+    """The batches, each of which is told to a progress."""
+    for batch in batches:
+        update(batch.seq)
+        yield batch
+
+
+class Paced:
+    """Shows something at most once in `every` seconds, and seldom enough not to be in the way of other work."""
+
+    def __init__(self, show: Callable[[], None], every: float, first: float = 0.0) -> None:
+        self._show, self._every = show, every
+        self._due = time.monotonic() + first
+
+    def show_if_due(self) -> None:
+        """Show it, if it is time for that."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            self._show()
+            ended = time.monotonic()
+            self._due = ended + max(self._every, _IDLE * (ended - begun))
+
+
+class StatusLines(Generic[Status]):
+    """Lines that say now and then how a command is doing that runs until it is stopped.
+
+    They are notes for people, or JSON on stdout; none says the same as the one before. One is due `first` seconds from
+    now, and then at most one in `every` seconds.
+    """
+
+    def __init__(
+        self,
+        out: Output,
+        in_words: Callable[[Status], str],
+        to_json: Callable[[Status], object],
+        *,
+        as_json: bool,
+        every: float,
+        first: float = 0,
+    ) -> None:
+        self._out, self._in_words, self._to_json, self._as_json = out, in_words, to_json, as_json
+        self._every, self._due = every, time.monotonic() + first
+        self._said: object = None
+
+    def is_due(self) -> bool:
+        """Whether it is time for a line. Then the time of the next one begins."""
+        if (now := time.monotonic()) < self._due:
+            return False
+        self._due = now + self._every
+        return True
+
+    def say(self, status: Status) -> None:
+        """A line, if something has changed."""
+        said = self._to_json(status) if self._as_json else self._in_words(status)
+        if said == self._said:
+            return
+        self._said = said
+        if self._as_json:
+            print_json(said)
+        else:
+            self._out.note(str(said))
 
 
 def paint(text: str, color: str | None) -> str:
@@ -95,29 +269,27 @@ def paint(text: str, color: str | None) -> str:
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
 
 
-def _print_plain(
-    columns: Sequence[str], rows: Sequence[Row], right: Sequence[str], widths: Sequence[int]
-) -> None:
-    for row in (columns, *rows):
-        cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(columns, row, widths, strict=True)
-        ]
-        print(_GAP + _GAP.join(cells).rstrip())
-
-
-def _print_rich(console: Console, columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:
+def _drawn(
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    right: Sequence[str],
+    styles: Sequence[str],
+    *,
+    ruled: bool = False,
+) -> Table:
+    """A table for rich; what does not fit into the width of a column goes on in the next line."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    frame = box.SIMPLE_HEAD if ruled else None
+    table = Table(box=frame, header_style="bold", show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
-    for row in rows:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for number, row in enumerate(rows):
         # As Text, since rich would take [brackets] in a plain string for markup.
-        table.add_row(*map(Text, row))
-    console.print(table)
+        table.add_row(*map(Text, row), style=styles[number] if styles else None)
+    return table
 
 
 def rich_console(stream: TextIO) -> Console | None:
@@ -139,9 +311,45 @@ def bar(first: int, second: int, total: int, width: int) -> str:
     return "█" * one + "▒" * (both - one) + "·" * (width - both)
 
 
-def size(num_bytes: int) -> str:
-    """Bytes for people."""
-    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= length:
-            return f"{num_bytes / length:.1f} {unit}"
-    return f"{num_bytes} B"
+def left_of_log(catch_up: CatchUp) -> str:
+    """How long it takes to come to the end of a log; the pace is unknown at first."""
+    text = f"catching up: {size(catch_up.bytes_left)} of the log left"
+    if catch_up.seconds_left is None:
+        return text
+    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"
+
+
+# -- JSON
+
+
+def jsonable(value: Any) -> Any:
+    """What `json` can write of dataclasses, structs, named tuples, paths and arrays."""
+    import msgspec
+
+    return msgspec.to_builtins(value, enc_hook=_encoded, str_keys=True)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist()  # an array, or a number out of one
+
+
+def print_json(value: Any) -> None:
+    """One object a line."""
+    print(json.dumps(jsonable(value)), flush=True)
+
+
+def pick(whole: object, *names: str, **renamed: str) -> dict[str, Any]:
+    """The attributes of these names for JSON, and under the keys of `renamed` those that it names."""
+    return {key: getattr(whole, name) for key, name in [*zip(names, names, strict=True), *renamed.items()]}
+
+
+def stamp(seq: int | None, ts: int | None, prefix: str = "") -> dict[str, Any]:
+    """The number of a batch and when it was made, as all JSON has them."""
+    return {f"{prefix}seq": seq, f"{prefix}ts": ts, f"{prefix}time": None if ts is None else iso(ts)}
+
+
+def end_json(end: LogEnd | None) -> dict[str, Any] | None:
+    """How a log ends; None: it was not read to its end."""
+    return None if end is None else pick(end, "kind", "path", "offset", "next_seq", "begins")

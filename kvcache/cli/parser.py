@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -125,44 +124,3 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         (("--log-json",), "errors, warnings, notes and diagnostics as JSON lines on stderr"),
     ):
         group.add_argument(*names, action="store_true", default=default, help=purpose)
-
-
-_MOST_DIGITS = 19
-"""Of a number that one gives here; Python itself reads no more than some thousands."""
-
-
-def natural(text: str) -> int:
-    """An integer, at least 0."""
-    return _at_least(0, text)
-
-
-def positive(text: str) -> int:
-    """An integer, at least 1."""
-    return _at_least(1, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) > _MOST_DIGITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
-    return int(text)
-
-
-def integer(text: str) -> int:
-    """Any integer."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-
-
-def seconds(text: str) -> float:
-    """A finite number of seconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value

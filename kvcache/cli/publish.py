@@ -7,13 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, duration
+from kvcache.cli.options import add_shared, add_status_options
+from kvcache.cli.output import Output, StatusLines, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
-from kvcache.cli.progress import left_of_log
-from kvcache.cli.status_lines import StatusLines, add_options
-from kvcache.cli.times import iso
 from kvcache.errors import UsageError
+from kvcache.phrases import count, duration, printable
 from kvcache.publish.follower import Until
 from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 
@@ -38,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Publish the events of a log that another process writes."
     parser.epilog = _EPILOG
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory; it is waited for")
+    add_shared(parser, log="a log directory; it is waited for")
+    add_status_options(parser, "how far sinks are behind")
     add = parser.add_argument
     add(
         "--sink",
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ends = parser.add_mutually_exclusive_group()
     ends.add_argument("--once", action="store_true", help="end at the end of the log as it is now")
     ends.add_argument("--until-closed", action="store_true", help="end when the engine has closed the log")
-    add_options(parser, "how far sinks are behind")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--json and the sink stdout: cannot share stdout: leave one of them out")
     until: Until = "end" if args.once else "closed" if args.until_closed else "stopped"
     publisher = Publisher(args.log, args.sinks, state_dir=args.state, until=until)
-    teller = _Teller(args, out)
+    teller = _PublishTeller(args, out)
     with StopSignals() as stop:
         try:
             publisher.run(stop.is_set, teller.tell)
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return stop.exit_code
 
 
-class _Teller:
+class _PublishTeller:
     """Says how far the sinks are."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
@@ -161,30 +159,28 @@ def _described(lag: SinkLag) -> str:
 def to_json(stats: PublishStats) -> dict[str, object]:
     """For programs."""
     head = stats.head
-    ts = None if head is None else head.ts
+    log = dict.fromkeys(("seq", "ts", "time", "epoch", "closed"))
+    if head is not None:
+        log = stamp(head.seq, head.ts) | pick(head, "epoch", "closed")
+    return {**log, "sinks": [_sink_json(lag) for lag in stats.sinks]}
+
+
+def _sink_json(lag: SinkLag) -> dict[str, object]:
+    pace = ("bytes_left", "batches_per_second")
     return {
-        "seq": None if head is None else head.seq,
-        "ts": ts,
-        "time": None if ts is None else iso(ts),
-        "epoch": None if head is None else head.epoch,
-        "closed": None if head is None else head.closed,
-        "sinks": [
-            {
-                "sink": lag.follower.sink,
-                "state": lag.follower.state,
-                "waits_for": lag.follower.waits_for,
-                "seq": None if lag.follower.seq == -1 else lag.follower.seq,
-                "lag_batches": lag.batches,
-                "lag_seconds": lag.seconds,
-                "batches": lag.follower.batches,
-                "events": lag.follower.events,
-                "open": lag.follower.is_open,
-                "bytes_left": None if lag.catch_up is None else lag.catch_up.bytes_left,
-                "batches_per_second": None if lag.catch_up is None else lag.catch_up.batches_per_second,
-                "lost_batches": lag.follower.lost_batches,
-                "errors": lag.follower.errors,
-                "last_error": lag.follower.last_error,
-            }
-            for lag in stats.sinks
-        ],
+        **pick(
+            lag.follower,
+            "sink",
+            "state",
+            "waits_for",
+            "batches",
+            "events",
+            "lost_batches",
+            "errors",
+            "last_error",
+        ),
+        **pick(lag.follower, open="is_open"),
+        **pick(lag, lag_batches="batches", lag_seconds="seconds"),
+        "seq": None if lag.follower.seq == -1 else lag.follower.seq,
+        **(dict.fromkeys(pace) if lag.catch_up is None else pick(lag.catch_up, *pace)),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
@@ -12,18 +11,15 @@ from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.audit.explanation import group_in_words
-from kvcache.audit.phrases import describe_end as describe_end
-from kvcache.cli import moments, times, told
-from kvcache.cli.levels import levels_json, levels_table
-from kvcache.cli.log_end import end_json
-from kvcache.cli.messages import printable
-from kvcache.cli.moments import UpTo
-from kvcache.cli.output import Output, count, paint
-from kvcache.cli.progress import progress
-from kvcache.cli.times import Times, iso
+from kvcache.audit.tables import occupancy
+from kvcache.cli import feed_log, times
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output, end_json, paint, pick, stamp
+from kvcache.cli.times import Times, UpTo
 from kvcache.errors import InternalError
 from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.state import CacheState, resident_names
+from kvcache.phrases import count, describe_end, printable
 from kvcache.replay import Replayed, fold
 
 
@@ -33,28 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Folding begins with the newest snapshot at or before the batch; with --verify as far back as the log goes. A "
         "torn\ntail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
-        + moments.FORMS_HELP
+        + times.FORMS_HELP
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument(
-        "--at", type=moments.argument, metavar=moments.METAVAR, help="stop after this batch (the last one)"
-    )
-    times.add_option(parser)
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every checkpoint on the way, and check the state's invariants",
-    )
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    add_shared(parser, "log", "--time", "--json", at="stop after this batch (the last one)")
+    purpose = "compare every checkpoint on the way, and check the state's invariants"
+    parser.add_argument("--verify", action="store_true", help=purpose)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, and say what came out."""
-    if told.is_told(args.log):
-        return told.replay(args, out, describe_end)
-    reader = LogReader(args.log) if args.verify else moments.state_before(args.log, args.at)
+    if feed_log.is_feed_log(args.log):
+        return feed_log.replay(args, out)
+    reader = LogReader(args.log) if args.verify else times.state_before(args.log, args.at)
     batches = UpTo(reader, args.at)
-    with progress("replaying", None, shown=not out.quiet) as update:
+    with out.progress("replaying") as update:
         replayed = fold(batches, verify=args.verify, progress=update)
     replayed.snapshot_seq = None if reader.snapshot is None else reader.snapshot.seq
     if batches.ended:
@@ -84,48 +72,52 @@ def describe_point(replayed: Replayed, times: Times) -> str:
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
     state = replayed.state
+    sharing = [
+        pick(each, group="index")
+        | pick(each.created, "kind", "window")
+        | {"held": len(each.holders), "named": len(each.names)}
+        for each in state.positional
+    ]
     return {
-        "seq": replayed.last_seq,
-        "ts": replayed.last_ts,
-        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
-        "epoch": state.epoch,
-        "snapshot_seq": replayed.snapshot_seq,
-        "batches": replayed.batches,
-        "events": replayed.events,
-        "groups": _groups_json(state),
-        "sharing": [
-            {
-                "group": each.index,
-                "kind": each.created.kind,
-                "window": each.created.window,
-                "held": len(each.holders),
-                "named": len(each.names),
-            }
-            for each in state.positional
+        **stamp(replayed.last_seq, replayed.last_ts),
+        **pick(replayed, "snapshot_seq", "batches", "events", "checkpoints_verified", "checkpoints_failed"),
+        **pick(state, "epoch", "tokens_recorded"),
+        "groups": [
+            levels | dict(zip(("prefixes", "runs", "namespaces"), _tree(group), strict=True))
+            for levels, group in zip(levels_json(state), state.groups, strict=True)
         ],
+        "sharing": sharing,
         "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
-        "tokens_recorded": state.tokens_recorded,
         "fingerprint": replayed.fingerprint.hex(),
         "verified": verified,
-        "checkpoints_verified": replayed.checkpoints_verified,
-        "checkpoints_failed": replayed.checkpoints_failed,
         "gaps": [asdict(gap) for gap in replayed.gaps],
         "end": end_json(replayed.end),
     }
 
 
-def _groups_json(state: CacheState) -> list[dict[str, Any]]:
-    groups = []
-    for levels, group in zip(levels_json(state), state.groups, strict=True):
-        leaves, runs, namespaces = _tree(group)
-        groups.append({**levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces})
-    return groups
+def levels_table(state: CacheState) -> tuple[list[str], list[list[str]]]:
+    """Columns, and a row for each level of each window; of the only window there is the name says nothing."""
+    levels = occupancy(state)
+    several = len(state.groups) > 1
+    rows = [
+        [
+            *([f"{each.window:,}"] * several),
+            each.level,
+            *(f"{number:,}" for number in (each.blocks, each.held, each.unreferenced, each.blank)),
+        ]
+        for each in levels
+    ]
+    return [*(["window"] * several), "level", "blocks", "held", "cached, free to evict", "blank"], rows
 
 
-def _windows(state: CacheState) -> list[int]:
-    return [] if state.created is None else [group.window for group in state.created.groups]
+def levels_json(state: CacheState) -> list[dict[str, Any]]:
+    """For each window its levels. Blocks: all, held by sequences, cached and held by nobody, blank."""
+    levels = occupancy(state)
+    windows = [levels[at : at + len(LEVEL_NAMES)] for at in range(0, len(levels), len(LEVEL_NAMES))]
+    sizes = ("blocks", "held", "unreferenced", "blank")
+    return [{"window": of[0].window, **{each.level: pick(each, *sizes) for each in of}} for of in windows]
 
 
 def _tree(group: AnyGroup) -> tuple[int, int, int]:
@@ -137,8 +129,7 @@ def _tree(group: AnyGroup) -> tuple[int, int, int]:
 def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> None:
     state = replayed.state
     out.heading(f"{title}, epoch {state.epoch}")
-    windows = _windows(state)
-    several = len(windows) > 1  # one alone says nothing
+    several = len(state.groups) > 1  # one alone says nothing
     columns, rows = levels_table(state)
     out.table(columns, rows, right=[each for each in columns if each != "level"])
     out.line()
@@ -148,9 +139,9 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
     for each in state.positional:
         kind, has = each.created.kind, f"{len(each.holders):,} blocks held, {len(each.names):,} named"
         facts.append(("shares primary", f"{group_in_words(each.index, kind)}: {has}"))
-    for window, group in zip(windows, state.groups, strict=True):
+    for group in state.groups:
         leaves, runs, namespaces = _tree(group)
-        where = f" of window {window:,}" * several
+        where = f" of window {group.window:,}" * several
         text = f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
         facts.append(("prefixes", text))
     if replayed.snapshot_seq is not None:

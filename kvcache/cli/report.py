@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kvcache.audit import open_log
-from kvcache.cli.log_end import note_end
-from kvcache.cli.output import Output, size
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.progress import progress
 from kvcache.export.export import replacing
+from kvcache.phrases import size
 from kvcache.report.given import Curve, WhatIf, read, refuse_other
 from kvcache.report.report import report
 
@@ -31,28 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The page names requests, but no tokens and no salts. It needs plotly: pip install 'kvcache[report]'"
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the page (report.html)",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite the page if it exists")
-    parser.add_argument(
-        "--curve",
-        type=Path,
-        metavar="FILE",
-        help="what `kvcache curve LOG --json` printed, as a section more",
-    )
-    parser.add_argument(
-        "--whatif",
-        type=Path,
-        metavar="FILE",
-        help="what `kvcache whatif LOG --json` printed, as a section more",
-    )
+    add_shared(parser, "log")
+    add = parser.add_argument
+    default = Path("report.html")
+    add("-o", "--output", type=Path, default=default, metavar="FILE", help=f"the page ({default})")
+    add("--force", action="store_true", help="overwrite the page if it exists")
+    for name in ("curve", "whatif"):
+        purpose = f"what `kvcache {name} LOG --json` printed, as a section more"
+        add(f"--{name}", type=Path, metavar="FILE", help=purpose)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -63,9 +48,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with (
         leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
-        progress("reading", None, shown=not out.quiet) as update,
+        out.progress("reading") as update,
     ):
-        page = report(args.log, curve=curve, whatif=whatif, progress=update, ended=partial(note_end, out))
+        page = report(args.log, curve=curve, whatif=whatif, progress=update, ended=out.note_end)
         new.write_text(page, encoding="utf-8", newline="\n")
     out.note(f"{args.output}: {size(len(page.encode()))}")
     return 0

@@ -8,41 +8,45 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from shutil import rmtree
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from events.errors import EventsError, LogWriteFailed
+from events.errors import EventsError, LogExists, LogWriteFailed
 from events.log import LogWriter
-from kvcache.cli import own_feed, settings
-from kvcache.cli.output import Output, count
-from kvcache.cli.parser import integer, natural, positive, seconds
+from kvcache.cli import config as settings
+from kvcache.cli.options import add_shared, integer, natural, positive, seconds
+from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
-from kvcache.cli.progress import progress
-from kvcache.cli.run_directory import RunDirectory
-from kvcache.cli.sinks import add_sink_options, take_kv_events
-from kvcache.cli.source import Source, generated_chats, open_trace
-from kvcache.cli.summary import Outcome, describe_start, show, to_json
-from kvcache.cli.verification import Verification, verify_own_log
-from kvcache.config import KVCacheConfig
+from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
+from kvcache.cli.verification import FEED_URL, OwnFeed, Verification, verify_own_log
+from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.device.memory import served_layout
 from kvcache.errors import InternalError, KVCacheError, Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
+from kvcache.phrases import count
+from kvcache.record.outputs import open_log
+from kvcache.workload.chats import generate_chats
 from kvcache.workload.clock import StepClock, parse_speed
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.mooncake import read_trace
 from kvcache.workload.pattern import PoolPattern
 from kvcache.workload.summary import RunResult
 from kvcache.workload.waiting import Limits
-from sinks import SinkContext, SinkURL, open_sink
+from sinks import SinkContext, SinkURL, SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
+from sinks.router.kv_events import kv_events_sink
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools, PoolSizes
@@ -60,6 +64,8 @@ In a run the log makes the engine wait rather than lose events, and ends the run
 log.overflow=drop says otherwise. If the log could not be written to its end the summary says so, and the exit
 code is 1.
 """
+USERS = 128
+"""Conversations of a run without a trace: some seconds of work."""
 _REPORT = ": a bug of kvcache, please report it"
 
 
@@ -74,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="requests as JSON lines (Mooncake form, one hash_id for each 512 tokens: `kvcache docs benchmarks`)",
     )
-    settings.add_options(parser)
+    settings.add_settings(parser)
     _add_load_options(parser)
     _add_cache_options(parser)
     _add_event_options(parser)
@@ -110,7 +116,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("events")
-    add_sink_options(group)
+    _add_sink_options(group)
     add = group.add_argument
     add(
         "--wait-subscribers",
@@ -140,12 +146,12 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="keep the sinks open for so long after the end",
     )
-    add("--json", action="store_true", help="the summary as JSON; stdout holds nothing else")
+    add_shared(group, json="the summary as JSON; stdout holds nothing else")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
-    take_kv_events(args, out)
+    _take_kv_events(args, out)
     if args.json and _has_sink(args, "stdout"):
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
@@ -200,24 +206,26 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     return stop.exit_code
 
 
-def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
+def _config(args: argparse.Namespace, source: RunSource) -> KVCacheConfig:
     sets = settings.parse_sets(args.sets)
     for name in ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path"):
         if getattr(args, name) is not None:
             sets[name] = getattr(args, name)
-    known = settings.given(args.config, sets)
+    known = settings.read_settings(args.config, sets).values
     # What decides about the other defaults is read and checked first.
     first = settings.RUN_DEFAULTS | {"max_sequence_length": source.sizes.longest}
     if known.get("secondary_path"):
         first["model"] = "kvcache run"  # what writes the bytes; a file needs a name
-    config = settings.load(args.config, sets, first | {"primary_blocks": 1})
+    config = settings.load_settings(args.config, sets, first | {"primary_blocks": 1})
     blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)
     sizes = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
-    derived = settings.derived(known)
-    return settings.load(args.config, sets, first | {name: sizes[name] for name in sizes if name in derived})
+    derived = settings.derived_settings(known)
+    return settings.load_settings(
+        args.config, sets, first | {name: sizes[name] for name in sizes if name in derived}
+    )
 
 
-def _require_room(config: KVCacheConfig, source: Source) -> None:
+def _require_room(config: KVCacheConfig, source: RunSource) -> None:
     """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
     if config.cross_kv_cache_fraction is not None:
         instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
@@ -251,9 +259,9 @@ class _Run:
         self._clock = StepClock(parse_speed(args.speed))
         chats = args.trace is None
         self._source = (
-            generated_chats(args.seed, args.limit, stop)
+            _generated_chats(args.seed, args.limit, stop)
             if chats
-            else open_trace(args.trace, args.limit, stop)
+            else _open_trace(args.trace, args.limit, stop)
         )
         self._config = _config(args, self._source)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
@@ -279,7 +287,7 @@ class _Run:
         manager = self._open_manager(sizes, log)
         if _has_sink(args, "file"):
             stop.at_hangup(manager.reopen_sinks)
-        router = own_feed.OwnFeed(manager) if self._routed else None
+        router = OwnFeed(manager) if self._routed else None
         if args.wait_subscribers:
             readers = count(args.wait_subscribers, "reader")
             out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
@@ -299,7 +307,7 @@ class _Run:
     def _open_manager(self, sizes: PoolSizes | None, log: LogWriter) -> KVCacheManager:
         # A sink on stdout writes past the buffer, and must not come before what was said already.
         sys.stdout.flush()
-        sinks = [*self._args.sinks, own_feed.URL] if self._routed else self._args.sinks
+        sinks = [*self._args.sinks, FEED_URL] if self._routed else self._args.sinks
         try:
             if sizes is not None:
                 from kvcache.pools import Pools
@@ -318,9 +326,9 @@ class _Run:
     def _drive(self, manager: KVCacheManager) -> RunResult:
         args, source = self._args, self._source
         # Event lines on the same terminal would tear the bar apart.
-        visible = not self._out.quiet and not _has_sink(args, "stdout")
+        bar = Output(quiet=True) if _has_sink(args, "stdout") else self._out
         try:
-            with progress("playing", source.sizes.requests, shown=visible) as update:
+            with bar.progress("playing", source.sizes.requests) as update:
                 engine = Engine(
                     manager,
                     source.requests,
@@ -341,7 +349,7 @@ class _Run:
                 source.requests.close()
 
     def _finish(
-        self, manager: KVCacheManager, log: LogWriter, result: RunResult, router: own_feed.OwnFeed | None
+        self, manager: KVCacheManager, log: LogWriter, result: RunResult, router: OwnFeed | None
     ) -> Outcome:
         args, out, stop = self._args, self._out, self._stop
         started = time.perf_counter()
@@ -358,9 +366,7 @@ class _Run:
         except LogWriteFailed as error:
             incomplete = error
         live = fingerprint(manager.state)
-        verification = (
-            verify_own_log(log, live, stop, shown=not out.quiet) if incomplete is None else Verification()
-        )
+        verification = verify_own_log(log, live, stop, out) if incomplete is None else Verification()
         return Outcome(
             result=result,
             stats=manager.stats(),
@@ -376,3 +382,135 @@ class _Run:
             log_failure=incomplete or result.log_failure,
             restored=manager.restored,
         )
+
+
+# -- where requests come from, and where events go
+
+
+def _open_trace(path: Path, limit: int | None, stop: StopSignals) -> RunSource:
+    """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a directory: a trace is a file of JSON lines (`kvcache docs benchmarks`)"
+        )
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe"
+        )
+    sizes = RequestSizes.of(read_trace(path, limit), stop)
+    if not sizes.requests:
+        raise UsageError(f"{path} holds no requests")
+    return RunSource(path.name, read_trace(path, limit), sizes)
+
+
+def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:
+    """The requests of a run without a trace."""
+    requests = generate_chats(USERS, seed)[:limit]
+    return RunSource(f"generated chats (seed {seed})", requests, RequestSizes.of(requests, stop))
+
+
+def _add_sink_options(add: argparse._ArgumentGroup) -> None:
+    """Declare them."""
+    add.add_argument(
+        "--sink",
+        action="append",
+        default=[],
+        dest="sinks",
+        metavar="URL",
+        help="publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
+    )
+    add.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="publish to routers as vLLM does with the same JSON, or @FILE with it: enable_kv_cache_events (false), "
+        "publisher (zmq), endpoint (tcp://*:5557), replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+    )
+    add.add_argument(
+        "--kv-events-options",
+        default="",
+        metavar="OPTIONS",
+        help="what that JSON has no field for, as options of a sink zmq+pub:, as in 'curve_key=K&curve_clients=DIR'",
+    )
+    add.add_argument(
+        "--kv-events-rank",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="data-parallel rank, added to both ports (0)",
+    )
+
+
+def _take_kv_events(args: argparse.Namespace, out: Output) -> None:
+    """Add the sink that vLLM's configuration asks for to those that were given. Raises UsageError."""
+    if args.kv_events_config is None:
+        if args.kv_events_options or args.kv_events_rank:
+            raise UsageError("--kv-events-options and --kv-events-rank need --kv-events-config JSON")
+        return
+    config = _given_json(args.kv_events_config)
+    url = kv_events_sink(config, rank=args.kv_events_rank, options=args.kv_events_options)
+    if url is None:
+        out.warning(
+            "--kv-events-config asks for no sink: events are published with "
+            '"enable_kv_cache_events": true, and not with "publisher": "null"'
+        )
+        return
+    try:
+        open_sink(url, SinkContext(0, 1))
+    except SinkURLError as error:
+        where = "options of a sink go into --kv-events-options, as in --kv-events-options insecure=1"
+        raise UsageError(f"--kv-events-config: {error.reason}; {where}") from None
+    args.sinks.append(url)
+
+
+def _given_json(config: str) -> str:
+    """The JSON that was given, or that the file holds which was named by @."""
+    if not config.startswith("@"):
+        return config
+    try:
+        return Path(config[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--kv-events-config: {config[1:]} cannot be read: {reason}") from None
+
+
+class RunDirectory:
+    """The log's directory; a temporary one goes away again, unless it is evidence."""
+
+    def __init__(self, args: argparse.Namespace, out: Output) -> None:
+        self._out = out
+        self._keep = args.keep
+        self.temporary = args.log is None
+        self.path: Path = args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        stays = self.settle(evidence=isinstance(error, InternalError))
+        if stays is not None and self.temporary:
+            self._out.note(f"the log is kept in {stays}")
+
+    def settle(self, *, evidence: bool) -> Path | None:
+        """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
+        wanted = (self._keep or evidence) and any(self.path.glob("*.kvlog"))
+        if self.temporary and not wanted:
+            rmtree(self.path, ignore_errors=True)
+            return None
+        return self.path
+
+    def open_log(self, config: LogConfig, log_id: bytes | None, *, resume: bool) -> LogWriter:
+        """Open the log, a new one under this id (None: one of its own)."""
+        directory = self.path
+        if os.path.isfile(directory):  # noqa: PTH113  Path.is_file raises for a path that is too long
+            raise UsageError(f"{directory} is a file; --log takes a directory")
+        try:
+            writer = open_log(directory, config, log_id=log_id, resume=resume)
+        except LogExists:
+            raise UsageError(
+                f"{directory} holds a log already: choose another directory, or add --continue to append to it"
+            ) from None
+        if resume and writer.epoch_started.previous_epoch is None:
+            self._out.note(f"{directory} is new: nothing to continue")
+        return writer

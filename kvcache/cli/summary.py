@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from events.errors import LogWriteFailed
 from events.structs import LEVEL_NAMES
 from events.types import TokensAppended
-from kvcache.cli.event_lines import event_lines
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, duration, paint, share, size
-from kvcache.cli.own_feed import FeedCheck
-from kvcache.cli.source import Source
-from kvcache.cli.verification import Verification
+from kvcache.cli.events import event_lines
+from kvcache.cli.output import Output, paint, pick
+from kvcache.cli.verification import FeedCheck, Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
+from kvcache.phrases import count, duration, printable, share, size
 from kvcache.restart.opening import Restored
 from kvcache.stats import Stats
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.summary import RunResult, WindowBlocks
+from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.summary import RunResult
 from sinks import SinkStats
 
 if TYPE_CHECKING:
     from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
-_BYTES = ("bytes_offloaded", "bytes_onboarded", "bytes_within_primary", "bytes", "bytes_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSizes:
+    """What a cache for these requests has to know about them."""
+
+    requests: int
+    tokens: int
+    """Of all prompts and outputs."""
+    longest: int
+    """Tokens of the longest request, prompt and output."""
+    shortest: int
+    digest: bytes
+    """SHA-256 of the requests."""
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> RequestSizes:
+        """Add up; ends early if `stop` is set."""
+        count = tokens = longest = shortest = 0
+        digest = sha256()
+        for request in requests:
+            length = request.input_length + request.output_length
+            longest, shortest = max(longest, length), min(shortest, length) if count else length
+            count, tokens = count + 1, tokens + length
+            digest.update(repr(request).encode())
+            if stop.is_set():
+                break
+        return cls(count, tokens, longest, shortest, digest.digest())
+
+    def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
+        """Room for `concurrency` requests of average length, and for the longest one."""
+        average = -(-self.tokens // max(self.requests, 1))
+        return max(-(-self.longest // tokens_per_block), concurrency * -(-average // tokens_per_block))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """Requests, and what they are called."""
+
+    title: str
+    requests: Iterable[TraceRequest]
+    """To be played once; a trace never lies in memory as a whole."""
+    sizes: RequestSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,53 +108,45 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
     """The summary as JSON. Times in seconds unless the name says otherwise."""
     result, stats, verification = outcome.result, outcome.stats, outcome.verification
     replayed, feed, copies = verification.replayed, outcome.feed, outcome.copies
+    copied = ("bytes_offloaded", "bytes_onboarded", "bytes_within_primary", "bytes", "bytes_per_second")
     return {
-        **_of(result, "requests", "refused"),
-        "refusals": [asdict(refusal) for refusal in result.refusals],
-        "interrupted": result.interrupted,
-        "signal": outcome.signal,
-        "prompt_tokens": stats.prompt_tokens,
-        "output_tokens": result.output_tokens,
-        **_of(stats, "reused_tokens", "reused_tokens_primary", "reused_tokens_secondary"),
-        **_of(stats, "reused_tokens_partial", "reused_tokens_own"),
-        "recomputed_tokens": result.recomputed_tokens,
-        **_of(stats, "hit_rate", "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded"),
-        **_of(stats, "blocks_onboarded", "blocks_deduplicated"),
-        **_of(result, "checked_blocks", "checked_final_blocks"),
-        "windows": [_window_json(*each) for each in result.windows.items()],
-        **_of(stats, "events", "batches"),
-        "dropped_batches": outcome.dropped_batches,
-        "log": None if log is None else str(log),
-        "log_bytes": outcome.log_bytes,
-        "log_error": None if outcome.log_failure is None else outcome.log_failure.reason,
-        "feed": feed and asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))},
+        **pick(
+            result, "requests", "refused", "refusals", "interrupted", "output_tokens", "recomputed_tokens"
+        ),
+        **pick(result, "checked_blocks", "checked_final_blocks"),
+        **pick(stats, "prompt_tokens", "reused_tokens", "reused_tokens_primary", "reused_tokens_secondary"),
+        **pick(stats, "reused_tokens_partial", "reused_tokens_own", "hit_rate", "events", "batches"),
+        **pick(stats, "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded"),
+        **pick(stats, "blocks_onboarded", "blocks_deduplicated"),
+        **pick(outcome, "signal", "dropped_batches", "log_bytes", "seconds", "requests_per_second"),
+        "windows": [
+            pick(blocks, "most_held") | {"window": window, "cached": _by_level(blocks.cached)}
+            for window, blocks in result.windows.items()
+        ],
+        "log": log,
+        "log_error": outcome.log_failure and outcome.log_failure.reason,
+        "feed": feed and pick(feed, "batches", "agrees", "faults") | {"blocks": _by_level(feed.blocks)},
         # A name is a block's.
         "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
         "restored": outcome.restored and _restored_json(outcome.restored),
-        "copies": copies and _of(copies, "seconds", *_BYTES),
+        "copies": copies and pick(copies, "seconds", *copied),
         "steps": len(result.times),
-        **_of(outcome, "seconds", "requests_per_second"),
         "step_us_p50": result.times.percentile_us(50),
         "step_us_p99": result.times.percentile_us(99),
         "fingerprint": outcome.fingerprint.hex(),
-        "replay_fingerprint": None if verification.fingerprint is None else verification.fingerprint.hex(),
+        "replay_fingerprint": verification.fingerprint and verification.fingerprint.hex(),
         "replay_seconds": verification.seconds,
         "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
     }
 
 
 def _restored_json(restored: Restored) -> dict[str, Any]:
-    blocks = _of(restored.survey, "found", "verified", "changed", "in_flight", "unreachable", "recomputed")
-    return {"blocks": blocks, **_of(restored, "replay_seconds", "verify_seconds", "verified_bytes")}
+    blocks = pick(restored.survey, "found", "verified", "changed", "in_flight", "unreachable", "recomputed")
+    return {"blocks": blocks, **pick(restored, "replay_seconds", "verify_seconds", "verified_bytes")}
 
 
-def _window_json(window: int, blocks: WindowBlocks) -> dict[str, Any]:
-    cached = dict(zip(LEVEL_NAMES, blocks.cached, strict=True))
-    return {"window": window, "most_held": blocks.most_held, "cached": cached}
-
-
-def _of(whole: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(whole, name) for name in names}
+def _by_level(values: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(LEVEL_NAMES, values, strict=True))
 
 
 def _caches(layout: Layout) -> list[tuple[str, str]]:
@@ -127,7 +163,7 @@ def _caches(layout: Layout) -> list[tuple[str, str]]:
 
 def describe_start(
     out: Output,
-    source: Source,
+    source: RunSource,
     config: KVCacheConfig,
     pools: PoolSizes | None,
     clock: StepClock,

@@ -12,22 +12,19 @@ from events.brokers.address import is_broker
 from events.errors import without_login
 from events.log.segments import is_log
 from events.subscribe.workers import FeedState
-from kvcache.cli.hearing import NOTHING_HEARD, SILENCE_SECONDS
-from kvcache.cli.listening import (
-    IN_TOPIC,
-    add_connection_options,
-    curve_of,
-    is_bound,
-    places_of,
-    refuse_named_replay,
-    refuse_unknown_host,
-)
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count
+from kvcache.cli.feed_log import worker_json
+from kvcache.cli.options import add_status_options
+from kvcache.cli.output import Output, StatusLines, pick
 from kvcache.cli.process import StopSignals
-from kvcache.cli.status_lines import StatusLines, add_options
-from kvcache.cli.told import worker_json
+from kvcache.cli.subscribe.sources import (
+    IN_TOPIC,
+    NOTHING_HEARD,
+    SILENCE_SECONDS,
+    add_connection_options,
+    endpoints_of,
+)
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable
 
 if TYPE_CHECKING:
     from kvcache.tap.tap import Endpoint, Tap
@@ -63,14 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ENDPOINT",
         help=f"the replay socket of the only one; where many connect, {IN_TOPIC}: the sockets that their topics name",
     )
-    add("--topic", default="", metavar="TOPIC", help="only topics that begin with this")
     add(
         "--no-tokens",
         action="store_true",
         help="record no token ids; routers cannot be fed from the log then",
     )
     add_connection_options(parser)
-    add_options(parser, "what was heard")
+    add_status_options(parser, "what was heard")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -88,7 +84,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         Tap(endpoints, args.log, resume=args.resume, record_tokens=not args.no_tokens) as tap,
     ):
         out.note(f"recording {', '.join(map(printable, tap.endpoints))} into {printable(str(args.log))}")
-        teller = _Teller(args, out)
+        teller = _TapTeller(args, out)
         while not stop.is_set():
             tap.work(_WORK_SECONDS)
             teller.tell(tap)
@@ -112,22 +108,19 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
         LinePlace.read(text)  # raises before anything is made
         yield Endpoint(text)
     args.endpoint = [text for text in args.endpoint if text not in files]
-    places = places_of(args)
-    if len({place.endpoint for place in places}) < len(places):
+    given = endpoints_of(args)
+    if len({each.endpoint for each in given}) < len(given):
         raise UsageError(_TWICE)
-    for place in places:
-        binds = is_bound(place, args)
-        curve = curve_of(args, place, binds=binds)
-        if binds:
-            refuse_named_replay(place.replay)
-            yield Endpoint(place.endpoint, place.replay == IN_TOPIC, True, args.topic, curve, args.insecure)
-            continue
-        for each in filter(None, (place.endpoint, place.replay)):
-            refuse_unknown_host(each)
-        yield Endpoint(place.endpoint, place.replay, False, args.topic, curve)
+    for each in given:
+        curve = each.curve(args)
+        each.check(args)
+        if each.binds(args):
+            yield Endpoint(each.endpoint, each.replay == IN_TOPIC, True, args.topic, curve, args.insecure)
+        else:
+            yield Endpoint(each.endpoint, each.replay, False, args.topic, curve)
 
 
-class _Teller:
+class _TapTeller:
     """Says now and then what was heard."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
@@ -172,13 +165,9 @@ def to_json(tap: Tap) -> dict[str, object]:
     """For programs."""
     log = tap.log_stats()
     return {
-        "batches": tap.recorder.batches,
-        "events": tap.recorder.events,
-        "recovered_batches": tap.recorder.recovered,
+        **pick(tap.recorder, "batches", "events", recovered_batches="recovered"),
+        **pick(log, "dropped_batches", log_state="state", log_error="last_error"),
         "ignored_messages": tap.ignored,
         "silent": sorted(tap.silent),
-        "log_state": log.state,
-        "log_error": log.last_error,
-        "dropped_batches": log.dropped_batches,
         "workers": [worker_json(worker) for worker in tap.state.workers.values()],
     }

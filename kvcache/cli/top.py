@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from kvcache.cli import moments, top_views
-from kvcache.cli.followed import Followed
-from kvcache.cli.live import Paced, display
-from kvcache.cli.output import Output
+from events.log import LogEnd, LogReader
+from events.log.reader import Beginning, LogHead, beginnings, first_batch
+from events.log.segments import Segment, segment_paths
+from events.structs import LEVEL_NAMES
+from events.types import EpochStarted, EventBatch
+from kvcache.audit.history import HistoryFold
+from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.recent import Lately, Recent
+from kvcache.audit.tables import occupancy
+from kvcache.cli import times
+from kvcache.cli.audit_json import reasons_json
+from kvcache.cli.options import add_shared
+from kvcache.cli.output import Output, Paced, bar, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
+from kvcache.cli.replay import levels_json, levels_table
+from kvcache.fold.state import CacheState
+from kvcache.keep.prune import state_batch
+from kvcache.phrases import iso, printable, share, span
+from kvcache.publish.errors import LogReplaced
+from kvcache.publish.follower import CatchUp
 
 _INTERVAL_NS = 10**9
+_CONTENTS_MAX = 1 << 20
+"""Different blocks of which the history is known, where no more are cached; a fifth of a gigabyte."""
+_POLL_SECONDS = 0.1
+_BEHIND_SECONDS = 1.0
+"""A reader that has not reached the end of the log in this time lags."""
+NOW_NS = 10 * 10**9
+"""What "now" means of a rate."""
+_NONE = "–"
+_BAR = 30
+_BAR_COLUMN = "█ held  ▒ cached  · blank"
 _EPILOG = """\
 Rates and reasons are those of the last seconds and of --window, by the clock of the log's writer. `kvcache docs audit`
 says what the reasons mean, `kvcache docs monitoring` what the numbers do, and `kvcache docs json` has the keys.
@@ -32,36 +61,335 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("log", type=Path, metavar="LOG", help="a log directory")
+    add_shared(parser, log="a log directory", json="a JSON object for each look, one a line")
     add(
         "--window",
-        type=moments.length,
+        type=times.length,
         default="5m",
         metavar="TIME",
         help="how far rates and reasons reach back, in addition to those of now, as in 90s, 5m or 1h (5m)",
     )
     add(
         "--interval",
-        type=moments.length,
+        type=times.length,
         metavar="TIME",
         help="between two looks (1s); where stdout is no terminal there is one look without this",
     )
     add("--once", action="store_true", help="one look at the log as it is")
-    add("--json", action="store_true", help="a JSON object for each look, one a line")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Show a log until a signal comes, or once."""
     log = Followed(args.log, args.window)
-    as_json = (lambda: top_views.to_json(log)) if args.json else None
-    with (
-        StopSignals() as stop,
-        display(lambda width, height: top_views.views(log, width, height), as_json, out) as (show, in_place),
-    ):
+    as_json = (lambda: to_json(log)) if args.json else None
+    with StopSignals() as stop, out.live(lambda: show(log, out), as_json) as (look, in_place):
         if not args.once and (in_place or args.json or args.interval is not None):
-            paced = Paced(show, (args.interval or _INTERVAL_NS) / 1e9)
+            paced = Paced(look, (args.interval or _INTERVAL_NS) / 1e9)
             log.read(paced.show_if_due, stop.is_set)
         else:
             log.read(lambda: None, stop.is_set, follow=False)
-        show()
+        look()
     return stop.exit_code
+
+
+class Followed:
+    """A log, read from the newest epoch or snapshot that is at least `window` ns older than its last batch."""
+
+    def __init__(
+        self,
+        log: Path,
+        window: int,
+        *,
+        wall_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.log = log
+        self.window = window
+        self._wall_ns, self._clock = wall_ns, clock
+        self._recent = Recent(window)
+        self.history = HistoryFold(self._recent)
+        self.known_since: tuple[int, int] | None = None
+        """The batch with the state of which reading began, and when it was made; None: it began with the log."""
+        self.end: LogEnd | None = None
+        """How the log ends, where it was not to be followed."""
+        self._reader: LogReader | None = None
+        self._started: EpochStarted | None = None
+        """With which the epoch began."""
+        self._batches = 0
+        self._came_at: float | None = None
+        """When the last batch came, by the clock; None: it was there when reading began."""
+        self._begun_at = self._clock()
+        self._at_end_at: float | None = None
+        """When all that was there had been read; None: not yet."""
+
+    def read(
+        self, look: Callable[[], None], stop: Callable[[], bool] = lambda: False, *, follow: bool = True
+    ) -> None:
+        """Read the log to its end, and `follow` it until `stop()`; `look` is called after each batch and meanwhile.
+
+        Raises what reading and folding do, and LogReplaced.
+        """
+
+        def waiting() -> bool:
+            self._at_end_at = self._clock()
+            self._refuse_other_log()
+            look()
+            return stop()
+
+        self._reader = reader = self._opened(follow, waiting)
+        try:
+            for batch in reader:
+                self._fold(batch)
+                look()
+                if stop():
+                    return
+        except FileNotFoundError:
+            if self.log.is_dir():
+                raise
+            raise LogReplaced(self.log) from None
+        self._at_end_at = self._clock()
+        self.end = reader.end
+
+    @property
+    def state(self) -> CacheState:
+        """Of the cache, after the last batch."""
+        return self.history.replayed.state
+
+    @property
+    def closed(self) -> bool:
+        """Whether the writer has ended in order, so that only a new epoch can follow."""
+        return self._reader is not None and self._reader.closed
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last batch: since it came, or by the wall clock if it was there before; never below 0."""
+        if self._came_at is not None:
+            return self._clock() - self._came_at
+        last = self.history.replayed.last_ts
+        return 0.0 if last is None else max(0, self._wall_ns() - last) / 1e9
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were refused or preempted in the window, and not admitted since."""
+        return self._recent.waiting(self._until)
+
+    def lately(self, length: int) -> Lately:
+        """What happened in the last `length` ns, or in those before a closed log ended."""
+        return self._recent.over(length, self._until)
+
+    def catch_up(self) -> CatchUp | None:
+        """How far it is from the end of the log; None: it is there. Raises OSError."""
+        reader = self._reader
+        if reader is None or not self._is_behind:
+            return None
+        seconds = max(self._clock() - self._begun_at, 1e-3)
+        return CatchUp(reader.bytes_left(), reader.bytes_read / seconds, self._batches / seconds)
+
+    @property
+    def _until(self) -> int:
+        return self._recent.last_at + (0 if self.closed else int(self.age * 1e9))
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._at_end_at is None or self._clock() - self._at_end_at > _BEHIND_SECONDS
+
+    def _opened(self, follow: bool, stop: Callable[[], bool]) -> LogReader:
+        begin = self._beginning()
+        start = None if begin is None or begin.is_snapshot else begin.seq
+        state_at = begin.seq if begin is not None and begin.is_snapshot else None
+        return LogReader(
+            self.log, follow=follow, stop=stop, start=start, state_at=state_at, poll_seconds=_POLL_SECONDS
+        )
+
+    def _beginning(self) -> Beginning | None:
+        head = LogHead(self.log)
+        try:
+            found = head.look()
+        finally:
+            head.close()
+        if found is None or found.ts is None:
+            return None
+        for each in reversed(beginnings(self.log)):
+            batch = first_batch(self.log, each)
+            if batch is not None and batch.ts <= found.ts - self.window:
+                return each
+        return None
+
+    def _fold(self, batch: EventBatch) -> None:
+        assert self._reader is not None
+        if not self._batches and (batch.seq or self._reader.snapshot is not None):
+            self.known_since = batch.seq, batch.ts
+        first = batch.events[0] if batch.events else None
+        if isinstance(first, EpochStarted):
+            self._started = first
+        self.history.fold(batch)
+        self._batches += 1
+        self._came_at = None if self._is_behind else self._clock()
+        known = len(self.history.contents)
+        if known > _CONTENTS_MAX and known > 2 * sum(each.blocks for each in occupancy(self.state)):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Go on with what is cached, and without all that was: else memory would grow as long as the log does."""
+        before = self.history
+        assert self._started is not None
+        batch = state_batch(before.replayed, self._started)
+        self.history = HistoryFold()  # with no listener: this batch has been counted
+        self.history.fold(batch)
+        self.history.epochs, self.history.replayed.gaps = before.epochs, before.replayed.gaps
+        self.history.listeners = (self._recent,)
+        self.known_since = batch.seq, batch.ts
+
+    def _refuse_other_log(self) -> None:
+        """Raise LogReplaced if what is there now is another log than was read, or none."""
+        paths = segment_paths(self.log)
+        known = None if self._started is None else self._started.log_id
+        if not paths and known is not None:
+            raise LogReplaced(self.log)
+        with suppress(FileNotFoundError):  # compressed or put aside meanwhile
+            for path in paths[-1:]:
+                with Segment(path) as segment:
+                    header = segment.header()
+                if header is not None and known not in (None, header.log_id):
+                    raise LogReplaced(self.log)
+
+
+# -- for people
+
+
+def show(log: Followed, out: Output) -> None:
+    """All that is known now."""
+    created = log.state.created
+    name = printable(str(log.log))
+    engine = (
+        ""
+        if created is None
+        else f": epoch {log.state.epoch}, decided by {printable(created.engine or 'kvcache')}"
+    )
+    out.heading(f"{name}{engine}")
+    for line in (*_status(log), *_notes(log)):
+        out.line(line)
+    if created is None:
+        return
+    _show_rates(log, out)
+    out.line()
+    columns, rows = levels_table(log.state)
+    levels = occupancy(log.state)
+    styles = ["yellow" if each.blocks and each.held == each.blocks else "" for each in levels]
+    rows = [
+        [*row, bar(each.held, each.unreferenced, each.blocks, _BAR)]
+        for row, each in zip(rows, levels, strict=True)
+    ]
+    right = [name for name in columns if name != "level"]
+    out.table([*columns, _BAR_COLUMN], rows, right=right, styles=styles)
+    out.line()
+    _show_reasons(log.lately(log.window), out)
+
+
+def _status(log: Followed) -> list[str]:
+    replayed = log.history.replayed
+    if replayed.last_ts is None:
+        return ["no batch is written yet"]
+    last = f"batch {replayed.last_seq:,}, {span(log.age)} ago"
+    if log.closed:
+        last += "; its writer has closed the log in good order"
+    elif log.end is not None and log.end.kind == "torn":
+        last += "; after it the log is torn: its writer was killed, or is at work"
+    lines = [last]
+    if (catch_up := log.catch_up()) is not None:
+        lines.append(left_of_log(catch_up))
+    since = f"refused or preempted in the last {span(log.window / 1e9)}"
+    lines.append(f"{len(log.state.sequences):,} running, {log.waiting:,} waiting ({since})")
+    return lines
+
+
+def _show_rates(log: Followed, out: Output) -> None:
+    """Two times side by side: now, and in the window."""
+    spans = [log.lately(min(NOW_NS, log.window)), log.lately(log.window)]
+    if span(spans[0].seconds) == span(spans[1].seconds):
+        spans = spans[:1]
+    rates: list[tuple[str, Callable[[Lately], int]]] = [
+        ("prompt tokens/s", lambda lately: lately.prompt_tokens),
+        ("requests/s", lambda lately: lately.admitted),
+        ("refusals/s", lambda lately: lately.refused),
+        ("preemptions/s", lambda lately: lately.preempted),
+        *[(f"evictions/s from {LEVEL_NAMES[at]}", lambda lately, at=at: lately.evicted[at]) for at in (0, 1)],
+    ]
+    rows = [["token hit rate", *map(_hit_rate, spans)]]
+    rows += [[name, *(_per_second(of(each), each.seconds) for each in spans)] for name, of in rates]
+    columns = ["", *(f"last {span(each.seconds)}" for each in spans)]
+    out.table(columns, rows, right=columns[1:])
+
+
+def _hit_rate(lately: Lately) -> str:
+    return share(lately.reused_tokens / lately.prompt_tokens) if lately.prompt_tokens else _NONE
+
+
+def _per_second(number: int, seconds: float) -> str:
+    rate = number / seconds if seconds else None
+    return _NONE if rate is None else f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def _show_reasons(lately: Lately, out: Output) -> None:
+    """Where prompt tokens came from, or why they were computed; most first, as a terminal may cut off the last."""
+    counts = {reason: int(lately.reasons[reason]) for reason in Reason if lately.reasons[reason]}
+    shown = sorted(counts, key=lambda reason: -counts[reason])
+    rows = [
+        [IN_WORDS[reason], f"{counts[reason]:,}", share(counts[reason] / lately.prompt_tokens)]
+        for reason in shown
+    ]
+    styles = ["green" if reason.is_reuse else "yellow" if reason.is_lost else "" for reason in shown]
+    columns = (f"prompt tokens of the last {span(lately.seconds)}", "count", "share")
+    out.table(columns, rows, right=columns[1:], styles=styles)
+    if not rows:
+        out.line("no request was admitted in this time")
+
+
+def _notes(log: Followed) -> list[str]:
+    """What is not known."""
+    notes = []
+    if log.known_since is not None:
+        seq, ts = log.known_since
+        notes.append(
+            f"known from batch {seq:,} ({iso(ts)}) on: what was evicted or lost before counts as never seen"
+        )
+    notes += [
+        f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: nothing in them is counted"
+        for gap in log.history.replayed.gaps[-1:]
+    ]
+    if log.state.created is not None and not log.history.tokens_recorded:
+        notes.append("the log records no tokens: why prompt tokens were computed is not known")
+    return notes
+
+
+# -- for programs
+
+
+def to_json(log: Followed) -> dict[str, Any]:
+    """All that is known now."""
+    replayed, state, since = log.history.replayed, log.state, log.known_since
+    ts = replayed.last_ts
+    return {
+        **stamp(None if ts is None else replayed.last_seq, ts),
+        "epoch": None if ts is None else state.epoch,
+        "engine": log.history.engine or None,
+        **pick(log, "closed", "waiting"),
+        "last_batch_age_seconds": None if ts is None else log.age,
+        "caught_up": log.catch_up() is None,
+        "known_since_seq": None if since is None else since[0],
+        "tokens_recorded": log.history.tokens_recorded,
+        "running": len(state.sequences),
+        "groups": levels_json(state),
+        "now": _lately_json(log.lately(min(NOW_NS, log.window))),
+        "recent": _lately_json(log.lately(log.window)),
+    }
+
+
+def _lately_json(lately: Lately) -> dict[str, Any]:
+    return {
+        **pick(lately, "seconds", "first_seq", "preempted", "prompt_tokens", "reused_tokens"),
+        **pick(lately, batches="steps", requests="admitted", refusals="refused"),
+        "hit_rate": lately.reused_tokens / lately.prompt_tokens if lately.prompt_tokens else None,
+        "evicted": dict(zip(LEVEL_NAMES, lately.evicted, strict=True)),
+        "reasons": reasons_json(lately.reasons),
+    }

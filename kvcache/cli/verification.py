@@ -1,7 +1,8 @@
-"""Replaying the log that a run has just written, and comparing what comes out."""
+"""The proofs of a run: its log, replayed, gives the cache's state, and a router on its own feed held what it held."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +10,19 @@ from dataclasses import dataclass, field
 
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
+from kvcache.cli.output import Output, Update
 from kvcache.cli.process import StopSignals
-from kvcache.cli.progress import Update, progress
+from kvcache.fold.state import resident_names
+from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, fold
 from sinks.render import Known
 
 LAST_BATCHES = 64
+FEED_URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
+"""Any free ports; nobody else is expected."""
+_POLL_MS = 50
+_PATIENCE_SECONDS = 10.0
+Resident = list[set[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class Verification:
         return bool(self.differences)
 
 
-def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: bool) -> Verification:
+def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Output) -> Verification:
     """Fold the log and compare it with the state that the cache had; a further signal ends that."""
     started = time.perf_counter()
     last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
@@ -48,7 +56,7 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: 
     # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
     stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
     before = stop.received
-    with progress("replaying its log", total, shown=shown) as update:
+    with out.progress("replaying its log", total) as update:
         replayed = fold(_watched(reader, last, known, lambda: stop.received > before, update), verify=True)
     if stop.received > before:
         return Verification(seconds=time.perf_counter() - started, last_batches=tuple(last), known=known)
@@ -86,3 +94,59 @@ def _differences(replayed: Replayed, live: bytes, found: bytes) -> tuple[str, ..
     if replayed.end is None or replayed.end.kind != "clean":
         differences.append("it does not end with an orderly close")
     return tuple(differences)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedCheck:
+    """What the router held when the run was over."""
+
+    batches: int
+    blocks: tuple[int, int]
+    """In primary and in secondary."""
+    agrees: bool
+    """Whether these are the cache's."""
+    faults: int
+    """Stores without a known parent, repeated stores, removals of unknown blocks, and batches that were lost."""
+
+
+class OwnFeed:
+    """Listens on a thread of its own, as a router in another process would."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
+        from events.subscribe.index import Index
+        from events.subscribe.subscriber import Subscriber
+        from sinks.router.transport import ZMQTransport
+
+        # The last one: sinks that the user asked for come first.
+        transport = manager.feeds[-1].transport
+        assert isinstance(transport, ZMQTransport)
+        self._manager = manager
+        self._index = Index()
+        self._expected: Resident | None = None
+        self._over = threading.Event()
+        self._end = threading.Event()
+        self._subscriber = Subscriber(transport.endpoint, replay=transport.replay_endpoint, start=0)
+        self._thread = threading.Thread(target=self._listen, name="kvcache-own-feed", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> FeedCheck:
+        """Wait until the router has heard everything, and compare."""
+        state = self._manager.state
+        self._places = [(group, level) for group in range(len(state.groups)) for level in (0, 1)]
+        self._expected = [resident_names(state, level, group) for group, level in self._places]
+        agrees = self._over.wait(_PATIENCE_SECONDS)
+        self._end.set()
+        self._thread.join()
+        index = self._index
+        faults = index.orphans + index.unknown_removals + index.repeated_stores + index.missed_batches
+        return FeedCheck(index.batches, (index.count(0), index.count(1)), agrees, faults)
+
+    def _listen(self) -> None:
+        with self._subscriber as subscriber:
+            while not self._end.is_set():
+                for report in subscriber.poll(_POLL_MS):
+                    self._index.fold(report)
+                expected = self._expected
+                if expected is not None and expected == [self._index.resident(*at) for at in self._places]:
+                    self._over.set()

@@ -11,14 +11,12 @@ from pathlib import Path
 
 from kvcache.audit import open_log
 from kvcache.cli import logs
-from kvcache.cli.log_end import end_json, note_end
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, share
-from kvcache.cli.parser import positive
+from kvcache.cli.config import parse_sets
+from kvcache.cli.options import add_shared, positive
+from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
-from kvcache.cli.progress import progress
-from kvcache.cli.settings import parse_sets
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable, share
 from kvcache.settings.sources import look_up
 from kvcache.whatif.playback import Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, policy
@@ -57,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Play the requests of a log again under other settings and other orders of eviction."
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("log", type=Path, metavar="LOG", help="a log directory, with tokens")
+    add_shared(parser, "--json", log="a log directory, with tokens")
     add(
         "--set",
         metavar="FIELD=VALUE,...",
@@ -76,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-bound", action="store_true", help=f"do not play {BOUND}, too, to compare the others with")
     add("--jobs", type=positive, metavar="N", help="processes beside each other (as many as there are cores)")
-    add("--json", action="store_true", help="the result as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -93,19 +90,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         except Stopped:
             return stop.exit_code
     rows = compared(played, outcomes, len(trials))
-    note_end(out, outcomes[0].end)
+    out.note_end(outcomes[0].end)
     if args.json:
-        out.json(
-            {
-                "log": str(args.log),
-                "log_id": open_log(args.log).log_id,
-                "engine": outcomes[0].engine or None,
-                "passed_over_tokens": outcomes[0].passed_over,
-                "recorded": rows[0].to_json(),
-                "trials": [row.to_json() for row in rows[1:]],
-                "end": end_json(outcomes[0].end),
-            }
-        )
+        log = {"log": args.log, "log_id": open_log(args.log).log_id, "end": end_json(outcomes[0].end)}
+        then = pick(outcomes[0], passed_over_tokens="passed_over") | {"engine": outcomes[0].engine or None}
+        recorded, *tried = (row.to_json() for row in rows)
+        out.json({**log, **then, "recorded": recorded, "trials": tried})
     else:
         _show(args.log, rows, [axis[0][0] for axis in axes], out)
     return 0
@@ -117,7 +107,7 @@ def _play(
     # What a cache warns of when it is made would be told again for each.
     prepare = partial(logs.configure, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
-    with progress("playing batches", None, shown=not out.quiet) as update:
+    with out.progress("playing batches") as update:
         return play_side_by_side(
             args.log,
             trials,

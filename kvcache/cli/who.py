@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from kvcache.audit.slots import Occupant, SlotChange, SlotHistory, SlotWatch
-from kvcache.cli import moments, times, told
-from kvcache.cli.messages import printable
-from kvcache.cli.moments import UpTo
-from kvcache.cli.output import Output, count
-from kvcache.cli.parser import natural
-from kvcache.cli.progress import progress
+from kvcache.cli import feed_log, times
+from kvcache.cli.options import add_shared, natural
+from kvcache.cli.output import Output, pick, stamp
 from kvcache.cli.replay import describe_point
-from kvcache.cli.times import Times, iso
+from kvcache.cli.times import Times, UpTo
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable
 from kvcache.replay import Replayed
 
 _SHOWN = 20
@@ -33,35 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "The history begins where the log does: with its first batch, or with the state that pruning has left. Blocks "
-        "are\ncounted from 0 in each prompt.\n\n" + moments.FORMS_HELP
+        "are\ncounted from 0 in each prompt.\n\n" + times.FORMS_HELP
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument(
-        "--slot", type=natural, metavar="N", required=True, help="the slot, as in block tables"
-    )
-    parser.add_argument(
-        "--level",
-        choices=LEVEL_NAMES,
-        default=LEVEL_NAMES[0],
-        help="where the slot is (primary, as without this)",
-    )
-    parser.add_argument(
-        "--group", type=natural, metavar="N", help="of one window only, by its number in events"
-    )
-    parser.add_argument(
-        "--at", type=moments.argument, metavar=moments.METAVAR, help="after this batch (the last one)"
-    )
-    times.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    add_shared(parser, "log", "--time", "--json", at="after this batch (the last one)")
+    add, level = parser.add_argument, LEVEL_NAMES[0]
+    add("--slot", type=natural, metavar="N", required=True, help="the slot, as in block tables")
+    add("--level", choices=LEVEL_NAMES, default=level, help=f"where the slot is ({level}, as without this)")
+    add("--group", type=natural, metavar="N", help="of one window only, by its number in events")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, watch the slot, print."""
-    if told.is_told(args.log):
+    if feed_log.is_feed_log(args.log):
         raise UsageError("engines tell nothing of slots: give a log of a cache of ours")
     watch = SlotWatch(LEVEL_NAMES.index(args.level), args.slot, args.group)
     batches = UpTo(LogReader(args.log), args.at)
-    with progress("replaying", None, shown=not out.quiet) as update:
+    with out.progress("replaying") as update:
         replayed = watch.fold(batches, progress=update)
     batches.check()
     histories = watch.histories(replayed.state)
@@ -147,40 +131,15 @@ def _holders(occupant: Occupant) -> str:
 def to_json(args: argparse.Namespace, replayed: Replayed, histories: list[SlotHistory]) -> dict[str, Any]:
     """Who has the slot, and all changes, the last of which led to that."""
     return {
-        "seq": replayed.last_seq,
-        "ts": replayed.last_ts,
-        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
-        "level": args.level,
-        "slot": args.slot,
+        **stamp(replayed.last_seq, replayed.last_ts),
+        **pick(args, "level", "slot"),
         "groups": [
-            {
-                "group": history.group,
-                "window": history.window,
-                "now": _occupant_json(history.now),
-                "changes": [
-                    {
-                        "seq": each.seq,
-                        "index": each.index,
-                        "ts": each.ts,
-                        "time": iso(each.ts),
-                        "type": each.type,
-                        "why": each.why,
-                        **_occupant_json(each.occupant),
-                    }
-                    for each in history.changes
-                ],
-            }
+            pick(history, "group", "window")
+            | {"now": history.now._asdict(), "changes": [_change_json(each) for each in history.changes]}
             for history in histories
         ],
     }
 
 
-def _occupant_json(occupant: Occupant) -> dict[str, Any]:
-    return {
-        "requests": list(occupant.requests),
-        "block": occupant.block,
-        "cached": occupant.cached,
-        "name": occupant.name,
-        "landed": occupant.landed,
-        "of_group": occupant.of_group,
-    }
+def _change_json(change: SlotChange) -> dict[str, Any]:
+    return stamp(change.seq, change.ts) | pick(change, "index", "type", "why") | change.occupant._asdict()

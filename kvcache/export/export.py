@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 from events.types import EventBatch
-from kvcache.audit import phrases
+from kvcache import phrases
 from kvcache.audit.reasons import Reason
 from kvcache.audit.tables import (
     BlockLife,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.audit.phrases import count, share
+from kvcache.phrases import count, share
 from kvcache.report.charts import hit_rates
 from kvcache.report.given import Curve, Trial, WhatIf, setting
 from kvcache.report.markup import folded, paragraph, table

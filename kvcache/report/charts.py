@@ -12,9 +12,9 @@ import numpy as np
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit.histogram import Ages
-from kvcache.audit.phrases import printable
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import Audit, HotPrefix
+from kvcache.phrases import printable
 from kvcache.report.groups import BLUE, GREY, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
 from kvcache.report.occupancy import Sample, Shelf
 from kvcache.report.payers import Bill

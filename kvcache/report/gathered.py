@@ -13,7 +13,7 @@ from events.types import RequestId
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.history import EpochClock, HistoryFold, laid_out
 from kvcache.audit.totals import Audit, AuditTotals
-from kvcache.diff.settings import settings_of
+from kvcache.diff import settings_of
 from kvcache.report.lanes import Lane, Lanes
 from kvcache.report.occupancy import Occupancy
 from kvcache.report.payers import Bill, Payers

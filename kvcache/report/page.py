@@ -12,8 +12,8 @@ from string import Template
 from typing import Any
 
 from kvcache.audit.explanation import tell
-from kvcache.audit.phrases import count, printable, since
 from kvcache.errors import UsageError
+from kvcache.phrases import count, printable, since
 from kvcache.report.gathered import Gathered
 from kvcache.report.groups import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, SKY, VERMILION
 from kvcache.report.markup import data_block

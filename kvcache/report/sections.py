@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from events.structs import LEVEL_NAMES
-from kvcache.audit.phrases import count, describe_end, duration, is_whole, printable, share, since
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, LevelLives, verdict_on
+from kvcache.phrases import count, describe_end, duration, is_whole, printable, share, since
 from kvcache.report import charts
 from kvcache.report.charts import Chart, Clock, level_name
 from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered

@@ -21,11 +21,11 @@ import pytest
 from events.log import LogReader
 from events.packed import unpack_i32
 from events.types import BlocksMoved, BlocksRemoved, EventBatch, MoveReason, SequenceAdded
-from kvcache import KVCacheConfig, KVCacheManager
+from kvcache import KVCacheConfig, KVCacheManager, phrases
 from kvcache.audit import open_log
 from kvcache.audit.tables import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
 from kvcache.audit.totals import audit_batches
-from kvcache.cli import times
+from kvcache.cli.output import Output
 from kvcache.export.export import COLUMNS, FORMATS, Column, TargetExists, export, iso
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.places import ROOT
@@ -274,7 +274,7 @@ def test_no_cell_of_csv_is_a_formula(kvcache: Kvcache, tmp_path: Path) -> None:
 def test_times_are_spelled_as_by_other_commands() -> None:
     """One time is the same text everywhere."""
     for ts in (0, 1, -1, 1767225600480000000, (1 << 63) - 1, -(1 << 63)):
-        assert iso(ts) == times.iso(ts)
+        assert iso(ts) == phrases.iso(ts)
 
 
 @pytest.mark.parametrize("to", WRITTEN)
@@ -578,14 +578,14 @@ def test_sigterm_leaves_nothing_behind(
     """As after Ctrl-C, what was half written is gone, and the exit code says what ended the command."""
     begun: list[Path] = []
 
-    def watched(reader: LogReader, update: Any) -> Iterator[EventBatch]:
+    def watched(out: Output, reader: LogReader, title: str) -> Iterator[EventBatch]:
         for number, batch in enumerate(reader):
             yield batch
             if number == 5:
                 begun.extend(tmp_path.iterdir())
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("kvcache.cli.export._watched", watched)
+    monkeypatch.setattr(Output, "watched", watched)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         done = kvcache("export", log, "--to", to, "-o", tmp_path / "tables")

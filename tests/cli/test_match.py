@@ -224,7 +224,7 @@ class TestTokens:
         done = kvcache("match", salted, "--tokens", "-")
         assert (done.code, done.err.count("\n")) == (2, 1)
         assert "stdin holds more than 67,108,864 characters" in done.err
-        monkeypatch.setattr("kvcache.cli.prompts.LONGEST_TEXT", 1000)
+        monkeypatch.setattr("kvcache.cli.options.LONGEST_TEXT", 1000)
         assert "/dev/zero holds more than 1,000" in kvcache("match", salted, "--tokens", "/dev/zero").err
 
     def test_missing_file(self, kvcache: Kvcache, salted: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from events.log import LogReader, LogWriter
 from events.types import EventBatch, SequenceAdded, TokensAppended
-from kvcache.cli.moments import Moment, NoBatch, NotAMoment, OutsideLog, UpTo, at, span
-from kvcache.cli.times import Times, iso, since
+from kvcache.cli.times import LogPosition, NoBatch, NotAMoment, OutsideLog, Times, UpTo, at, span
 from kvcache.errors import KVCacheError, UsageError
+from kvcache.phrases import iso, since
 from kvcache.replay import BeyondEnd
 from tests.support.commands import Kvcache, run_log
 from tests.support.logs.logs import frames_of
@@ -63,7 +63,7 @@ def batches(*times: float) -> list[EventBatch]:
 
 def last(log: list[EventBatch], moment: str) -> int:
     """The batch that a moment means."""
-    reading = UpTo(log, Moment.parse(moment))
+    reading = UpTo(log, LogPosition.parse(moment))
     given = [batch.seq for batch in reading]
     reading.check()
     assert given == [batch.seq for batch in log[: len(given)]]
@@ -105,14 +105,14 @@ class TestWriting:
     )
     def test_forms(self, text: str, kind: str, value: int) -> None:
         """A batch, a time since the first one, and a time of day, to the nanosecond."""
-        moment = Moment.parse(text)
+        moment = LogPosition.parse(text)
         assert (moment.kind, moment.value) == (kind, value)
 
     @pytest.mark.parametrize("text", NONSENSE)
     def test_nonsense(self, kvcache: Kvcache, log: Path, text: str) -> None:
         """What is no moment is refused, by the library with its own error, by commands in one line."""
         with pytest.raises(NotAMoment, match="no moment of a log"):
-            Moment.parse(text)
+            LogPosition.parse(text)
         done = kvcache("replay", log, f"--at={text}")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert f"{text!r} is no moment of a log: give a batch" in done.err
@@ -120,7 +120,7 @@ class TestWriting:
     @pytest.mark.parametrize("ts", [0, 1, NEW_YEAR + 1_234_567_890, -1, 2**62, -(2**62)])
     def test_what_is_shown_is_understood(self, ts: int) -> None:
         """The time that JSON has names the same nanosecond."""
-        assert Moment.parse(iso(ts)).value == ts
+        assert LogPosition.parse(iso(ts)).value == ts
 
     def test_times_for_people(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Since the first batch, below 0 where the clock was set back, or the time of day; cut, never rounded up."""
@@ -134,7 +134,7 @@ class TestWriting:
         assert Times("utc", NEW_YEAR).of(ts) == "2026-01-01T00:00:12.345Z"
         assert Times("local", NEW_YEAR).of(ts) == "2026-01-01T05:30:12.345+05:30"
         for form in ("utc", "local"):
-            assert Moment.parse(Times(form).of(ts)).value == ts - 999_999
+            assert LogPosition.parse(Times(form).of(ts)).value == ts - 999_999
         monkeypatch.undo()
         time.tzset()
 
@@ -212,7 +212,7 @@ class TestMeaning:
     @pytest.mark.parametrize("moment", ["0", "+0", "2026-01-01"])
     def test_log_without_batches(self, moment: str) -> None:
         """In an empty log no moment is."""
-        reading = UpTo([], Moment.parse(moment))
+        reading = UpTo([], LogPosition.parse(moment))
         assert list(reading) == []
         with pytest.raises(NoBatch, match="the log holds no batch yet"):
             reading.check()
@@ -222,7 +222,7 @@ class TestMeaning:
 
         def shown(begin: str | None, end: str | None) -> list[int]:
             log = batches(0, 5, 2, 6, 4, 8)
-            given = span(UpTo(log, end and Moment.parse(end)), begin and Moment.parse(begin))  # type: ignore[arg-type]
+            given = span(UpTo(log, end and LogPosition.parse(end)), begin and LogPosition.parse(begin))  # type: ignore[arg-type]
             return [batch.seq for batch, within in given if within]
 
         assert shown(None, None) == shown("0", "5") == shown("2000-01-01", "2100-01-01") == [0, 1, 2, 3, 4, 5]
@@ -240,7 +240,7 @@ class TestMeaning:
 
     def test_the_batch_at(self) -> None:
         """Of the batches up to a moment, the last one is marked, and no other."""
-        assert [within for _, within in at(UpTo(self.LOG, Moment.parse("+3")))] == [False] * 3 + [True]
+        assert [within for _, within in at(UpTo(self.LOG, LogPosition.parse("+3")))] == [False] * 3 + [True]
 
 
 class TestCommands:

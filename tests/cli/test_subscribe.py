@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvcache.cli.hearing import heard
 from kvcache.cli.process import StopSignals
+from kvcache.cli.subscribe.sources import heard
 from sinks import open_sink
 from sinks.router.feed import RouterFeed
 from tests.support.commands import Kvcache, RunPython, Start
@@ -155,7 +155,7 @@ class TestLines:
         self, kvcache: Kvcache, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of each endpoint at which nothing was heard for a while, once; not of one that has spoken."""
-        monkeypatch.setattr("kvcache.cli.hearing.SILENCE_SECONDS", 0.5)
+        monkeypatch.setattr("kvcache.cli.subscribe.sources.SILENCE_SECONDS", 0.5)
         with replaying({0: batch(CLEARED)}) as server, port_in_use() as port:
             there = f"{publisher.endpoint}?replay={server.endpoint.rpartition(':')[2]}"
             late = Timer(3.0, lambda: publisher.send(1, batch(CLEARED, ts=9.0)))
@@ -190,13 +190,12 @@ class TestLines:
 
     def test_a_silent_replay_is_told_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long it is waited for."""
-        monkeypatch.setattr("kvcache.cli.hearing.SILENCE_SECONDS", math.inf)
+        monkeypatch.setattr("kvcache.cli.subscribe.sources.SILENCE_SECONDS", math.inf)
         listening, out = Mock(endpoints=["tcp://a:1"]), Mock()
         listening.poll.return_value = []
-        listening.unanswered_seconds.side_effect = [0, 1, 2, 3, 100]
+        listening.unanswered.side_effect = [("tcp://a:2", seconds) for seconds in (0, 1, 2, 3, 100)]
         listening.unavailable.return_value = None
-        listening.refused.return_value = 0
-        listening.replay.return_value = "tcp://a:2"
+        listening.counts.return_value = {"refused": 0}
         turns = heard(listening, StopSignals(), Namespace(count=None), out)
         assert [next(turns) for _ in range(5)] == [None] * 5
         [[first], [second]] = [call.args for call in out.note.call_args_list]

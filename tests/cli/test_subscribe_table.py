@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -22,13 +23,9 @@ from rich.console import Console
 from events.formats.vllm import decode_batch
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.gathering import Worker
-from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
-from kvcache.cli.listening import Place, Speaker
-from kvcache.cli.live import drawn
-from kvcache.cli.times import span
-from kvcache.cli.worker_table import Report as TableReport
-from kvcache.cli.worker_table import state, view
-from kvcache.cli.workers import Row, Workers
+from kvcache.cli.output import Output
+from kvcache.cli.subscribe.sources import GivenEndpoint, Speaker
+from kvcache.cli.subscribe.workers import Held, Prompt, WorkerRow, Workers
 from kvcache.errors import UsageError
 from tests.support.answers import keys_of
 from tests.support.commands import Kvcache, Start
@@ -209,7 +206,7 @@ class TestProcess:
 
     @pytest.mark.parametrize("columns", [80, 120])
     def test_on_a_terminal(self, three: list[Publisher], columns: int) -> None:
-        """On a terminal the table is drawn in place, with rules, in its width."""
+        """On a terminal the table is drawn in place, in its width."""
         arguments = ["subscribe", *(each.endpoint for each in three), "--count", "3"]
         master, slave = pty.openpty()
         settings = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
@@ -228,7 +225,7 @@ class TestProcess:
         assert process.wait(WAIT) == 0
         lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "").splitlines()
         last = lines[-4:]
-        assert set(last[0].strip()) == {"─"}
+        assert last[0].split()[0] == "worker"
         assert [line.split()[0] for line in last[1:]] == [
             each.endpoint.removeprefix("tcp://") for each in three
         ]
@@ -330,16 +327,16 @@ class TestWorkers:
         for seq, pause in enumerate(pauses, 1):
             clock.now += pause
             workers.fold(ONE, received(seq))
-        assert state(row, True, clock.now + silent_after) == "live"
-        assert state(row, True, clock.now + silent_after + 0.01) == "silent"
-        assert state(row, False, clock.now) == "gone"
+        assert row.state(True, clock.now + silent_after) == "live"
+        assert row.state(True, clock.now + silent_after + 0.01) == "silent"
+        assert row.state(False, clock.now) == "gone"
 
     def test_who_sends_no_heartbeats_is_never_silent(self) -> None:
         """An idle publisher without heartbeats is as live as one can know."""
         [row] = workers_of(received(0, stored(1))).rows()
-        assert state(row, True, 1e9) == state(row, None, 1e9) == "live"
+        assert row.state(True, 1e9) == row.state(None, 1e9) == "live"
         [row] = workers_of().rows()
-        assert (state(row, False, 0), state(row, True, 0)) == ("waiting", "connected")
+        assert (row.state(False, 0), row.state(True, 0)) == ("waiting", "connected")
 
     def test_ties(self) -> None:
         """Of those that hold equally much, who holds more of it on the GPU is ahead; equals are all named."""
@@ -352,9 +349,8 @@ class TestWorkers:
 
 
 def held_of(prompt: Prompt, *happened: Any) -> Held:
-    holders = Holders(prompt)
-    holders.fold("worker", received(0, *happened))
-    return holders.match().get(("worker", 0), NOTHING)
+    workers = workers_of(received(0, *happened), prompt=prompt)
+    return workers.held(workers.rows()[0])
 
 
 class TestHolders:
@@ -406,7 +402,7 @@ class TestHolders:
 
     def test_it_follows(self) -> None:
         """What changes is followed, and a restart takes everything."""
-        walk = Holders(self.PROMPT)
+        workers = workers_of(prompt=self.PROMPT)
         found = []
         reports: list[Report] = [
             received(0, stored(1)),
@@ -417,16 +413,22 @@ class TestHolders:
             received(0, stored(1, 2, 3)),
         ]
         for report in reports:
-            walk.fold("worker", report)
-            found.append(walk.match()["worker", 0][0])
+            workers.fold(ONE, report)
+            workers.look()
+            found.append(workers.held(workers.rows()[0])[0])
         assert found == [2, 2, 4, 4, 0, 6]
 
 
 class TestView:
     """The table in the room that there is."""
 
-    def full(self) -> TableReport:
-        workers = Workers(Prompt(tuple(range(1, 101))), clock=(clock := Clock()), wall=lambda: 500.0)
+    def full(self) -> Workers:
+        workers = Workers(
+            Prompt(tuple(range(1, 101))),
+            connected=lambda speaker: "nobody" not in speaker.endpoint,
+            clock=(clock := Clock()),
+            wall=lambda: 500.0,
+        )
         for number in range(3):
             where = f"tcp://kv-worker-{number}.engines.svc.cluster.local:5557"
             workers.fold(Speaker(where), received(0, *[stored(n) for n in range(1, 2000)], ts=499.0 - number))
@@ -438,67 +440,26 @@ class TestView:
         worker = Worker("kv@10.0.0.1:8000@organization/model", "KEY12345")
         workers.fold(Speaker("tcp://*:5557", worker), received(0, rank=7))
         workers.expect([Speaker("tcp://nobody:1")])
-        workers.look()
         clock.now += 3
-        return TableReport(workers, lambda row: row.seq is not None)
+        return workers
 
     @pytest.mark.parametrize("width", [80, 120, 200])
     def test_it_fits(self, width: int) -> None:
-        """Drawn by rich at 80 columns, and wider, no line is longer, no cell is cut but names, in their middles."""
-        report = self.full()
-        shown = view(report, width)
+        """Drawn by rich no line is longer than the terminal, and no cell is cut: long names take several lines."""
+        workers, out = self.full(), Output()
         console = Console(file=(text := StringIO()), width=width)
-        console.print(drawn(shown))
-        lines = text.getvalue().splitlines()
-        assert max(map(len, lines)) <= width
-        assert lines[0].split() == list(shown.columns)
-        for row, line in zip(shown.rows, lines[2:], strict=False):
-            assert line.split() == " ".join(row).split()
-        names = [row[0] for row in shown.rows]
-        assert len(set(names)) == len(names)
-        assert all(len(name) <= 45 for name in names)
-        told = {"GPU", "host", "storage", "ev/s", "lag", "restarts", "heard", "prefix"}
-        assert told <= set(shown.columns)
-        assert "gaps" in shown.columns or {"lost", "recovered"} <= set(shown.columns)
-        assert ("heartbeat" in shown.columns) is (width == 200)
-
-    @pytest.mark.parametrize("width", [50, 60, 70])
-    def test_it_fits_where_there_is_hardly_room(self, width: int) -> None:
-        """Columns give way, so that names can be told apart, and rich has nothing to cut."""
-        workers = Workers(clock=Clock(), wall=lambda: 500.0)
-        for port in (5901, 5902, 5913):
-            speaker = Speaker(f"tcp://127.0.0.1:{port}")
-            workers.fold(speaker, received(0, *[stored(n) for n in range(2000)], ts=1.0))
-            workers.fold(speaker, received(1, stored(9, medium="CPU"), stored(8, medium="DISK"), rank=0))
-            workers.fold(speaker, Missed(2, 1234, recovered=False))
-        shown = view(TableReport(workers, lambda row: True), width)
-        console = Console(file=(text := StringIO()), width=width)
-        console.print(drawn(shown))
-        assert len({row[0] for row in shown.rows}) == 3
-        assert max(map(len, text.getvalue().splitlines())) <= width
-        for row, line in zip(shown.rows, text.getvalue().splitlines()[2:], strict=False):
-            assert line.split() == " ".join(row).split()
-        assert {"worker", "GPU", "host", "heard"} <= set(shown.columns)
-
-    def test_who_was_never_heard_has_no_prefix(self) -> None:
-        """Nothing is known of it, not even that it holds nothing."""
-        shown = view(self.full(), None)
-        prefix = {row[0]: row[-1] for row in shown.rows}
-        assert shown.columns[-1] == "prefix"
-        assert prefix["nobody:1"] == "–"
-        assert prefix["kv@10.0.0.1:8000@organization/model KEY123"] == "0+0+0"
-
-    def test_a_state_told_anew_is_shown(self) -> None:
-        """As by a feed whose engine was killed and continued: its numbers go on, so that is no restart."""
-        workers = Workers(clock=Clock(), wall=lambda: 500.0)
-        speaker = Speaker("tcp://a:1")
-        workers.fold(speaker, received(0, stored(1)))
-        assert "anew" not in view(TableReport(workers, lambda row: True), None).columns
-        workers.fold(speaker, Restated(1, 4095))
-        workers.fold(speaker, received(4096, CLEARED, stored(1)))
-        shown = view(TableReport(workers, lambda row: True), None)
-        cells = dict(zip(shown.columns, shown.rows[0], strict=True))
-        assert (cells["anew"], cells["restarts"]) == ("1", "0")
+        console.print(*out.frame(lambda: workers.show(out)), sep="\n")
+        shown = text.getvalue()
+        assert max(map(len, shown.splitlines())) <= width
+        told = "".join(shown.split())
+        for row in workers.rows():
+            for letters in re.findall("[a-z]+", row.name.partition(".")[0]):
+                assert letters[:3] in told
+        if width == 200:
+            for row in workers.rows():
+                assert row.name in shown
+            heads = ("storage", "ev/s", "lost", "recovered", "restarts", "prefix")
+            assert all(head in shown for head in heads)
 
     @pytest.mark.parametrize(
         ("reports", "lost"),
@@ -515,39 +476,46 @@ class TestView:
         ],
     )
     def test_a_worker_of_which_a_part_is_known_is_marked(self, reports: list[Report], lost: str) -> None:
-        """By what was lost, and below, from when it is first heard in the middle until it tells its whole state."""
+        """By what was lost, and above, from when it is first heard in the middle until it tells its whole state."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
         for report in reports:
             workers.fold(Speaker("tcp://a:1"), report)
-        for width in (None, 50):
-            shown = view(TableReport(workers, lambda row: True), width)
-            cells = dict(zip(shown.columns, shown.rows[-1], strict=True))
-            assert cells.get("lost", cells.get("gaps", lost).partition("/")[0].replace("–", "0")) == lost
-            assert any("only a part is known of" in line for line in shown.below) == (lost != "0")
-            assert (shown.styles[-1] == "yellow") == (lost != "0")
+        said, cells, styles = shown_of(workers)
+        assert cells[-1]["lost"] == lost
+        assert any("only a part is known of" in line for line in said) == (lost != "0")
+        assert (styles[-1] == "yellow") == (lost != "0")
 
-    def test_more_ranks_than_there_is_room_for_are_counted(self) -> None:
-        """Rows are as many as fit, at most a hundred; what claims to be of a rank that nobody has takes no memory."""
+    def test_a_state_told_anew_has_a_column(self) -> None:
+        """Beside restarts, which it is none of."""
+        workers = Workers(clock=Clock(), wall=lambda: 500.0)
+        speaker = Speaker("tcp://a:1")
+        workers.fold(speaker, received(3, CLEARED, stored(1)))
+        workers.fold(speaker, Restated(4, 4095))
+        workers.fold(speaker, received(4096, CLEARED, stored(1)))
+        _, [cells], _ = shown_of(workers)
+        assert (cells["anew"], cells["restarts"]) == ("1", "0")
+
+    def test_more_ranks_than_are_shown_are_counted(self) -> None:
+        """Rows are a hundred at most; what claims to be of a rank that nobody has takes no memory."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
         for rank in [*range(3000), -1]:
             workers.fold(Speaker("tcp://a:1"), received(0, rank=rank))
-        report = TableReport(workers, lambda row: True)
-        for shown, rows in ((view(report, 120), 100), (view(report, 120, 7), 7)):
-            assert (len(shown.rows), len(shown.styles)) == (rows, rows)
-            more = f"… and {1024 - rows:,} more workers: --json has all"
-            assert shown.below == [more, "1,977 batches of ranks above 1,023 ignored"]
-        assert view(report, None).heading.endswith("  1,024 workers")
+        said, cells, styles = shown_of(workers)
+        assert (len(cells), len(styles)) == (100, 100)
+        assert said[0].endswith("  1,024 workers")
+        more = "the first 100 of 1,024 workers: --json has all"
+        assert said[1:] == [more, "1,977 batches of ranks above 1,023 ignored"]
 
     def test_what_it_says(self) -> None:
-        """Each cell, at any width; nothing that a publisher calls itself drives the terminal."""
+        """Each cell; nothing that a publisher calls itself drives the terminal."""
         workers = Workers(clock=(clock := Clock()), wall=lambda: 500.0)
         speaker = Speaker("tcp://*:5557", Worker("kv@\x1b[2J"))
         workers.fold(speaker, received(0, stored(1, 2), ts=497.5))
         workers.fold(speaker, Missed(1, 2, recovered=True))
         workers.fold(speaker, received(3, ts=497.5))
         clock.now += 1
-        shown = view(TableReport(workers, lambda row: None), None)
-        assert dict(zip(shown.columns, shown.rows[0], strict=True)) == {
+        _, [cells], _ = shown_of(workers)
+        assert cells == {
             "worker": "kv@\\x1b[2J",
             "rank": "0",
             "GPU": "2",
@@ -558,34 +526,26 @@ class TestView:
             "recovered": "2",
             "restarts": "0",
             "heard": "1.0 s",
-            "heartbeat": "1.0 s",
         }
 
-    def test_below(self) -> None:
-        """Who holds the longest prefix is said below; or that nobody holds any."""
+    def test_who_holds_most_is_said(self) -> None:
+        """Who holds the longest prefix is said above; or that nobody holds any."""
         prompt = Prompt((1, 2, 2, 3))
-        told = view(
-            TableReport(workers_of(received(0, stored(1, 2)), prompt=prompt), lambda _: True), 80
-        ).below
-        assert told == ["longest prefix: 4 of 4 tokens (4+0+0 on GPU+host+storage) at 10.0.0.1:5557 rank 0"]
-        told = view(TableReport(workers_of(prompt=prompt), lambda _: True), 80).below
-        assert told == ["longest prefix: nobody holds a block of the prompt (4 tokens)"]
+        said, _, _ = shown_of(workers_of(received(0, stored(1, 2)), prompt=prompt))
+        held = "longest prefix: 4 of 4 tokens (4+0+0 on GPU+host+storage) at 10.0.0.1:5557 rank 0"
+        assert said[1:] == [held]
+        said, _, _ = shown_of(workers_of(prompt=prompt))
+        assert said[1:] == ["longest prefix: nobody holds a block of the prompt (4 tokens)"]
 
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (0.0124, "12 ms"),
-            (-0.2, "-200 ms"),
-            (1.24, "1.2 s"),
-            (59.6, "60 s"),
-            (300, "5 min"),
-            (9000, "2 h"),
-            (864_000, "10 d"),
-        ],
-    )
-    def test_spans(self, seconds: float, text: str) -> None:
-        """Times in few letters."""
-        assert span(seconds) == text
+
+def shown_of(workers: Workers) -> tuple[list[str], list[dict[str, str]], list[str]]:
+    """What is printed of them: lines, the cells of each row by column, and how rows are drawn."""
+    out = Mock()
+    workers.show(out)
+    [table] = out.table.call_args_list
+    columns, rows = table.args
+    said = [call.args[0] for call in (*out.heading.call_args_list, *out.line.call_args_list)]
+    return said, [dict(zip(columns, row, strict=True)) for row in rows], table.kwargs["styles"]
 
 
 @pytest.mark.parametrize(
@@ -602,14 +562,14 @@ class TestView:
 )
 def test_places(text: str, place: tuple[object, ...]) -> None:
     """What may stand behind an endpoint."""
-    assert Place.read(text) == place
+    assert GivenEndpoint.read(text) == place
 
 
 @pytest.mark.parametrize("text", ["tcp://h:1?reply=2", "tcp://h:1?replay="])
 def test_unknown_options_of_an_endpoint(text: str) -> None:
     """A misspelled or empty one is refused, with those that there are."""
     with pytest.raises(UsageError, match="replay=PORT and curve_server=FILE"):
-        Place.read(text)
+        GivenEndpoint.read(text)
 
 
 HERE, THERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
@@ -658,7 +618,7 @@ def test_every_key_is_documented(start: Start) -> None:
 
 def test_rows_know_their_topic() -> None:
     """A replay without topics takes none away."""
-    row = Row(ONE, 0, 0.0)
+    row = WorkerRow(ONE, 0, 0.0)
     row.take(received(0), 0.0, 0.0)
     row.take(Received(1, "", decode_batch(batch()), True), 0.0, 0.0)
     assert row.topic == "kv@pod@m"

@@ -29,6 +29,26 @@ def share(part: float) -> str:
     return f"{part:.1%}".replace("%", " %")
 
 
+def size(num_bytes: int) -> str:
+    """A number of bytes, in the unit that suits it."""
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def span(seconds: float) -> str:
+    """A time in few letters, rounded to what matters of it."""
+    sign, seconds = "-" if seconds < 0 else "", abs(seconds)
+    for below, unit, text in (
+        *((1.0, 1e-3, "{:.0f} ms"), (10.0, 1.0, "{:.1f} s"), (120.0, 1.0, "{:.0f} s")),
+        *((7200.0, 60.0, "{:.0f} min"), (172_800.0, 3600.0, "{:.0f} h")),
+    ):
+        if seconds < below:
+            return sign + text.format(seconds / unit)
+    return f"{sign}{seconds / 86_400:,.0f} d"
+
+
 def since(ts: int, first_ts: int) -> str:
     """How long after the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
     ms = abs(ts - first_ts) // _MS

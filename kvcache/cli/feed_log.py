@@ -1,0 +1,238 @@
+"""Logs of kind `feed` for `replay`, `match` and `audit`: the workers, what each has of a prompt, the life of blocks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from events.errors import LogError
+from events.log import LogEnd, LogReader
+from events.log.reader import kind_of
+from events.packed import TOKEN_BYTES
+from events.subscribe.workers import FeedState, WorkerState, longest_prefixes
+from events.tokens.rich import RichTokens
+from events.types import EventBatch, Gap, Namespace
+from kvcache.cli.audit_json import ages_in_words, ages_json
+from kvcache.cli.options import origin
+from kvcache.cli.output import Output, end_json, pick, stamp
+from kvcache.cli.times import Times, UpTo, span
+from kvcache.errors import UsageError
+from kvcache.phrases import count, describe_end, printable
+from kvcache.replay import fold_told, known_events
+from kvcache.tap.history import FeedHistory
+
+
+def is_feed_log(log: Path) -> bool:
+    """Whether a log is of what engines told; one that cannot be read is not, and its reader says why."""
+    try:
+        return kind_of(log) == "feed"
+    except (LogError, OSError):
+        return False
+
+
+class _Folded:
+    """What such a log knows up to a moment."""
+
+    def __init__(self, args: argparse.Namespace, out: Output) -> None:
+        self.state = FeedState()
+        self.batches = self.events = 0
+        self.last: EventBatch | None = None
+        self.gaps: list[Gap] = []
+        reader = LogReader(args.log, kind="feed")
+        batches = UpTo(reader, args.at)
+        for batch in out.watched(batches, "replaying"):
+            fold_told(self.state, batch)
+            self.gaps += [event for event in known_events(batch) if isinstance(event, Gap)]
+            self.last = batch
+            self.batches += 1
+            self.events += len(batch.events)
+        batches.check()
+        self.end: LogEnd | None = reader.end if batches.ended else None
+        self.when = "no batch"
+        """The last batch, and when it was made."""
+        if self.last is not None:
+            self.when = f"batch {self.last.seq:,} ({Times(args.time, batches.first_ts).of(self.last.ts)})"
+
+    def envelope(self) -> dict[str, Any]:
+        """How JSON about it begins."""
+        return {
+            "kind": "feed",
+            **(stamp(-1, None) if self.last is None else stamp(self.last.seq, self.last.ts)),
+        }
+
+
+def worker_json(worker: WorkerState) -> dict[str, Any]:
+    """What is known of a worker, in numbers."""
+    places = [
+        {"medium": place.medium, "group": place.group, "blocks": len(blocks)}
+        for place, blocks in worker.blocks.items()
+        if blocks
+    ]
+    return (
+        pick(
+            worker,
+            "complete",
+            "number",
+            "batches",
+            "unknown_removals",
+            "clears",
+            "restarts",
+            "unknown_events",
+        )
+        | pick(worker, worker="name", losses="gaps", lost_batches="lost")
+        | pick(worker, blocks_stored="stored", blocks_removed="removed", blocks_repeated="repeated")
+        | pick(worker.seen, "topic", "rank")
+        | {"places": places}
+    )
+
+
+def replay(args: argparse.Namespace, out: Output) -> int:
+    """``kvcache replay`` of such a log."""
+    folded = _Folded(args, out)
+    state, end = folded.state, folded.end
+    if args.json:
+        rest = {
+            **pick(state, "epoch", "tokens_recorded"),
+            **pick(folded, "batches", "events"),
+            "workers": [worker_json(worker) for worker in state.workers.values()],
+            "gaps": [asdict(gap) for gap in folded.gaps],
+            "end": end_json(end),
+        }
+        out.json(folded.envelope() | rest)
+        return 0
+    title = f"{printable(str(args.log))}: what engines told (kind feed), after {folded.when}"
+    out.heading(f"{title}, epoch {state.epoch}")
+    _show_workers(state, out)
+    out.line()
+    missing = [
+        f"batches {gap.first_seq:,} to {gap.last_seq:,} of the log are missing: {printable(gap.reason)}"
+        for gap in folded.gaps
+    ]
+    replayed = f"{count(folded.events, 'event')} in {count(folded.batches, 'batch', 'batches')}"
+    ended = "not reached" if end is None else describe_end(end)
+    out.facts([("replayed", replayed), *(("gap", each) for each in missing), ("end of the log", ended)])
+    return 0
+
+
+def _show_workers(state: FeedState, out: Output) -> None:
+    """A row for each worker and place."""
+    columns = ("worker", "medium", "group", "blocks", "last number", "losses", "restarts", "known")
+    rows = []
+    for worker in state.workers.values():
+        places = [
+            (printable(place.medium), str(place.group), f"{len(blocks):,}")
+            for place, blocks in worker.blocks.items()
+            if blocks
+        ]
+        number = "" if worker.number is None else str(worker.number)
+        rest = (number, f"{worker.gaps:,}", f"{worker.restarts:,}", _completeness(worker))
+        rows += [(printable(worker.name), *place, *rest) for place in places or [("", "", "0")]]
+    if rows:
+        out.table(columns, rows, right=columns[2:-1])
+    else:
+        out.line("no worker was heard yet")
+
+
+def _completeness(worker: WorkerState) -> str:
+    return "all" if worker.complete else "since its last loss"
+
+
+def match(args: argparse.Namespace, out: Output, namespace: Namespace, prompt: RichTokens) -> int:
+    """``kvcache match`` of such a log: how much of a prompt each worker has."""
+    folded = _Folded(args, out)
+    lora = namespace.lora_id if namespace.lora_name is None else namespace.lora_name
+    adapter = None if lora is None else str(lora)
+    workers = folded.state.workers.values()
+    found = longest_prefixes(workers, prompt.tokens, lora=adapter, salt=args.cache_salt)
+    total = len(prompt.tokens) // TOKEN_BYTES
+    if args.json:
+        rows = [
+            pick(each.worker, "complete", worker="name")
+            | pick(each, "media", resident_tokens="tokens", resident_blocks="blocks")
+            for each in found
+        ]
+        out.json({**folded.envelope(), "prompt_tokens": total, "workers": rows})
+        return 0
+    prompt_tokens = count(total, "prompt token")
+    out.heading(f"{printable(origin(args.tokens))}: {prompt_tokens}, looked up after {folded.when}")
+    cells = [
+        (
+            printable(prefix.worker.name),
+            f"{prefix.tokens:,}",
+            f"{prefix.blocks:,}",
+            ", ".join(f"{printable(medium)} {blocks:,}" for medium, blocks in prefix.media.items()),
+            _completeness(prefix.worker),
+        )
+        for prefix in found
+    ]
+    if cells:
+        out.table(("worker", "tokens", "blocks", "where", "known"), cells, right=("tokens", "blocks"))
+    else:
+        out.line("no worker was heard yet")
+    if not folded.state.tokens_recorded:
+        out.warning("the log records no token ids, so nothing can be found in it")
+    return 0
+
+
+def audit(args: argparse.Namespace, out: Output) -> int:
+    """``kvcache audit`` of such a log: what engines tell of the life of blocks, and what they cannot tell."""
+    batches, history = UpTo(LogReader(args.log, kind="feed"), args.until), FeedHistory()
+    with out.progress("reading") as update:
+        for batch, within in span(batches, args.since):
+            history.fold(batch, counts=within)
+            update(batch.seq)
+    batches.check()
+    first, last = history.first, history.last
+    if first is None or last is None:
+        raise UsageError(f"{printable(str(args.log))} holds no batch yet")
+    if args.json:
+        out.json(
+            {
+                "kind": "feed",
+                **stamp(first.seq, first.ts, "first_"),
+                **stamp(last.seq, last.ts, "last_"),
+                "tokens_recorded": history.tokens_recorded,
+                "workers": [worker_json(worker) for worker in history.workers.values()],
+                "blocks": _blocks_json(history),
+            }
+        )
+        return 0
+    times = Times(args.time, batches.first_ts)
+    ends = f"batches {first.seq:,} to {last.seq:,} ({times.of(first.ts)} to {times.of(last.ts)})"
+    out.heading(f"{printable(str(args.log))}: {ends}")
+    _show_workers(history, out)
+    out.line()
+    out.facts(list(_facts(history)))
+    out.line()
+    out.line("engines tell nothing of requests: neither what was reused nor why tokens were computed")
+    return 0
+
+
+def _blocks_json(history: FeedHistory) -> dict[str, Any]:
+    return {
+        **pick(
+            history, "stored", "stored_elsewhere", "stored_again", "removed", "moved", "forgotten", "held_by"
+        ),
+        "lifetimes": ages_json(history.lifetimes),
+        "gone_ages": ages_json(history.gone_ages),
+    }
+
+
+def _facts(history: FeedHistory) -> Iterator[tuple[str, str]]:
+    blocks = count(history.stored, "block")
+    yield "stored", f"{blocks}, {history.stored_elsewhere:,} while another worker had them"
+    ages = f" after {ages_in_words(history.lifetimes)}" if history.lifetimes.total else ""
+    yield "removed", f"{count(history.removed, 'block')}{ages}"
+    yield "moved", f"{count(history.moved, 'block')} from one level to another"
+    ages = f" gone for {ages_in_words(history.gone_ages)}" if history.gone_ages.total else ""
+    yield "came back", f"{count(history.stored_again, 'block')}{ages}"
+    yield "forgotten", f"{count(history.forgotten, 'block')} by clearing, restarts and losses"
+    held = (
+        f"{count(blocks, 'block')} by {'one worker' if workers == 1 else f'{workers:,} workers'} each"
+        for workers, blocks in history.held_by.items()
+    )
+    yield "held now", ", ".join(held) or "nothing"

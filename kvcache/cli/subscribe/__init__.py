@@ -1,0 +1,128 @@
+"""``kvcache subscribe``: what publishers of KV events say, live."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvcache.cli.options import add_namespace, add_shared, has_namespace, positive, read_tokens
+from kvcache.cli.output import Output, Paced
+from kvcache.cli.process import StopSignals
+from kvcache.cli.subscribe.lines import NativeLines, RouterLines
+from kvcache.cli.subscribe.sources import IN_TOPIC, Listening, add_connection_options, heard
+from kvcache.cli.subscribe.workers import Prompt, Workers
+from kvcache.errors import UsageError
+
+_LIVE_SECONDS = 0.5
+_EVERY_SECONDS = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
+        "blocks, and batches that were missed. Batches without events (heartbeats) are only counted.\n"
+        "With --table, and of several publishers: a table of workers instead, renewed all the time."
+    )
+    parser.epilog = (
+        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. \n"
+        "`kvcache docs json` has what Missed, Restated and Restarted say, and the keys of the table;\n"
+        "`kvcache docs wire` what its columns mean."
+    )
+    add = parser.add_argument
+    add(
+        "endpoint",
+        nargs="+",
+        metavar="ENDPOINT",
+        help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
+        "where many connect, as tcp://*:5557; or, alone, a broker's stream, as nats://127.0.0.1:4222/kvcache",
+    )
+    add(
+        "--replay",
+        metavar="ENDPOINT",
+        help="its replay socket, or the port alone: begin with all that it can still tell, and ask for what is missed; "
+        f"of many, {IN_TOPIC}: the sockets that their topics name",
+    )
+    add_connection_options(parser)
+    add(
+        "--format",
+        choices=["router", "native"],
+        default="router",
+        help="router: stores and removals, in any format that routers read; native: all events of a cache, of one "
+        "ENDPOINT with format=native",
+    )
+    add("--count", type=positive, metavar="N", help="end after N batches with events")
+    add_shared(
+        parser,
+        json="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type and its fields; of "
+        "lines about missed batches, a state told anew and a restart those before type are null. Of a table, one per "
+        "report",
+    )
+    table = parser.add_argument_group("table of workers")
+    table.add_argument(
+        "--table", action="store_true", help="also for one ENDPOINT; several have no other form"
+    )
+    add_shared(table, every=f"between two reports where stdout is no terminal ({_EVERY_SECONDS:.0f})")
+    table.add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="show how much of this prompt each worker holds, and who most; token ids: a JSON list, or numbers "
+        "between spaces; - for stdin",
+    )
+    add_namespace(table, "--prompt")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Print reports until there were enough, or a signal comes."""
+    as_table = args.table or args.prompt is not None or len(args.endpoint) > 1
+    if args.prompt is None and has_namespace(args):
+        raise UsageError("--lora-id, --lora-name and --cache-salt go with --prompt")
+    if args.every is not None and not as_table:
+        raise UsageError("--every goes with --table: events are printed as they come")
+    if args.format == "native" and as_table:
+        raise UsageError(
+            "--format native prints the events of one ENDPOINT: leave --table, --prompt and others out"
+        )
+    with StopSignals() as stop, Listening(args) as listening:
+        if as_table:
+            _show_table(listening, stop, args, out)
+        else:
+            _print_lines(listening, stop, args, out)
+    return stop.exit_code
+
+
+def _print_lines(listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output) -> None:
+    lines = NativeLines() if args.format == "native" else RouterLines()
+    for each in heard(listening, stop, args, out):
+        if each is not None:
+            (_, worker), report = each
+            for line in (lines.json if args.json else lines.text)(report, worker):
+                print(line, flush=True)
+    for line in lines.summary():
+        out.note(line)
+
+
+def _show_table(listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output) -> None:
+    workers = Workers(_read_prompt(args), connected=listening.connected)
+    workers.expect(listening.expected)
+    as_json = (lambda: workers.to_json(listening.counts)) if args.json else None
+    with out.live(lambda: workers.show(out), as_json) as (show, in_place):
+        every = _LIVE_SECONDS if in_place else _EVERY_SECONDS if args.every is None else args.every
+        paced = Paced(show, every, first=0.0 if in_place else every)
+        for each in heard(listening, stop, args, out):
+            if each is None:
+                paced.show_if_due()
+            else:
+                workers.fold(*each)
+        show()
+
+
+def _read_prompt(args: argparse.Namespace) -> Prompt | None:
+    """What `--prompt` says, if it is given. Raises `UsageError` and `InvalidTokens`."""
+    # Not at the top: listening needs no numpy.
+    from kvcache.inputs.tokens import pack_tokens
+
+    if args.prompt is None:
+        return None
+    tokens = memoryview(pack_tokens(read_tokens(args.prompt))).cast("i").tolist()
+    adapter = args.lora_id if args.lora_name is None else args.lora_name
+    return Prompt(tuple(tokens), adapter, args.cache_salt)

@@ -1,0 +1,360 @@
+"""Whom `kvcache subscribe` listens to: publishers that it connects to, such as connect to it, and brokers."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from urllib.parse import parse_qsl
+
+from events.brokers.address import is_broker
+from events.subscribe.continuity import Received, ReceivedBatch
+from events.subscribe.endpoints import host_of, is_to_be_bound, refuse_foreign
+from kvcache.cli.output import Output
+from kvcache.cli.process import StopSignals
+from kvcache.errors import UsageError
+
+if TYPE_CHECKING:
+    import zmq
+
+    from events.subscribe.gathering import Worker
+    from events.subscribe.sockets import Curve
+
+IN_TOPIC = "topic"
+"""Given in place of a replay's endpoint: it is the one in the worker's topic."""
+SILENCE_SECONDS = 5.0
+NOTHING_HEARD = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
+_POLL_MS = 200
+_PATIENCE_SECONDS = 2.0
+"""Of a replay endpoint; one that is there answers at once."""
+_REFUSED = (
+    "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
+    "it is tried again"
+)
+_OF_ZMQ = ("replay", "topic", "bind", "curve_key", "curve_server", "curve_clients", "insecure")
+
+
+def add_connection_options(parser: argparse.ArgumentParser) -> None:
+    """Declare how an endpoint is reached, and which of its messages count."""
+    add = parser.add_argument_group("connection").add_argument
+    add(
+        "--topic",
+        default="",
+        metavar="TOPIC",
+        help="only topics that begin with this, and batches without any",
+    )
+    add(
+        "--bind",
+        action="store_true",
+        help="bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is",
+    )
+    add("--curve-key", type=Path, metavar="FILE", help="our own keys, NAME.key_secret, where it is encrypted")
+    add(
+        "--curve-server",
+        type=Path,
+        metavar="FILE",
+        help="the public key, NAME.key, of the publisher; of one of several, ENDPOINT?curve_server=FILE",
+    )
+    add(
+        "--curve-clients",
+        type=Path,
+        metavar="DIR",
+        help="with --bind: the public keys of those that may connect",
+    )
+    add(
+        "--insecure", action="store_true", help="with --bind: let anybody who reaches ENDPOINT be a publisher"
+    )
+
+
+class Speaker(NamedTuple):
+    """Who has said something."""
+
+    endpoint: str
+    """Where it is connected to, or connects to."""
+    worker: Worker | None = None
+    """Which of those that connect there; None: it is the only one."""
+
+
+class GivenEndpoint(NamedTuple):
+    """An ENDPOINT as it is given, as in ``tcp://10.0.0.1:5557?replay=5558&curve_server=one.key``."""
+
+    endpoint: str
+    replay: str | None
+    curve_server: Path | None
+
+    @classmethod
+    def read(cls, text: str) -> GivenEndpoint:
+        """Raises `UsageError`."""
+        endpoint, _, query = text.partition("?")
+        refuse_foreign(endpoint)
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        for name, value in options.items():
+            if name not in ("replay", "curve_server") or not value:
+                raise UsageError(f"{endpoint}: the options behind it are replay=PORT and curve_server=FILE")
+        server = options.get("curve_server")
+        replay = _replay(endpoint, options.get("replay"))
+        return cls(endpoint, replay, None if server is None else Path(server))
+
+    def binds(self, args: argparse.Namespace) -> bool:
+        """Whether publishers connect to it."""
+        return args.bind or is_to_be_bound(self.endpoint)
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Raise `UsageError` for a replay or a host that nothing could come from."""
+        if self.binds(args):
+            if self.replay not in (None, IN_TOPIC):
+                raise UsageError(
+                    "many publishers have many replays: write --replay topic for those in their topics"
+                )
+        else:
+            for endpoint in filter(None, (self.endpoint, self.replay)):
+                _refuse_unknown_host(endpoint)
+
+    def curve(self, args: argparse.Namespace) -> Curve | None:
+        """The keys that were given, for one end or the other. Raises UsageError, and KeyFileError."""
+        from events.subscribe.sockets import Curve
+
+        binds = self.binds(args)
+        server = None if binds else self.curve_server or args.curve_server
+        clients = args.curve_clients if binds else None
+        if args.curve_key is None and server is None and clients is None:
+            return None
+        if args.curve_key is None or (server is None and clients is None):
+            raise UsageError(
+                f"encryption needs both --curve-key and --curve-{'clients' if binds else 'server'}"
+            )
+        return Curve.read(args.curve_key, server=server, clients=clients)
+
+
+def _replay(endpoint: str, text: str | None) -> str | None:
+    """Where a replay is: another port of the same host, HOST:PORT, or an endpoint."""
+    if text is None or text == IN_TOPIC or "://" in text:
+        return text
+    return f"{endpoint.rpartition(':')[0]}:{text}" if text.isdigit() else f"tcp://{text}"
+
+
+def _refuse_unknown_host(endpoint: str) -> None:
+    """Raise `UsageError` for a name that stands for no address: a person would wait for nothing."""
+    host = host_of(endpoint)
+    if host is None:
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is no name of a host"
+        raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
+
+
+def endpoints_of(args: argparse.Namespace) -> list[GivenEndpoint]:
+    """The endpoints that were given, each with its replay. Raises UsageError."""
+    given = [GivenEndpoint.read(text) for text in args.endpoint]
+    if args.replay is not None:
+        if len(given) > 1 and args.replay != IN_TOPIC:
+            raise UsageError(
+                "each publisher has a replay of its own: write ENDPOINT?replay=PORT in place of --replay"
+            )
+        if any(each.replay is not None for each in given):
+            raise UsageError("a replay is given twice: write either --replay or ENDPOINT?replay=PORT")
+        given = [each._replace(replay=_replay(each.endpoint, args.replay)) for each in given]
+    binding = [each.binds(args) for each in given]
+    if args.curve_server is not None and all(binding):
+        raise UsageError("--curve-server is for connecting: give --curve-clients")
+    if args.curve_clients is not None and not any(binding):
+        raise UsageError("--curve-clients is for binding: give --curve-server")
+    if args.insecure and not any(binding):
+        raise UsageError("--insecure is about who may connect, but this connects itself: leave it out")
+    return given
+
+
+class _Source(NamedTuple):
+    """One that is listened to."""
+
+    kind: Literal["publisher", "bound", "broker"]
+    subscriber: Any
+    """A Subscriber or NativeSubscriber, a Gathering, a BrokerSubscriber or NativeBrokerSubscriber."""
+    replay: str | None = None
+
+
+class Listening:
+    """What is heard at all of them, each time with who said it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._sources: dict[str, _Source] = {}
+        self._open = ExitStack()
+        try:
+            if any(map(is_broker, args.endpoint)):
+                self._add_broker(args)
+            else:
+                self._add_sockets(args)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _add_broker(self, args: argparse.Namespace) -> None:
+        from events.brokers.subscriber import BrokerSubscriber, NativeBrokerSubscriber
+
+        if len(args.endpoint) > 1:
+            raise UsageError("a broker's stream has all workers: give its address alone")
+        for name in _OF_ZMQ:
+            if vars(args)[name]:
+                reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
+                raise UsageError(f"{reason}; `kvcache docs brokers` has the options of a broker's address")
+        reads = NativeBrokerSubscriber if args.format == "native" else BrokerSubscriber
+        subscriber = reads(args.endpoint[0])
+        self._open.callback(subscriber.close)
+        self._sources[str(subscriber.endpoint)] = _Source("broker", subscriber)
+
+    def _add_sockets(self, args: argparse.Namespace) -> None:
+        # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
+        import zmq
+
+        given = endpoints_of(args)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open.callback(context.destroy, linger=0)
+        for each in given:
+            source = _source(each, args, context)
+            self._open.callback(source.subscriber.close)
+            endpoint = source.subscriber.endpoint if source.kind == "bound" else each.endpoint
+            if self._sources.setdefault(endpoint, source) is not source:
+                raise UsageError(f"{endpoint} is named twice")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All of them, as they were given or bound."""
+        return tuple(self._sources)
+
+    @property
+    def expected(self) -> list[Speaker]:
+        """Those that it connects to, and that can be known by name."""
+        return [Speaker(endpoint) for endpoint, each in self._sources.items() if each.kind == "publisher"]
+
+    def poll(self, timeout_ms: int) -> Sequence[tuple[Speaker, Any]]:
+        """What there is to report, after at most so many milliseconds."""
+        from events.subscribe.subscriber import wait_for
+
+        deadline = time.monotonic() + timeout_ms / 1000
+        while True:
+            reports = [each for endpoint in self._sources for each in self._poll(endpoint, timeout_ms)]
+            if reports or time.monotonic() >= deadline:
+                return reports
+            import zmq
+
+            poller = zmq.Poller()
+            waits = [each.subscriber.wait(poller) for each in self._sources.values() if each.kind != "broker"]
+            wait_for(poller, waits, deadline)
+
+    def _poll(self, endpoint: str, timeout_ms: int) -> list[tuple[Speaker, Any]]:
+        kind, subscriber, _ = self._sources[endpoint]
+        if kind == "publisher":
+            return [(Speaker(endpoint), report) for report in subscriber.poll(0)]
+        # A broker's stream is the only one, and waits by itself.
+        found = subscriber.poll(timeout_ms if kind == "broker" else 0)
+        return [(Speaker(endpoint, worker), report) for worker, report in found]
+
+    def connected(self, speaker: Speaker) -> bool | None:
+        """Whether it is there now; None: that cannot be told of one that connects itself."""
+        kind, subscriber, _ = self._sources[speaker.endpoint]
+        return bool(subscriber.connected) if kind == "publisher" else None
+
+    def counts(self, endpoint: str) -> dict[str, int]:
+        """Of an endpoint: connections refused because of keys, unreadable messages, those of too many workers."""
+        kind, subscriber, _ = self._sources[endpoint]
+        return {
+            "refused": 0 if kind == "broker" else subscriber.refused,
+            "malformed": subscriber.malformed,
+            "ignored": subscriber.ignored if kind == "bound" else 0,
+        }
+
+    def unanswered(self, endpoint: str) -> tuple[str | None, float]:
+        """The replay of the one publisher there, and for how many seconds it has not answered."""
+        kind, subscriber, replay = self._sources[endpoint]
+        return replay, subscriber.unanswered_seconds if kind == "publisher" else 0.0
+
+    def unavailable(self, endpoint: str) -> str | None:
+        """Why a broker cannot be read at present. ZeroMQ connects in the background, and does not say."""
+        kind, subscriber, _ = self._sources[endpoint]
+        return subscriber.unavailable if kind == "broker" else None
+
+
+def _source(
+    given: GivenEndpoint, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]
+) -> _Source:
+    from events.subscribe.gathering import Gathering, replay_in_topic
+    from events.subscribe.subscriber import NativeSubscriber, Subscriber
+
+    endpoint, replay, _ = given
+    common: dict[str, Any] = {"topic": args.topic, "curve": given.curve(args)}
+    if given.binds(args) and args.format == "native":
+        raise UsageError(f"{endpoint}: --format native connects to one publisher, and is not bound")
+    given.check(args)
+    if given.binds(args):
+        find = None if replay is None else replay_in_topic
+        return _Source("bound", Gathering(endpoint, replay=find, insecure=args.insecure, **common))
+    if args.format == "native":
+        return _Source(
+            "publisher", NativeSubscriber(endpoint, replay=replay, context=context, **common), replay
+        )
+    start = None if replay is None else 0
+    subscriber = Subscriber(endpoint, replay=replay, start=start, context=context, **common)
+    return _Source("publisher", subscriber, replay)
+
+
+def heard(
+    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> Iterator[tuple[Speaker, Any] | None]:
+    """What there is to report, until a signal or the last batch wanted; None several times a second, to draw breath."""
+    batches = 0
+    troubles = _Troubles(listening, out)
+    for endpoint in listening.endpoints:
+        out.note(f"listening to {endpoint}")
+    while not stop.is_set():
+        troubles.tell()
+        for speaker, report in listening.poll(_POLL_MS):
+            troubles.silent.discard(speaker.endpoint)
+            yield speaker, report
+            batches += isinstance(report, Received | ReceivedBatch) and bool(report.batch.events)
+            if batches == args.count:
+                return
+        yield None
+
+
+class _Troubles:
+    """Tells of each trouble once."""
+
+    def __init__(self, listening: Listening, out: Output) -> None:
+        self._listening, self._out = listening, out
+        self._unanswered: set[str] = set()
+        self._refused: set[str] = set()
+        self.silent, self._begun = set(listening.endpoints), time.monotonic()
+        """Where nothing was heard yet."""
+        self._absent: dict[str, str | None] = {}
+
+    def tell(self) -> None:
+        """What is to be said now."""
+        if self.silent and time.monotonic() - self._begun >= SILENCE_SECONDS:
+            for endpoint in sorted(self.silent):
+                self._out.note(NOTHING_HEARD.format(endpoint))
+            self.silent.clear()
+        for endpoint in self._listening.endpoints:
+            replay, waited = self._listening.unanswered(endpoint)
+            if endpoint not in self._unanswered and waited >= _PATIENCE_SECONDS:
+                # Nothing is shown before the replay endpoint answers.
+                self._unanswered.add(endpoint)
+                self._out.note(f"no answer from the replay endpoint {replay} yet")
+            absent = self._listening.unavailable(endpoint)
+            if absent is not None and absent != self._absent.get(endpoint):
+                self._out.note(f"{endpoint}: {absent}; it is tried again")
+            self._absent[endpoint] = absent
+            if endpoint not in self._refused and self._listening.counts(endpoint)["refused"] > 1:
+                self._refused.add(endpoint)
+                self._out.warning(f"{endpoint}: {_REFUSED}")

@@ -1,0 +1,360 @@
+"""What is known of each worker while it is listened to: its blocks, how it keeps up, what was missed, as a table."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from events.formats.vllm import AllBlocksCleared
+from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.index import GPU, HOST, STORAGE, Index
+from kvcache.cli.output import Output, pick
+from kvcache.cli.subscribe.sources import Speaker
+from kvcache.phrases import count, iso, printable, span
+from kvcache.prefixes.index import PrefixIndex
+from kvcache.prefixes.publisher import RANKS_MAX
+
+RATE_SECONDS = 5.0
+"""Events per second are those of so long."""
+SILENT_SECONDS = 5.0
+_PAUSES = 3
+"""Who sends heartbeats is called silent after three times its longest pause, and no earlier than after so long."""
+_LAST_SECOND = 1e11
+_NONE = "–"
+_MANY = "?"
+_ALWAYS = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "restarts", "heard")
+"""Columns that are there even where none of them says anything."""
+ROWS_MAX = 100
+"""Workers that are shown to people; JSON has all of them."""
+
+Held = tuple[int, int, int]
+"""Tokens of the longest prefix that lies on the GPU, and by how many host memory, and then storage, makes it longer."""
+NOTHING: Held = (0, 0, 0)
+
+
+class Prompt(NamedTuple):
+    """What is looked for."""
+
+    tokens: tuple[int, ...]
+    adapter: str | int | None = None
+    """LoRA, by its name or number."""
+    salt: str | None = None
+
+    def held_in(self, index: PrefixIndex) -> dict[tuple[Hashable, int], Held]:
+        """For each worker and rank the longest prefix of which all blocks are there, as all groups have it."""
+        found = {(each.worker, each.rank): NOTHING for each in index.publishers}
+        for adapter, salt in self._spellings():
+            for whose, (primary, secondary, storage) in index.match(
+                self.tokens, lora=adapter, salt=salt
+            ).items():
+                held = (primary, secondary - primary, storage - secondary)
+                key = (whose.worker, whose.rank)
+                found[key] = max(found.get(key, NOTHING), held, key=sum)
+        return found
+
+    def _spellings(self) -> Iterator[tuple[str | int | None, str | None]]:
+        """The adapter and salt as publishers may tell them: a number as a name, a salt by its digest."""
+        adapters = [self.adapter, *([str(self.adapter)] if isinstance(self.adapter, int) else [])]
+        salts = [None] if self.salt is None else [self.salt, hashlib.sha256(self.salt.encode()).hexdigest()]
+        yield from ((adapter, salt) for adapter in adapters for salt in salts)
+
+
+class EventRate:
+    """Events per second over the last seconds."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, count: int) -> None:
+        """Count something; times (seconds) never go back."""
+        if count:
+            self._counts.append((now, count))
+            self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        """On average over the last seconds, or since the start where that is later."""
+        self._forget(now)
+        span = min(RATE_SECONDS, max(now - self._started, 1.0))
+        return sum(count for _, count in self._counts) / span
+
+    def _forget(self, now: float) -> None:
+        while self._counts and self._counts[0][0] <= now - RATE_SECONDS:
+            self._counts.popleft()
+
+
+class WorkerRow:
+    """One worker: a publisher's batches of one rank."""
+
+    def __init__(self, speaker: Speaker, rank: int | None, started: float) -> None:
+        self.speaker = speaker
+        self.rank = rank
+        self.topic = "" if speaker.worker is None else speaker.worker.topic
+        self.index = Index()
+        self.rate = EventRate(started)
+        self.seq: int | None = None
+        """The last batch."""
+        self.partial = False
+        """Whether only a part of its blocks is known: it was first heard in the middle, or batches are lost, and it has
+        not told its whole state since."""
+        self.lag: float | None = None
+        """How much later than its time the last live batch came, in seconds; below 0 where clocks differ."""
+        self.heard_at: float | None = None
+        """When any live batch came last, of `time.monotonic`."""
+        self.heartbeat_at: float | None = None
+        """Likewise one without events; None: it has sent none."""
+        self._longest_pause = 0.0
+
+    def take(self, report: Received, now: float, wall: float) -> None:
+        """Take in a batch."""
+        self.index.fold(report)
+        self.seq, self.topic = report.seq, report.topic or self.topic
+        if any(isinstance(event, AllBlocksCleared) for event in report.batch.events):
+            self.partial = False
+        self.rate.add(now, len(report.batch.events))
+        if report.replayed:
+            return
+        ts = report.batch.ts
+        self.lag = wall - ts if math.isfinite(ts) and abs(ts) < _LAST_SECOND else None
+        if self.heard_at is not None:
+            self._longest_pause = max(self._longest_pause, now - self.heard_at)
+        self.heard_at = now
+        if not report.batch.events:
+            self.heartbeat_at = now
+
+    def interrupt(self, report: Report) -> None:
+        """Take in that batches were missed, a state is told anew, or the publisher has restarted."""
+        self.index.fold(report)
+        if isinstance(report, Restarted):
+            self._longest_pause = 0.0  # until it was there again
+        elif isinstance(report, Missed) and not report.recovered:
+            self.partial = True
+
+    @property
+    def name(self) -> str:
+        """What it is called: where it is, or the topic by which it is known where many connect."""
+        worker = self.speaker.worker
+        if worker is None:
+            return printable(self.speaker.endpoint.removeprefix("tcp://"))
+        return printable(worker.topic) + (f" {printable(worker.key[:6])}" if worker.key else "")
+
+    @property
+    def blocks(self) -> Held:
+        """How many it has, by level."""
+        return self.index.count(GPU), self.index.count(HOST), self.index.count(STORAGE)
+
+    def state(self, connected: bool | None, now: float) -> str:
+        """``waiting`` (never heard), ``connected`` (and never heard), ``live``, ``silent`` or ``gone``."""
+        if self.seq is None:
+            return "connected" if connected else "waiting"
+        if connected is False:
+            return "gone"
+        if self.heartbeat_at is None or self.heard_at is None:
+            return "live"  # of who sends no heartbeats nobody knows
+        silent = now - self.heard_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
+        return "silent" if silent else "live"
+
+
+class Workers:
+    """All of them, in the order in which they were named or heard."""
+
+    def __init__(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        connected: Callable[[Speaker], bool | None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.prompt = prompt
+        self._prefixes = PrefixIndex()
+        """Of a prompt alone."""
+        self._held: dict[tuple[Hashable, int], Held] = {}
+        self._connected, self._clock, self._wall = connected, clock, wall
+        self._rows: dict[Speaker, dict[int | None, WorkerRow]] = {}
+        self._begun: set[Speaker] = set()
+        """Who was heard since its numbers began."""
+        self.ignored_batches = 0
+        """Of ranks that nobody has (`RANKS_MAX`)."""
+
+    def expect(self, speakers: Iterable[Speaker]) -> None:
+        """Show also those that were not heard yet."""
+        for speaker in speakers:
+            self._of(speaker)
+
+    def fold(self, speaker: Speaker, report: Report) -> None:
+        """Take in what one of them says, or has failed to."""
+        if self.prompt is not None:
+            self._prefixes.fold(speaker, report)
+        rows = self._of(speaker)
+        if not isinstance(report, Received):
+            for row in rows.values():
+                row.interrupt(report)
+            if isinstance(report, Restarted):
+                self._begun.discard(speaker)
+            return
+        rank = report.batch.rank
+        if rank is not None and not 0 <= rank < RANKS_MAX:
+            self.ignored_batches += 1
+            return
+        if rank not in rows and None in rows and rows[None].seq is None:
+            # Until now it was not known which rank speaks there.
+            rows[rank] = rows.pop(None)
+            rows[rank].rank = rank
+        if rank not in rows:
+            rows[rank] = WorkerRow(speaker, rank, self._clock())
+            rows[rank].partial = any(row.partial for row in rows.values())
+        if speaker not in self._begun:
+            self._begun.add(speaker)
+            for row in rows.values():
+                row.partial = report.seq > 0
+        rows[rank].take(report, self._clock(), self._wall())
+
+    def rows(self) -> list[WorkerRow]:
+        """One for each rank that each of them speaks for."""
+        return [row for rows in self._rows.values() for row in rows.values()]
+
+    def look(self) -> None:
+        """Find out who holds how much of the prompt now."""
+        if self.prompt is not None:
+            self._held = self.prompt.held_in(self._prefixes)
+
+    def held(self, row: WorkerRow) -> Held:
+        """How much of the prompt a worker held at the last `look`."""
+        return self._held.get((row.speaker, row.rank or 0), NOTHING)
+
+    def longest(self) -> list[WorkerRow]:
+        """Who holds most of the prompt, and of that most where it is fastest; empty: nobody holds anything."""
+        amounts = [(sum(held), held, row) for row in self.rows() if any(held := self.held(row))]
+        best = max((amount[:2] for amount in amounts), default=None)
+        return [row for *amount, row in amounts if tuple(amount) == best]
+
+    def _of(self, speaker: Speaker) -> dict[int | None, WorkerRow]:
+        if speaker not in self._rows:
+            self._rows[speaker] = {None: WorkerRow(speaker, None, self._clock())}
+        return self._rows[speaker]
+
+    # -- for people
+
+    def show(self, out: Output) -> None:
+        """The first `ROWS_MAX` workers as a table, below what the rows do not say."""
+        self.look()
+        longest, every = self.longest(), self.rows()
+        shown = every[:ROWS_MAX]
+        out.heading(f"{iso(time.time_ns())}  {count(len(every), 'worker')}")
+        for line in (*self._omitted(shown, len(every)), *self._prefix_line(longest)):
+            out.line(line)
+        cells = [self._cells(row) for row in shown]
+        names = dict.fromkeys(name for cell in cells for name in cell)
+        columns = [
+            name for name in names if name in _ALWAYS or any(cell[name] not in ("", _NONE) for cell in cells)
+        ]
+        rows = [[cell[name] for name in columns] for cell in cells]
+        styles = [self._style(row, best=row in longest) for row in shown]
+        out.table(
+            columns, rows, right=[name for name in columns if name not in ("worker", "topic")], styles=styles
+        )
+
+    def _cells(self, row: WorkerRow) -> dict[str, str]:
+        index, now, known = row.index, self._clock(), row.seq is not None
+        gpu, host, storage = map(_number, row.blocks)
+        return {
+            "worker": row.name,
+            "topic": printable(row.topic) if row.speaker.worker is None else "",
+            "rank": _NONE if row.rank is None else str(row.rank),
+            "GPU": gpu if known else _NONE,
+            "host": host if known else _NONE,
+            "storage": storage if row.blocks[STORAGE] else _NONE,
+            "ev/s": _number(round(row.rate.per_second(now))),
+            "lag": _NONE if row.lag is None else span(row.lag),
+            "lost": _MANY if row.partial and not index.missed_batches else _number(index.missed_batches),
+            "recovered": _number(index.recovered_batches),
+            "restarts": _number(index.restarts),
+            "anew": _number(index.restated) if index.restated else _NONE,
+            "heard": self._heard(row),
+            "prefix": "" if self.prompt is None else _levels(self.held(row)) if known else _NONE,
+        }
+
+    def _state(self, row: WorkerRow) -> str:
+        return row.state(self._connected(row.speaker), self._clock())
+
+    def _heard(self, row: WorkerRow) -> str:
+        its, age = self._state(row), "" if row.heard_at is None else span(self._clock() - row.heard_at)
+        return age or its if its == "live" else f"{its} {age}".rstrip()
+
+    def _style(self, row: WorkerRow, *, best: bool) -> str:
+        color = {"gone": "red", "silent": "red", "waiting": "dim", "connected": "dim"}.get(
+            self._state(row), ""
+        )
+        if not color and (row.partial or row.index.missed_batches):
+            color = "yellow"
+        return f"{'bold ' if best else ''}{color}".strip()
+
+    def _omitted(self, shown: list[WorkerRow], number: int) -> Iterator[str]:
+        if number > len(shown):
+            yield f"the first {len(shown):,} of {count(number, 'worker')}: --json has all"
+        if self.ignored_batches:
+            batches = count(self.ignored_batches, "batch", "batches")
+            yield f"{batches} of ranks above {RANKS_MAX - 1:,} ignored"
+        if partial := sum(row.partial for row in shown):
+            yield (
+                f"only a part is known of {count(partial, 'worker')}: first heard in the middle (lost: {_MANY}), or "
+                "batches are lost; ENDPOINT?replay=PORT asks a replay for them"
+            )
+
+    def _prefix_line(self, longest: list[WorkerRow]) -> Iterator[str]:
+        if self.prompt is None:
+            return
+        prompt = count(len(self.prompt.tokens), "token")
+        if not longest:
+            yield f"longest prefix: nobody holds a block of the prompt ({prompt})"
+            return
+        held, first = self.held(longest[0]), longest[0]
+        more = f", and {count(len(longest) - 1, 'other')}" if len(longest) > 1 else ""
+        where = first.name + ("" if first.rank is None else f" rank {first.rank}") + more
+        yield f"longest prefix: {sum(held):,} of {prompt} ({_levels(held)} on GPU+host+storage) at {where}"
+
+    # -- for programs
+
+    def to_json(self, counts: Callable[[str], dict[str, int]]) -> dict[str, Any]:
+        """All of them; `counts` says what is known of an endpoint as a whole."""
+        self.look()
+        longest, ts = self.longest(), time.time_ns()
+        prompt = None if self.prompt is None else len(self.prompt.tokens)
+        workers = [self._row_json(row, longest) | counts(row.speaker.endpoint) for row in self.rows()]
+        return {"ts": ts, "time": iso(ts), "prompt_tokens": prompt, "workers": workers}
+
+    def _row_json(self, row: WorkerRow, longest: list[WorkerRow]) -> dict[str, Any]:
+        worker, now = row.speaker.worker, self._clock()
+        return {
+            "endpoint": row.speaker.endpoint,
+            "key": worker.key if worker is not None and worker.key else None,
+            "state": self._state(row),
+            **pick(row, "topic", "rank", "seq", "partial", lag_seconds="lag"),
+            "blocks": _by_level(row.blocks),
+            **pick(
+                row.index, "batches", "events", "missed_batches", "recovered_batches", "restated", "restarts"
+            ),
+            **pick(row.index, "orphans", "unknown_removals"),
+            "events_per_second": round(row.rate.per_second(now), 3),
+            "heard_seconds": None if row.heard_at is None else now - row.heard_at,
+            "heartbeat_seconds": None if row.heartbeat_at is None else now - row.heartbeat_at,
+            "prefix_tokens": None if self.prompt is None else _by_level(self.held(row)),
+            "longest": None if self.prompt is None else row in longest,
+        }
+
+
+def _levels(held: Held) -> str:
+    return "+".join(f"{tokens:,}" for tokens in held)
+
+
+def _number(number: int) -> str:
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.2f}M"
+
+
+def _by_level(values: Held) -> dict[str, int]:
+    return dict(zip(("gpu", "host", "storage"), values, strict=True))

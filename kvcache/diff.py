@@ -1,0 +1,295 @@
+"""Two logs side by side: where they first say something else, and how their requests were reused.
+
+Both read batches in order, and keep of each log no more than they still need of it.
+
+Where two logs diverge, the first batch of one is compared with the first one of the other, and so on. What a log says
+of itself and of its cache when an epoch begins is no divergence: its id and number, the software, the settings
+(`changed_settings` compares these). Nor is when something happened. Where the caches differ in their blocks, that makes
+other blank slots in every exported state and another fingerprint in every checkpoint; what else these say is compared.
+
+For reuse, an admission in one log belongs to the admission of the same request id in the other; of an id that comes
+several times (after preemption, or used again), the k-th to the k-th. Admissions before a gap in their batch are left
+out, as in audits. The log with fewer admissions up to now is read on, so that partners come soon after each other: kept
+are the admissions whose partner has not come, and those that are told of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappush, heappushpop
+from itertools import zip_longest
+from typing import Any
+
+from msgspec.structs import replace
+
+from events.structs import GroupCreated, RequestId
+from events.types import (
+    AnyEvent,
+    CacheCreated,
+    Checkpoint,
+    EpochStarted,
+    EventBatch,
+    SequenceAdded,
+    StateExported,
+)
+from kvcache.replay import known_events
+
+_HEADERS = (EpochStarted, CacheCreated)
+
+
+_NOTHING = "(none)"
+"""Of a setting that only one of the two has, as with logs of two versions."""
+
+
+@dataclass(frozen=True)
+class EventPlace:
+    """An event in a log; or, with `index` behind its last one, the end of a batch."""
+
+    batch: EventBatch
+    index: int
+
+    @property
+    def event(self) -> AnyEvent | None:
+        """The event; None at the end of the batch."""
+        return self.batch.events[self.index] if self.index < len(self.batch.events) else None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where two logs differ. None: the log has ended before."""
+
+    a: EventPlace | None
+    b: EventPlace | None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What two events of one type differ in; empty where there are no two such events."""
+        a, b = (None if place is None else place.event for place in (self.a, self.b))
+        if a is None or type(a) is not type(b):
+            return ()
+        return tuple(name for name in a.__struct_fields__ if getattr(a, name) != getattr(b, name))
+
+
+def first_divergence(a: Iterable[EventBatch], b: Iterable[EventBatch]) -> Divergence | None:
+    """Compare two logs up to the first difference, which is read to and no further; None: they say the same.
+
+    Raises what reading them does.
+    """
+    alike = True
+    """Whether both caches have the same blocks."""
+    for one, other in zip_longest(a, b):
+        if one is None or other is None:
+            return Divergence(_start(one), _start(other))
+        caches = _caches(one), _caches(other)
+        if any(caches):
+            alike = caches[0] == caches[1]
+        index = next(_differences(one, other, alike=alike), None)
+        if index is not None:
+            return Divergence(EventPlace(one, index), EventPlace(other, index))
+    return None
+
+
+def _start(batch: EventBatch | None) -> EventPlace | None:
+    return None if batch is None else EventPlace(batch, 0)
+
+
+def _caches(batch: EventBatch) -> list[tuple[GroupCreated, ...]]:
+    """The blocks of all caches that a batch creates."""
+    return [event.groups for event in batch.events if type(event) is CacheCreated]
+
+
+def _differences(a: EventBatch, b: EventBatch, *, alike: bool) -> Iterator[int]:
+    if a.events == b.events:
+        return
+    for index, (one, other) in enumerate(zip_longest(a.events, b.events)):
+        if one is None or other is None or not _same(one, other, alike=alike):
+            yield index
+
+
+def _same(a: AnyEvent, b: AnyEvent, *, alike: bool) -> bool:
+    if a == b or (type(a) is type(b) and isinstance(a, _HEADERS)):
+        return True
+    return not alike and _without_blocks(a) == _without_blocks(b)
+
+
+def _without_blocks(event: AnyEvent) -> AnyEvent:
+    """What an event says that does not follow from the number of blocks."""
+    if isinstance(event, Checkpoint):
+        return replace(event, fingerprint=b"")
+    if isinstance(event, StateExported):
+        return replace(event, groups=tuple(replace(group, blank_slots=(b"", b"")) for group in event.groups))
+    return event
+
+
+@dataclass(frozen=True)
+class ChangedSetting:
+    """A setting, and what it is in each log, as JSON has it."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+def changed_settings(a: CacheCreated, b: CacheCreated) -> list[ChangedSetting]:
+    """The settings in which two caches differ, and what followed from them: the blocks of each window and level."""
+    one, other = dict(settings_of(a)), dict(settings_of(b))
+    names = [*one, *(name for name in other if name not in one)]
+    pairs = ((name, one.get(name, _NOTHING), other.get(name, _NOTHING)) for name in names)
+    return [ChangedSetting(*pair) for pair in pairs if pair[1] != pair[2]]
+
+
+def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, JSON value) of each setting a cache was created with, and of what followed from them."""
+    try:
+        config = json.loads(created.config)
+    except (ValueError, RecursionError):
+        config = created.config
+    yield from _settings_in("", config)
+    yield "windows", [[group.window, *group.num_blocks] for group in created.groups]
+    yield "key_bytes", created.key_bytes
+    yield "hash_algorithm", created.hash_algorithm
+    if created.engine:
+        yield "engine", created.engine
+
+
+def _settings_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Settings by the names that settings have, as in ``log.fsync``."""
+    if not isinstance(value, dict):
+        yield name or "config", value
+        return
+    for key, inner in value.items():
+        yield from _settings_in(f"{name}.{key}" if name else key, inner)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """One admission of a request."""
+
+    seq: int
+    prompt_tokens: int
+    reused_tokens: int
+
+
+@dataclass(frozen=True)
+class ReuseChange:
+    """A request in both logs."""
+
+    request_id: RequestId
+    a: Admitted
+    b: Admitted
+
+    @property
+    def reused_tokens(self) -> int:
+        """By how much more it reused in B; below 0: by how much less."""
+        return self.b.reused_tokens - self.a.reused_tokens
+
+
+@dataclass
+class ReuseTotals:
+    """Admissions, added up."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    first: list[tuple[RequestId, Admitted]] = field(default_factory=list)
+    """The first of them, of those that the other log does not have."""
+
+    def add(self, admitted: Admitted) -> None:
+        """Count one more."""
+        self.requests += 1
+        self.prompt_tokens += admitted.prompt_tokens
+        self.reused_tokens += admitted.reused_tokens
+
+
+@dataclass
+class ReuseDifference:
+    """What comes out. A and B are the two logs; requests are admissions, which may be several of one id."""
+
+    a: ReuseTotals = field(default_factory=ReuseTotals)
+    """Of the requests that both have, in A."""
+    b: ReuseTotals = field(default_factory=ReuseTotals)
+    changed: int = 0
+    """How many of these reused more or fewer tokens in B."""
+    other_prompts: int = 0
+    """How many of these have a prompt of another length."""
+    largest: list[ReuseChange] = field(default_factory=list)
+    """Those whose reuse changed most, either way; of equal ones, the first."""
+    only_a: ReuseTotals = field(default_factory=ReuseTotals)
+    """Of the requests that A alone has."""
+    only_b: ReuseTotals = field(default_factory=ReuseTotals)
+
+
+def compare_reuse(a: Iterable[EventBatch], b: Iterable[EventBatch], top: int = 10) -> ReuseDifference:
+    """Compare request by request; `top` is how many are listed of each kind. Raises what reading the logs does."""
+    pairing = _Pairing(top)
+    sides = [_admissions(a), _admissions(b)]
+    read = [0, 0]
+    reading = {0, 1}
+    while reading:
+        side = min(reading, key=lambda each: read[each])
+        found = next(sides[side], None)
+        if found is None:
+            reading.discard(side)
+        else:
+            read[side] += 1
+            pairing.add(side, *found)
+    return pairing.finish()
+
+
+def _admissions(batches: Iterable[EventBatch]) -> Iterator[tuple[RequestId, Admitted]]:
+    for batch in batches:
+        for event in known_events(batch):
+            if type(event) is SequenceAdded:
+                yield event.request_id, Admitted(batch.seq, event.num_tokens, event.reused)
+
+
+class _Pairing:
+    """Brings the admissions of two logs together."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._result = ReuseDifference()
+        self._alone: tuple[dict[RequestId, deque[Admitted]], ...] = ({}, {})
+        """Of each log, admissions whose partner has not come: of one id at most in one log."""
+        self._largest: list[tuple[int, int, ReuseChange]] = []
+        """A heap; the smallest change, and of equal ones the last, is first."""
+
+    def add(self, side: int, request_id: RequestId, admitted: Admitted) -> None:
+        """Take the next admission of a log."""
+        waiting = self._alone[1 - side].get(request_id)
+        if waiting is None:
+            self._alone[side].setdefault(request_id, deque()).append(admitted)
+            return
+        partner = waiting.popleft()
+        if not waiting:
+            del self._alone[1 - side][request_id]
+        self._compare(ReuseChange(request_id, *((admitted, partner) if side == 0 else (partner, admitted))))
+
+    def _compare(self, pair: ReuseChange) -> None:
+        result = self._result
+        result.a.add(pair.a)
+        result.b.add(pair.b)
+        result.other_prompts += pair.a.prompt_tokens != pair.b.prompt_tokens
+        if not pair.reused_tokens:
+            return
+        result.changed += 1
+        entry = (abs(pair.reused_tokens), -result.a.requests, pair)
+        if len(self._largest) < self._top:
+            heappush(self._largest, entry)
+        elif self._top:
+            heappushpop(self._largest, entry)
+
+    def finish(self) -> ReuseDifference:
+        """What came out; whoever is alone now stays so."""
+        result = self._result
+        result.largest = [pair for *_, pair in sorted(self._largest, reverse=True)]
+        for only, alone in zip((result.only_a, result.only_b), self._alone, strict=True):
+            rest = [(name, each) for name, waiting in alone.items() for each in waiting]
+            rest.sort(key=lambda entry: entry[1].seq)
+            for _, admitted in rest:
+                only.add(admitted)
+            only.first = rest[: self._top]
+        return result
