@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lines about missed batches, a state told anew and a restart those before type are null. Of a table, one per "
         "report",
     )
+    _add_table_options(parser)
+
+
+def _add_table_options(parser: argparse.ArgumentParser) -> None:
     table = parser.add_argument_group("table of workers")
     table.add_argument(
         "--table", action="store_true", help="also for one ENDPOINT; several have no other form"
