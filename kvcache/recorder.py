@@ -32,7 +32,7 @@ from kvcache.errors import (
     UsageError,
     shown,
 )
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.matching import Piece
 from kvcache.fold.positional import shared_slots
 from kvcache.fold.sequence import Sequence, packed_handles
@@ -184,7 +184,7 @@ class Recorder(PositionalCalls):
         journal, config, hashing = self._journal, self.config, self._journal.state.hashing
         self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
         group = self.state.groups[0]
-        assert isinstance(group, GroupState)
+        assert isinstance(group, FullGroup)
         self._group, self._size, self._key_bytes = group, config.tokens_per_block, hashing.key_bytes
         self._names_given = hashing.given
         self._upkeep = Upkeep(

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from events import types as ev
 from events.packed import names_of_keys
 from events.types import PRIMARY, EventBatch, RequestId
-from kvcache.fold.places import Places
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.positional import PositionalGroup
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sliding_group import AnyGroup
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.replay import Progress, Replayed
 
@@ -107,7 +107,7 @@ class SlotWatch:
             for index, group in self._groups(state)
         ]
 
-    def _groups(self, state: CacheState) -> Iterator[tuple[int, AnyGroup]]:
+    def _groups(self, state: CacheState) -> Iterator[tuple[int, FullGroup | SlidingGroup]]:
         for index, group in enumerate(state.groups):
             if self.group in (None, index) and self.slot < group.levels[self.level].size:
                 yield index, group
@@ -167,9 +167,9 @@ def _sharer(state: CacheState, group: PositionalGroup, slot: int) -> Occupant:
     return Occupant(requests, places[0], bool(names), name, of_group=group.index)
 
 
-def _cached(group: AnyGroup, level: int, slot: int) -> tuple[Run, int, bool]:
+def _cached(group: FullGroup | SlidingGroup, level: int, slot: int) -> tuple[Run, int, bool]:
     """The run of a cached block, its place in it, and whether it has landed."""
-    if isinstance(group, Places):
+    if isinstance(group, SlidingGroup):
         place = slot + level * group.levels[PRIMARY].size
         return *group.find(place), not group.transfers[place]
     run = group.run_at(level, slot)

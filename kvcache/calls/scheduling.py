@@ -14,8 +14,10 @@ from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
 from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import UsageError
+from kvcache.fold.full_group import FullGroup
+from kvcache.fold.group import Group
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, exclusive
 from kvcache.inputs.arguments import checked_natural
@@ -126,7 +128,7 @@ class Scheduling:
         return checked
 
 
-def _storable(group: AnyGroup, sequence: Sequence, size: int) -> int:
+def _storable(group: Group, sequence: Sequence, size: int) -> int:
     """How many leading blocks of a sequence will have been stored when all its tokens are computed."""
     full, table = sequence.num_tokens // size, sequence.tables[group.index]
     if not group.shared:
@@ -208,7 +210,7 @@ class Simulation:
         readers = [each for each in self._state.sequences.values() if each.encoder is encoder]
         return all(each.handle in self._removed for each in readers)
 
-    def _given_back(self, group: AnyGroup, sequence: Sequence) -> int:
+    def _given_back(self, group: FullGroup | SlidingGroup, sequence: Sequence) -> int:
         gone, freed = self._gone[group.index], 0
         for what, holders, blocks in _held(group, sequence):
             if holders > 1:
@@ -218,7 +220,7 @@ class Simulation:
         return freed
 
 
-def _held(group: AnyGroup, sequence: Sequence) -> Iterator[tuple[int, int, int]]:
+def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple[int, int, int]]:
     """What a sequence holds in a window: a slot, or a run as a number below 0; how many hold it; its blocks."""
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     end = sequence.path_ends[group.index]

@@ -17,7 +17,7 @@ from kvcache.cli.options import add_shared
 from kvcache.cli.output import Output, end_json, paint, pick, stamp
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import InternalError
-from kvcache.fold.sliding_group import AnyGroup
+from kvcache.fold.group import Group
 from kvcache.fold.state import CacheState, resident_names
 from kvcache.phrases import count, describe_end, printable
 from kvcache.replay import Replayed, fold
@@ -120,7 +120,7 @@ def levels_json(state: CacheState) -> list[dict[str, Any]]:
     return [{"window": of[0].window, **{each.level: pick(each, *sizes) for each in of}} for of in windows]
 
 
-def _tree(group: AnyGroup) -> tuple[int, int, int]:
+def _tree(group: Group) -> tuple[int, int, int]:
     """Cached prefixes that are the beginning of no longer one, runs, namespaces."""
     runs = group.tree.runs.values()
     return sum(not run.children for run in runs), len(runs), len(group.tree.roots)

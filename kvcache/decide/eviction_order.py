@@ -29,12 +29,11 @@ import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY
 from kvcache.errors import UsageError, invariant
-from kvcache.fold.group_state import GroupState
-from kvcache.fold.places import FEW, indexes
+from kvcache.fold.full_group import FullGroup
+from kvcache.fold.group import Watcher
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import FEW, SlidingGroup, indexes
 from kvcache.fold.slots import DEFAULT_PRIORITY
-from kvcache.fold.watcher import Watcher
 
 _Entry = tuple[Any, int, int]
 """A run's key, its last slot (which decides between equal keys), its id."""
@@ -49,7 +48,7 @@ class EvictionOrder(Watcher, ABC):
     64 and 57 with 256 (with a secondary level 130, 86, 80, 60 and 59)."""
 
     @abstractmethod
-    def __init__(self, group: GroupState) -> None: ...
+    def __init__(self, group: FullGroup) -> None: ...
 
     @abstractmethod
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
@@ -83,7 +82,7 @@ class LeastRecentlyUsed(EvictionOrder):
     describes its run is dropped when it comes up.
     """
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self._runs = group.tree.runs
         self._heaps: list[list[_Entry]] = [[] for _ in group.levels]
         for run in self._runs.values():
@@ -214,7 +213,7 @@ class LeastRecentlyUsed(EvictionOrder):
 class ReuseLevels(LeastRecentlyUsed):
     """Lower priority first, then what was released longest ago, credit included, then the deepest.
 
-    Credits are in the state of windows that count uses (`kvcache.fold.counting_group`); elsewhere there are none, and
+    Credits are in the state of windows that count uses (`kvcache.fold.full_group`); elsewhere there are none, and
     this is `LeastRecentlyUsed`.
     """
 

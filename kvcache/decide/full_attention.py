@@ -17,11 +17,10 @@ from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.matching import GroupMatch, covered, covered_child, match
 from kvcache.fold.prefix_tree import Run, runs_below
-from kvcache.fold.retention import Kept
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Kept, Sequence
 from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
@@ -51,13 +50,13 @@ class PathClaims(Claims):
 class FullAttentionManager(WindowManager):
     """Decides for a window in which a sequence holds all its blocks."""
 
-    group: GroupState
+    group: FullGroup
     order: EvictionOrder
 
     def __init__(
         self,
         state: CacheState,
-        group: GroupState,
+        group: FullGroup,
         emit: Callable[[Event], None],
         config: KVCacheConfig,
         order: type[EvictionOrder],

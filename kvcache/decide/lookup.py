@@ -8,7 +8,6 @@ from typing import Any
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import CROSS, SECONDARY, Namespace
-from kvcache.decide.window_manager import match_in
 from kvcache.errors import Unsupported
 from kvcache.fold.matching import GroupMatch, Piece, in_all
 from kvcache.fold.state import CacheState
@@ -49,7 +48,7 @@ def _match(
         symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
     found = [
-        match_in(group, namespace, symbols, stop, partial=partial)
+        group.match(namespace, symbols, stop, partial=partial)
         for group in state.groups
         if group.kind != CROSS
     ]
@@ -62,7 +61,7 @@ def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
     if not state.tokens_recorded:
         size = state.tokens_per_block * TOKEN_BYTES
         symbols = state.hashing.chain(namespace, state.root_key(namespace), symbols, size)
-    path = match_in(group, namespace, symbols, len(symbols), partial=False)
+    path = group.match(namespace, symbols, len(symbols), partial=False)
     pieces = path.pieces(0, state.hashing.key_bytes)
     blocks = [block for piece in pieces for block in _blocks(piece, state.tokens_per_block, group.window)]
     reused = min(encoder.num_tokens, path.blocks * state.tokens_per_block)

@@ -21,11 +21,9 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.matching import GroupMatch, covered, covered_child
-from kvcache.fold.places import DEPTH_BITS, HOLE, indexes
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
-from kvcache.fold.retention import Kept
-from kvcache.fold.sequence import DETACHED, Sequence, packed_handles
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sequence import DETACHED, Kept, Sequence, packed_handles
+from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup, indexes
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 

@@ -21,11 +21,9 @@ from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
-from kvcache.fold.matching import GroupMatch, PartialMatch, Piece, match
-from kvcache.fold.retention import DEFAULT, Kept, kept, rows
-from kvcache.fold.sequence import Sequence, packed_handles
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
-from kvcache.fold.sliding_matching import SlidingMatch
+from kvcache.fold.group import Group
+from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
+from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest
 from kvcache.results import Replacement
@@ -130,13 +128,13 @@ class WindowManager(ABC):
     | questions of schedulers | `blocks_to_grow`, `blocks_to_complete` |
     """
 
-    group: AnyGroup
+    group: Group
     """The state decided about."""
     order: EvictionOrder | ReleaseOrder
     """What is evicted next."""
 
     def __init__(
-        self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
+        self, state: CacheState, group: Group, emit: Callable[[Event], None], config: KVCacheConfig
     ) -> None:
         self._state, self.group, self._emit = state, group, emit
         self.index, self.window = group.index, group.window
@@ -204,7 +202,7 @@ class WindowManager(ABC):
     def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
         """What can be reused of ``symbols[:stop]`` (bytes)."""
         stop = stop if self._reuse else 0
-        return match_in(self.group, namespace, symbols, stop, partial=self._partial_reuse)
+        return self.group.match(namespace, symbols, stop, partial=self._partial_reuse)
 
     def plan(self, found: GroupMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
         """What reusing so many tokens of a match takes, which is counted in `claims`."""
@@ -603,16 +601,3 @@ class WindowManager(ABC):
                 handle=handle,
             )
         )
-
-
-def match_in(
-    group: AnyGroup, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool
-) -> GroupMatch:
-    """The longest prefix of ``symbols[:stop]`` (bytes) that a group has; a sliding window may have parts of it only.
-
-    `partial` asks for the leading tokens of one more block as well.
-    """
-    if isinstance(group, SlidingGroup):
-        return SlidingMatch(group, namespace, symbols, stop, partial=partial)
-    tree = group.tree
-    return match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from cuda_ops.copier import Copier, Copy, FinishedTicket, Ticket
 from events.types import SECONDARY
-from kvcache.fold.checksums import landed_checksums
 from kvcache.fold.state import CacheState
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class CheckingCopier:
         """What lies in the file as a cache begins, or has begun again."""
         self._known, self._awaited = [], []
         for group in state.groups:
-            size, known = group.levels[SECONDARY].size, landed_checksums(group)
+            size, known = group.levels[SECONDARY].size, group.landed_checksums()
             self._known.append(np.zeros(size, np.uint64) if known is None else known)
             self._awaited.append(np.zeros(size, np.int32))
 

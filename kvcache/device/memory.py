@@ -17,7 +17,7 @@ from kvcache.layout import Layout
 BOOKKEEPING_BYTES_PER_SLOT = 24
 """About what one slot takes in lists of blank slots and of owners, with a copy while the state is written down."""
 _SLIDING_BYTES_PER_SLOT = 44
-"""What it takes beside that in a sliding window: a number in each of the columns of `kvcache.fold.places`."""
+"""What it takes beside that in a sliding window: a number in each of the columns of `kvcache.fold.sliding_group`."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 

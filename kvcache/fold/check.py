@@ -8,36 +8,31 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from events.types import CROSS, PRIMARY
+from events.types import CROSS
 from kvcache.errors import invariant
-from kvcache.fold.counting_group import CountingGroup
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import CountingGroup
+from kvcache.fold.group import Group
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
-from kvcache.fold.sliding_check import arriving, check_places, check_references
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.slots import Level
 
 
-def check_runs(group: AnyGroup) -> None:
+def check_runs(group: Group) -> None:
     """Verify the tree of a group, run by run."""
     for run in runs_of(group):
         check_shape(group, run)
-        if isinstance(group, SlidingGroup):
-            check_places(group, run)
-        else:
-            _check_states(group, run)
+        group.check_run(run)
     if isinstance(group, CountingGroup):
         group.uses.check()
 
 
 def check_group(
-    group: AnyGroup,
+    group: Group,
     sequences: Collection[Sequence],
     pins: Collection[Pin],
     copies: dict[int, Transfer],
@@ -54,14 +49,10 @@ def check_group(
         else:
             none = not sequence.tables[group.index] and not sequence.path_ends[group.index].end
             invariant(none, "a sequence has blocks of a group that is not its own")
-    if isinstance(group, SlidingGroup):
-        check_references(group, sequences, pins)
-    else:
-        _check_references(group, sequences, pins)
+    group.check_references(sequences, pins)
     for level, states in zip(group.levels, slot_states(group, sequences, pins), strict=True):
         _check_level(level, states)
-    if not isinstance(group, SlidingGroup):
-        _check_owners(group)
+    group.check_owners()
     _check_copies(group, copies)
     users = Counter(sequence.namespace for sequence in sequences)
     for namespace, root in group.tree.roots.items():
@@ -69,7 +60,7 @@ def check_group(
         invariant(bool(root.children or root.users), "an unused namespace is kept")
 
 
-def runs_of(group: AnyGroup) -> Iterator[Run]:
+def runs_of(group: Group) -> Iterator[Run]:
     """All runs in the tree, which are those that are registered."""
     seen = 0
     for root in group.tree.roots.values():
@@ -81,7 +72,7 @@ def runs_of(group: AnyGroup) -> Iterator[Run]:
     invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
 
 
-def check_shape(group: AnyGroup, run: Run) -> None:
+def check_shape(group: Group, run: Run) -> None:
     """Verify a run and its place in the tree, whatever the state of its blocks."""
     tree, parent = group.tree, run.parent
     blocks = len(run.slots)
@@ -103,20 +94,7 @@ def _check_order(node: Node) -> None:
     invariant(node.order == sorted(cached), "children are out of order")
 
 
-def _check_states(group: GroupState, run: Run) -> None:
-    children, parent = run.children.values(), run.parent
-    same_level = sum(child.level == run.level for child in children)
-    invariant(run.same_level_children == same_level, "children are counted wrongly")
-    invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
-    timed = run.expiry == 0 if run.refs or not run.duration else run.expiry > 0
-    invariant(timed and run.duration >= 0, "a block expires that is held, or kept for good")
-    invariant(run.credit >= 0 and (not run.credit or isinstance(group, CountingGroup)), "a run has a credit")
-    if isinstance(parent, Run):
-        invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
-        invariant(parent.refs >= run.refs, "a block is held but its parent is not")
-
-
-def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) -> None:
+def _check_table(group: Group, sequence: Sequence, *, grows_at_will: bool) -> None:
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     size = group.tokens_per_block
     exact = sequence.is_decoding and not grows_at_will
@@ -139,46 +117,15 @@ def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) ->
     invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
 
 
-def _check_references(group: GroupState, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
-    references: Counter[int] = Counter()
-    for pin in pins:
-        end = pin.ends[group.index]
-        above = list(group.path(end)) if end is not None else []
-        slots = array("i", [slot for run in reversed(above) for slot in run.slots])
-        agree = slots == pin.slots[group.index] or not pin.named
-        invariant(agree, "a pin and the path that it holds disagree")
-        references.update(run.id for run in above)
-    for sequence in sequences:
-        table, tail = sequence.tables[group.index], sequence.path_ends[group.index]
-        path = list(group.path(tail))
-        held = array("i", [slot for run in reversed(path) for slot in run.slots])
-        invariant(table[: tail.end] == held, "a block table and the cached path disagree")
-        invariant(not sequence.detached[group.index], "full attention leaves no block behind")
-        invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
-        references.update(run.id for run in path)
-    for run in group.tree.runs.values():
-        invariant(run.refs == references[run.id], "references differ from the sequences that hold a block")
-
-
-def _check_owners(group: GroupState) -> None:
-    for run in group.tree.runs.values():
-        owner = group.levels[run.level].run_ids
-        invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
-
-
 def _check_level(level: Level, states: States) -> None:
     unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
     invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
 
 
-def _check_copies(group: AnyGroup, copies: dict[int, Transfer]) -> None:
+def _check_copies(group: Group, copies: dict[int, Transfer]) -> None:
     brought: dict[tuple[int, int], set[int]] = {
         (number, copy.level): set(copy.slots) for number, copy in copies.items()
     }
-    for number, level, slots in arriving(group) if isinstance(group, SlidingGroup) else _arriving(group):
+    for number, level, slots in group.arriving():
         there = brought.get((number, level), set())
         invariant(there.issuperset(slots), "a block waits for a copy that does not bring it")
-
-
-def _arriving(group: GroupState) -> Iterator[tuple[int, int, Iterable[int]]]:
-    return ((run.transfer, run.level, run.slots) for run in group.tree.runs.values() if run.transfer)

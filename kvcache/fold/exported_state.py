@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from events.ids import LevelIndex
-from events.packed import TOKEN_BYTES
+from events.packed import CHECKSUM_BYTES, TOKEN_BYTES
 from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
 from events.types import (
     PRIMARY,
@@ -20,16 +22,14 @@ from events.types import (
     SequenceExported,
 )
 from kvcache.errors import invariant
-from kvcache.fold.checksums import export_checksums, install_checksums
-from kvcache.fold.counting_group import CountingGroup
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import MAX_TURN, CountingGroup
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Node, Run, runs_below
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
-from kvcache.fold.use_counts import MAX_TURN
+from kvcache.fold.sliding_group import SlidingGroup
 
 
-def export_group(group: AnyGroup) -> GroupExported:
+def export_group(group: Group) -> GroupExported:
     """All that a group has."""
     numbers: list[int] = []
     symbols, keys, slots, put_off = bytearray(), bytearray(), array("i"), array("q")
@@ -46,6 +46,7 @@ def export_group(group: AnyGroup) -> GroupExported:
             keys += run.keys
             slots += run.slots
     blocks = uses = b""
+    checksums = group.landed_checksums()
     if isinstance(group, SlidingGroup):
         slots, blocks = group.exported(slots)
     elif isinstance(group, CountingGroup):
@@ -60,7 +61,7 @@ def export_group(group: AnyGroup) -> GroupExported:
         shared=array("q", [number for item in sorted(group.shared.items()) for number in item]).tobytes(),
         blocks=blocks,
         uses=uses,
-        checksums=export_checksums(group),
+        checksums=b"" if checksums is None else checksums.tobytes(),
     )
 
 
@@ -83,7 +84,7 @@ def export_sequence(sequence: Sequence) -> SequenceExported:
     )
 
 
-def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[Namespace], bytes]) -> None:
+def install_group(group: Group, exported: GroupExported, root_key: Callable[[Namespace], bytes]) -> None:
     """Fill a new group with what an exported one has."""
     roots = [group.root(namespace, root_key(namespace)) for namespace in exported.namespaces]
     columns = _Columns(group, exported)
@@ -92,16 +93,17 @@ def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[
         run = columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers)
         runs.append(run)
         group.tree.link(run)
-        if isinstance(group, SlidingGroup):
-            group.place(run, columns.blocks(run))
-        else:
-            _place(group, run)
+        group.place(run, columns.blocks(run))
     columns.check_used_up()
     if isinstance(group, CountingGroup):
         _install_uses(group, runs, array("q", exported.uses))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
-    install_checksums(group, exported.checksums)
+    if exported.checksums:
+        secondary = group.levels[SECONDARY]
+        whole = len(exported.checksums) == CHECKSUM_BYTES * secondary.size
+        invariant(whole, "there is no checksum for each slot")
+        secondary.checksums = np.frombuffer(exported.checksums, np.uint64).copy()
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
 
@@ -109,7 +111,7 @@ def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[
 class _Columns:
     """The columns of a group, from which the runs are cut one after the other."""
 
-    def __init__(self, group: AnyGroup, exported: GroupExported) -> None:
+    def __init__(self, group: Group, exported: GroupExported) -> None:
         self._group = group
         self._with_tokens = group.tokens_recorded
         self._numbers = array("q", exported.runs)
@@ -162,13 +164,6 @@ class _Columns:
         """The runs are all there is."""
         fits = self._block == len(self._slots) and self._symbol == len(self._symbols)
         invariant(fits, "the exported runs do not fit their blocks and tokens")
-
-
-def _place(group: GroupState, run: Run) -> None:
-    level = group.levels[run.level]
-    level.own(run.slots, run.id)
-    if not run.refs:
-        level.unreferenced += len(run.slots)
 
 
 def _install_uses(group: CountingGroup, runs: list[Run], numbers: array[int]) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
-from kvcache.fold.checksums import landed_checksums
-from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.full_group import CountingGroup
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.slots import Level
 from kvcache.fold.state import CacheState
 
@@ -59,7 +59,7 @@ def fingerprint(state: CacheState) -> bytes:
     return digest.digest()
 
 
-def _add_group(digest: Any, group: AnyGroup) -> None:
+def _add_group(digest: Any, group: Group) -> None:
     for level in group.levels:
         columns = np.zeros((level.size, _COLUMNS), np.int64)
         runs = [run for run in group.tree.runs.values() if run.level == level.index]
@@ -73,7 +73,7 @@ def _add_group(digest: Any, group: AnyGroup) -> None:
         digest.update(level.blank)
     if isinstance(group, CountingGroup):
         _add_uses(digest, group)
-    if (checksums := landed_checksums(group)) is not None:
+    if (checksums := group.landed_checksums()) is not None:
         digest.update(checksums)
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
@@ -105,7 +105,7 @@ def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int6
     columns[at - begin, 8] = group.views["transfers"][at] == 0
 
 
-def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
+def _rows(group: Group, runs: list[Run]) -> npt.NDArray[np.int64]:
     """A row for each block of these runs, one run after the other."""
     full, key_bytes = group.tokens_per_block, group.tree.key_bytes
     lengths = np.array([len(run.slots) for run in runs])

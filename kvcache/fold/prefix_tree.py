@@ -223,7 +223,22 @@ class PrefixTree:
         return Run(self.next_id, parent, symbols, slots, keys, bytes(symbols[: self.block_bytes]))
 
     def split(self, run: Run, at: int) -> Run:
-        """Make the first `at` blocks a run of their own, above the rest; returns it."""
+        """Make the first `at` blocks a run of their own, above the rest; returns it.
+
+        ::
+
+            parent               parent
+              |                    |
+            run [a b c d]        upper [a b]        a new id
+              |                    |
+            children             run [c d]          the id that it had
+                                   |
+                                 children
+
+        Invariant: what is cached, and in which state, is the same; `run.end` does not change, so whoever refers to the
+        end of `run` (sequences, pins, children) is still right. Slots of the upper part have another owner: the caller
+        notes it. Complexity: O(blocks of the run) bytes copied, however many sequences and children there are.
+        """
         size, keys = at * self.block_bytes, at * self.key_bytes
         parent = run.parent
         # The upper part is the new object. Sequences and children of `run` point at its end, and need not be told.
@@ -250,7 +265,20 @@ class PrefixTree:
         return isinstance(parent, Run) and len(parent.children) == 1 and run.same_state(parent)
 
     def join(self, run: Run) -> Run:
-        """Put the parent's blocks in front of its only child's; returns the parent, which is gone."""
+        """Put the parent's blocks in front of its only child's; returns the parent, which is gone.
+
+        The opposite of `split`, and allowed where `may_join` is true: the parent has one child and both one state.
+
+        ::
+
+            upper [a b]
+              |                 =>   run [a b c d]
+            run [c d]
+
+        Invariant: the lower run keeps its id and its end; slots of the upper one have another owner, which the caller
+        notes. Nobody refers to the end of the upper run: a sequence that ended there would have given it one reference
+        more than the child has. Complexity: O(blocks of both).
+        """
         upper = run.parent
         assert isinstance(upper, Run)
         # As in a split the lower run stays: whoever points at its end needs not be told.

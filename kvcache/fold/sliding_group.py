@@ -1,8 +1,9 @@
-"""The state of a sliding window, which lets go of blocks one by one, and reuses them across holes.
+"""The group of a sliding window, which releases blocks one by one, and reuses them across holes.
 
 Sequences hold what their window sees. So the blocks of one prefix differ in references, priority and release, and any
-unreferenced one may be evicted: runs keep only contents and places (`kvcache.fold.sliding_tree`), all else is in
-columns by place (`kvcache.fold.places`).
+unreferenced one may be evicted: runs keep only contents and places, all else is in columns by place. A *place* is a
+primary slot or, beyond all of these, a secondary one. A block that is not cached while something after it is leaves a
+`HOLE` in its run: its content says what hangs below.
 
 Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
 """
@@ -10,24 +11,257 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from events.ids import LevelIndex
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_between
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group_state import GroupState
-from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes
-from kvcache.fold.prefix_tree import Node, PathEnd, Run
-from kvcache.fold.sequence import DETACHED, Sequence
-from kvcache.fold.sliding_tree import SlidingTree
+from kvcache.fold.group import CachedPart, Group
+from kvcache.fold.matching import PartialMatch, Piece, closest_child, match
+from kvcache.fold.prefix_tree import (
+    Node,
+    PathEnd,
+    Run,
+    common_bytes,
+    common_prefix,
+    delist_child,
+    list_child,
+)
+from kvcache.fold.sequence import DETACHED, Kept, Pin, Sequence
 from kvcache.fold.slots import DEFAULT_PRIORITY
 
+HOLE = -1
+"""In a run, the place of a block that is not cached."""
+NOBODY = -1
+"""In `positions`."""
+DEPTH_BITS = 28
+"""Of a position: the others are the run's id. No prompt has so many blocks."""
+_DEPTH = (1 << DEPTH_BITS) - 1
+FEW = 8
+"""Up to so many blocks a loop is faster than numpy: it looks at 8 in 0.5 µs, numpy in 2.4; at 24 in 5 µs and in 2.9."""
+Segment = tuple[Run, int, int]
+"""Consecutive blocks of a run: from its block, up to its block."""
+_COLUMNS = ("positions", "refs", "priorities", "durations", "expiries", "released_at", "transfers")
+_EXPORTED = ("priorities", "durations", "expiries", "released_at", "refs", "transfers")
+_TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
+"""Columns that are 0 where nothing is cached."""
 
-class SlidingGroup(SlidingTree):
-    """A window in which a sequence holds the blocks that its next token sees."""
 
-    __slots__ = ()
+class SlidingGroup(Group):
+    """A group in which a sequence holds the blocks that its next token sees.
+
+    A step touches few of many places, so it is a column's memory that costs: no more of them are read or written than
+    must be.
+    """
+
+    __slots__ = (*_COLUMNS, "keeps_time", "kept_alike", "views")
+
+    def __init__(self, *created: Any, tokens_recorded: bool) -> None:
+        super().__init__(*created, tokens_recorded=tokens_recorded)
+        size = sum(level.size for level in self.levels)
+        self.positions = array("q", [NOBODY]) * size
+        """By place: the run that has the block, and its depth: how many blocks are before it in its prompt. Both in one
+        number, so that blocks which follow each other in a run differ by 1. -1 where no block is cached; then the other
+        columns mean nothing."""
+        self.refs = array("i", [0]) * size
+        self.priorities = array("i", [DEFAULT_PRIORITY]) * size
+        """By place: as of a `Run`. Not written as long as `kept_alike`."""
+        self.durations = array("q", [0]) * size
+        self.expiries = array("q", [0]) * size
+        """By place: as of a `Run`. Both are 0 where no block is cached."""
+        self.released_at = array("q", [0]) * size
+        """By place: when the last sequence let go of it, as a counter; 0 while it is held, or nothing is cached."""
+        self.transfers = array("q", [0]) * size
+        """By place: the copy that brings it here, 0 when it has landed."""
+        self.keeps_time = False
+        """Whether any block has been kept for a time."""
+        self.kept_alike = True
+        """Whether all blocks that were ever cached have the default priority."""
+        # The same memory, for many places at a time.
+        self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
+
+    def places(self, level: int, slots: array[int]) -> array[int]:
+        """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
+        size = self.levels[level].size
+        if len(slots) <= FEW:
+            there = all(0 <= slot < size for slot in slots)
+        else:
+            # Negative ones are beyond all others.
+            there = not np.count_nonzero(np.frombuffer(slots, np.uint32) >= size)
+        invariant(there, "an event names a slot that the level has not")
+        return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
+
+    def slot_of(self, place: int) -> tuple[int, int]:
+        """The level and the slot of a place."""
+        primary = self.levels[PRIMARY].size
+        return (PRIMARY, place) if place < primary else (SECONDARY, place - primary)
+
+    def is_cached(self, level: int, slot: int) -> bool:
+        """Whether a block is cached in the slot."""
+        return self.positions[slot + level * self.levels[PRIMARY].size] != NOBODY
+
+    def kept_at(self, place: int) -> Kept:
+        """How the block there is kept."""
+        return Kept(self.priorities[place], self.durations[place])
+
+    def kept_in(self, level: int, slot: int) -> Kept:
+        """How a cached block is kept."""
+        return self.kept_at(slot + level * self.levels[PRIMARY].size)
+
+    def find(self, place: int) -> tuple[Run, int]:
+        """The run of a cached block, and its index in it."""
+        position = self.positions[place]
+        run = self.tree.runs.get(position >> DEPTH_BITS)
+        if run is None:
+            raise InvariantViolated("a slot that an event names is not cached")
+        return run, (position & _DEPTH) - run.start
+
+    def depth(self, place: int) -> int:
+        """How many blocks are before a cached one in its prompt."""
+        return self.positions[place] & _DEPTH
+
+    def depths_at(self, at: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Of many blocks."""
+        depths: npt.NDArray[np.int64] = self.views["positions"][at] & _DEPTH
+        return depths
+
+    def segments(self, places: array[int]) -> list[Segment]:
+        """Cached blocks as consecutive ones of runs."""
+        segments: list[Segment] = []
+        done, runs, positions = 0, self.tree.runs, self.positions
+        while done < len(places):
+            # As `find` does it, which takes twice as long.
+            position = positions[places[done]]
+            owner = runs.get(position >> DEPTH_BITS)
+            if owner is None:
+                raise InvariantViolated("a slot that an event names is not cached")
+            slots = owner.slots
+            begin = (position & _DEPTH) - owner.end + len(slots)
+            # What follows in the run is compared, for that is quicker than looking up where each block is.
+            end = begin + _common(slots, begin, places, done)
+            segments.append((owner, begin, end))
+            done += end - begin
+        return segments
+
+    def replace(self, places: array[int], to: array[int]) -> list[Segment]:
+        """Let runs have cached blocks in other places, or no more; returns the segments."""
+        segments, done = self.segments(places), 0
+        for run, begin, end in segments:
+            if end == begin + 1:  # what decoding leaves behind, mostly
+                if run.slots[begin] != places[done]:
+                    raise InvariantViolated("an event names a block twice")
+                run.slots[begin] = to[done]
+                done += 1
+                continue
+            count = end - begin
+            if run.slots[begin:end] != places[done : done + count]:
+                raise InvariantViolated("an event names a block twice")
+            run.slots[begin:end] = to[done : done + count]
+            done += count
+        return segments
+
+    def names_of(self, places: array[int]) -> bytes:
+        """The names of cached blocks."""
+        size = self.tree.key_bytes
+        if not size or not places:
+            return b""
+        # Most segments have a single block: what decoding left behind.
+        return b"".join(
+            [
+                run.keys[begin * size : begin * size + NAME_BYTES]
+                if end == begin + 1
+                else names_between(run.keys, size, begin, end)
+                for run, begin, end in self.segments(places)
+            ]
+        )
+
+    def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
+        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        places = np.flatnonzero(self.views["positions"] != NOBODY)
+        held, in_flight = self.views["refs"][places] > 0, self.views["transfers"][places] > 0
+        primary = self.levels[PRIMARY].size
+        for kind in range(8):
+            level, is_held, flies = kind & 1, bool(kind & 2), bool(kind & 4)
+            chosen = ((places >= primary) == level) & (held == is_held) & (in_flight == flies)
+            slots = places[chosen] - level * primary
+            yield level, array("i", slots.astype(np.int32).tobytes()), is_held, flies
+
+    def parts(self, run: Run) -> Iterator[CachedPart]:
+        """What of a run is cached, by level and priority."""
+        states = [
+            (place != HOLE, self.slot_of(place)[0], self.priorities[place] if place != HOLE else 0)
+            for place in run.slots
+        ]
+        for (cached, level, priority), part in groupby(range(len(states)), states.__getitem__):
+            blocks = list(part)
+            if cached:
+                yield CachedPart(blocks[0], blocks[-1] + 1, LevelIndex(level), priority)
+
+    def resident_keys(self, level: int) -> Iterator[bytes]:
+        """The keys of full blocks whose bytes are in this level."""
+        size, key_bytes = self.levels[PRIMARY].size, self.tree.key_bytes
+        for run in self.tree.runs.values():
+            full = len(run.slots) - bool(run.partial)
+            for index, place in enumerate(run.slots[:full]):
+                if place != HOLE and (place >= size) == level and not self.transfers[place]:
+                    yield bytes(run.keys[index * key_bytes : (index + 1) * key_bytes])
+
+    def clear_places(self, places: array[int]) -> None:
+        """Nothing is there any more: only what tells so is written, the other columns mean nothing then."""
+        if len(places) <= FEW:
+            for place in places:
+                self.positions[place], self.released_at[place] = NOBODY, 0
+        else:
+            at = indexes(places)
+            self.views["positions"][at], self.views["released_at"][at] = NOBODY, 0
+        if self.levels[SECONDARY].size:
+            # Without offload nothing is ever on its way.
+            self.views["transfers"][indexes(places)] = 0
+        if self.keeps_time:
+            at = indexes(places)
+            self.views["durations"][at], self.views["expiries"][at] = 0, 0
+
+    def clear_columns(self) -> None:
+        """Nothing is anywhere any more."""
+        for name, view in self.views.items():
+            view.fill({"positions": NOBODY, "priorities": DEFAULT_PRIORITY}.get(name, 0))
+
+    def exported(self, places: array[int]) -> tuple[array[int], bytes]:
+        """Slots instead of places, and seven numbers per block: level, priority, duration, expiry, stamp,
+        references, copy.
+        """
+        at = np.frombuffer(places, np.int32)
+        primary = self.levels[PRIMARY].size
+        slots = np.where(at >= primary, at - primary, at).astype(np.int32)
+        rows = np.zeros((len(at), 7), np.int64)
+        rows[:, 0] = at >= primary
+        there = at != HOLE
+        for column, name in enumerate(_EXPORTED, 1):
+            rows[there, column] = self.views[name][at[there]]
+        return array("i", slots.tobytes()), rows.tobytes()
+
+    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
+        """Enter what an exported state says of the blocks of a run, as `exported` gives it."""
+        for index, (level, *columns) in enumerate(numbers):
+            if run.slots[index] == HOLE:
+                continue
+            invariant(level in (PRIMARY, SECONDARY), "there is no such level")
+            run.slots[index] += level * self.levels[PRIMARY].size
+            place = run.slots[index]
+            invariant(0 <= place < len(self.refs), "an exported block is in no slot")
+            self.positions[place] = position_of(run) + run.start + index
+            for name, number in zip(_EXPORTED, columns, strict=True):
+                getattr(self, name)[place] = number
+            self.keeps_time = self.keeps_time or self.durations[place] > 0
+            self.kept_alike = self.kept_alike and self.priorities[place] == DEFAULT_PRIORITY
+            self.levels[level].unreferenced += not self.refs[place]
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
         """Where the path of a new sequence begins: only the count of its blocks is kept, not a place in the tree."""
@@ -44,6 +278,7 @@ class SlidingGroup(SlidingTree):
         """An admitted sequence needs nothing of what its window has left behind, and has the rest of what it reuses."""
         full = reused // self.tokens_per_block
         first = min(self.first_seen(reused), full)
+        super().begin(sequence, reused)
         sequence.tables[self.index].extend(array("i", [DETACHED]) * first)
         sequence.detached[self.index] = first
         sequence.path_ends[self.index].end = full
@@ -334,10 +569,6 @@ class SlidingGroup(SlidingTree):
         self.levels[level].blank += slots
         self.levels[level].unreferenced -= len(slots)
 
-    def invalidate(self, slots: array[int], sequences: Iterable[Sequence]) -> None:
-        """Blocks of a sliding window are not invalidated."""
-        raise InvariantViolated("blocks of a sliding window are invalidated")
-
     def _check_unreferenced(self, places: array[int]) -> None:
         released = self.released_at
         idle = (
@@ -410,5 +641,380 @@ class SlidingGroup(SlidingTree):
         self.forget_all()
         return counts, unnamed
 
+    # -- the tree: contents and places
 
-AnyGroup = GroupState | SlidingGroup
+    def position(self, sequence: Sequence, block: int) -> tuple[Node, int, int]:
+        """Where a block of a sequence is, or would be: a node, how many of its blocks are before, and the depth there.
+
+        The depth is less than `block` if less of what is before it is known.
+        """
+        end: PathEnd = sequence.path_ends[self.index]  # type: ignore[assignment]
+        held = sequence.detached[self.index] < block <= end.end
+        place = sequence.tables[self.index][block - 1] if held else self._left(end, block)
+        if place != HOLE:
+            run, at = self.find(place)
+            return run, at + 1, block
+        root: Node = self.tree.roots[sequence.namespace]
+        if not block:
+            return root, 0, 0
+        return self.walk(root, self.content(sequence, 0, block, self.tokens_per_block))
+
+    def _left(self, end: PathEnd, block: int) -> int:
+        """Where the block before this one is cached, if it is the last that the window has left and is still there."""
+        left, place, stamp = end.left
+        return place if left == block and self.released_at[place] == stamp else HOLE
+
+    def walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
+        """As far as the content of full blocks is known below a node."""
+        size, at, position = self.tree.block_bytes, 0, 0
+        while position < len(content):
+            child = node.children.get(content[position : position + size])
+            if child is None:
+                break
+            node, at = child, common_bytes(child, content, position, len(content)) // size
+            position += at * size
+            if at < len(child.slots):
+                break
+        return node, at, position // size
+
+    def lay(
+        self, node: Node, at: int, content: bytearray, places: array[int], keys: bytearray, partial: int
+    ) -> None:
+        """Note blocks from a position on: in holes as far as their content is known, the rest as new ones.
+
+        `.` is a hole; blocks b c x are laid from the first hole on, in places 4 5 6::
+
+            [a b c d]                [a b c]   places 1 4 5      c was filled, then the contents differ
+             1 . . 3        =>         |   \
+                                     [d] 3  [x] 6
+
+        The caller leaves content, places and keys to the tree. Holes come first among the places. Invariant: each
+        content is in the tree once, runs branch only where contents differ, and no run ends with a hole unless it has
+        children. Complexity: O(blocks laid), plus one copy of each run that is split.
+        """
+        size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
+        while done < len(places):
+            if at < _length(node):
+                assert isinstance(node, Run)
+                same = common_bytes(node, content, done * size, len(content), at * size) // size
+                if not same:
+                    upper = self.tree.split(node, at)
+                    self._own(upper.slots, upper)
+                    node = upper
+                else:
+                    self._fill_holes(node, at, places[done : done + same])
+                    at, done = at + same, done + same
+                continue
+            child = node.children.get(bytes(content[done * size : (done + 1) * size]))
+            if child is None:
+                if done:
+                    content, places = content[done * size :], places[done:]
+                    keys = keys[done * key_bytes :]
+                self._append(node, content, places, keys, partial)
+                return
+            node, at = child, 0
+
+    def _fill_holes(self, run: Run, at: int, places: array[int]) -> None:
+        for index, place in enumerate(places, at):
+            if place != HOLE:
+                invariant(run.slots[index] == HOLE, "a stored block is cached already")
+                run.slots[index] = place
+                if not index:
+                    list_child(run)
+        if places:
+            self._note(run, at, places)
+
+    def _append(
+        self, node: Node, content: bytearray, places: array[int], keys: bytearray, partial: int
+    ) -> None:
+        """New blocks behind a node's last one: a leaf gets longer, or a run is hung below it."""
+        if isinstance(node, Run) and not node.children and not node.partial:
+            run, at = node, len(node.slots)
+            run.symbols += content
+            run.slots += places
+            run.keys += keys
+            run.end += len(places)
+        else:
+            run, at = self.tree.new_run(node, content, places, keys), 0
+            self.tree.link(run)
+        run.partial = partial
+        self._note(run, at, places)
+
+    def _note(self, run: Run, at: int, places: array[int]) -> None:
+        """Where these blocks of a run are, of which the first ones may be holes."""
+        cached = indexes(places)
+        first = position_of(run) + run.start + at
+        positions = np.arange(first, first + len(cached))
+        if places[0] == HOLE:
+            there = cached != HOLE
+            cached, positions = cached[there], positions[there]
+        self.views["positions"][cached] = positions
+
+    def _own(self, places: array[int], run: Run) -> None:
+        """Another run has these blocks from now on."""
+        at = indexes(places)
+        at = at[at != HOLE]
+        self.views["positions"][at] = position_of(run) + self.depths_at(at)
+
+    def take_out(self, places: array[int]) -> None:
+        """These blocks are not cached any more; what nothing cached hangs behind goes with them."""
+        segments = self.replace(places, array("i", [HOLE]) * len(places))
+        self.clear_places(places)
+        for run, begin, _ in segments:
+            if not begin:
+                delist_child(run)
+        # Content behind which nothing is cached is forgotten at once, so a run is cut off only where it lost its last.
+        for run in [run for run, _, end in segments if end == len(run.slots)]:
+            if not run.children and run.id in self.tree.runs:
+                self._trim(run)
+
+    def _trim(self, run: Run) -> None:
+        """Forget the content of blocks behind which nothing is cached."""
+        node: Node = run
+        while isinstance(node, Run) and not node.children:
+            if node.slots[-1] != HOLE:
+                return
+            cached = np.flatnonzero(np.frombuffer(node.slots, np.int32) != HOLE)
+            if len(cached):
+                self._shorten(node, int(cached[-1]) + 1)
+                return
+            parent = node.parent
+            self.tree.unlink(node)
+            node = parent
+        if isinstance(node, Run) and len(node.children) == 1:
+            (child,) = node.children.values()
+            self._own(self.tree.join(child).slots, child)
+
+    def _shorten(self, run: Run, kept: int) -> None:
+        if kept < len(run.slots):
+            run.end -= len(run.slots) - kept
+            del run.symbols[kept * self.tree.block_bytes :]
+            del run.keys[kept * self.tree.key_bytes :]
+            del run.slots[kept:]
+            run.partial = 0
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> SlidingMatch:
+        """What is cached of a prompt."""
+        return SlidingMatch(self, namespace, symbols, stop, partial=partial)
+
+    # -- what must hold
+
+    def check_run(self, run: Run) -> None:
+        """Verify that a run and the columns agree about its blocks."""
+        invariant(
+            bool(run.children) or run.slots[-1] != HOLE, "content is kept behind which nothing is cached"
+        )
+        for depth, place in enumerate(run.slots, run.start):
+            if place == HOLE:
+                continue
+            owned = self.positions[place] == position_of(run) + depth
+            invariant(owned, "a slot's owner is noted wrongly")
+            released = self.released_at[place] > 0
+            invariant(released != (self.refs[place] > 0), "a block is held and released, or neither")
+            expires = self.expiries[place] > 0
+            timed = expires == (released and self.durations[place] > 0)
+            alike = not self.kept_alike or self.priorities[place] == DEFAULT_PRIORITY
+            invariant(alike, "a block has another priority than all are said to have")
+            invariant(timed, "a block expires that is held, or kept for good")
+
+    def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
+        """Verify that references equal the holders, and that each holds blocks of its own content."""
+        references = Counter(slot for pin in pins if pin.named for slot in pin.slots[self.index])
+        for sequence in sequences:
+            first, end = sequence.detached[self.index], sequence.path_ends[self.index].end
+            table = sequence.tables[self.index]
+            references.update(table[first:end])
+            self._check_content(sequence, first, end)
+        cached = np.flatnonzero(self.views["positions"] >= 0).tolist()
+        invariant(references.keys() <= set(cached), "a sequence holds a block that is not cached")
+        for place in cached:
+            held = references[place] if place < self.levels[PRIMARY].size else 0
+            invariant(self.refs[place] == held, "references differ from the sequences that hold a block")
+
+    def check_owners(self) -> None:
+        """Verify that each cached block is in one place of one run, and that nothing is left of others."""
+        empty = self.views["positions"] < 0
+        traces = [self.views[name][empty].any() for name in _TRACES]
+        invariant(not any(traces), "a block that is not cached has left traces")
+        named = sum(place != HOLE for run in self.tree.runs.values() for place in run.slots)
+        invariant(np.count_nonzero(~empty) == named, "a block is in two places or in none")
+
+    def _check_content(self, sequence: Sequence, first: int, end: int) -> None:
+        """The tree has the sequence's content before the blocks that it holds, and these blocks behind it."""
+        nameless = not self.tokens_recorded and len(sequence.keys) < end * self.tree.key_bytes
+        if first >= end or nameless:
+            return
+        found = match(
+            self.tree,
+            self.tree.roots[sequence.namespace],
+            content := self.content(sequence, 0, end, self.tokens_per_block),
+            len(content),
+            partial=False,
+        )
+        row = [place for run, take in found.runs for place in run.slots[:take]]
+        held = sequence.tables[self.index][first:end].tolist()
+        invariant(row[first:end] == held, "a block table and the tree disagree")
+
+    def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
+        """The blocks whose copy has not landed: copy, level and slots."""
+        for place in np.flatnonzero(self.views["transfers"]).tolist():
+            level, slot = self.slot_of(place)
+            yield self.transfers[place], level, (slot,)
+
+
+class SlidingMatch:
+    """The known path of a prompt in a sliding window: contents, of which some blocks are not cached."""
+
+    __slots__ = ("_group", "_root", "_stop", "_symbols", "_with_partial", "blocks", "partial", "runs")
+
+    def __init__(
+        self, group: SlidingGroup, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool
+    ) -> None:
+        self._group = group
+        self._root = group.tree.roots.get(namespace)
+        self._symbols, self._stop, self._with_partial = symbols, stop, partial
+        found = match(group.tree, self._root, symbols, stop, partial=False)
+        self.runs = found.runs
+        """(run, how many of its blocks match)."""
+        # A window of one token sees nothing of what is before it, so nothing need be known of that.
+        self.blocks = found.blocks if group.window > 1 else stop // group.tree.block_bytes
+        """Full blocks of the path, or those to which it was limited."""
+        self.partial: PartialMatch | None = None
+
+    def servable(self, blocks: int) -> int:
+        """The most blocks up to so many that can be reused: what the window sees from there is cached.
+
+        `n` blocks can be reused if there is no hole from block f(n) up to block n, where f(n) = max(0, n * size -
+        window + 1) // size is the first block that the token after them sees; and n = 0 always can. So the answer is
+        the largest n whose last hole before n, h(n), lies before f(n). With 4 tokens per block, a window of 9 and a
+        hole in block 2 (`.`)::
+
+            block      0  1  .  3  4  5
+            n       0  1  2  3  4  5  6
+            f(n)    0  0  0  1  2  3  4
+            h(n)   -1 -1 -1  2  2  2  2
+            ok      y  y  y  n  n  y  y
+
+        Six blocks can be reused, of which blocks 4 and 5 are held; with at most four, two. Mostly there is no hole in
+        the last window, which one look at that row tells. Complexity: O(blocks), in numpy.
+        """
+        blocks = min(blocks, self.blocks)
+        if self._group.window == 1 or HOLE not in self._row(self._first_seen(blocks), blocks):
+            return blocks
+        cached = np.frombuffer(self._row(0, blocks), np.int32) != HOLE
+        counts = np.arange(blocks + 1)
+        # Before so many blocks, the last hole.
+        holes = np.concatenate([[-1], np.where(cached, -1, counts[:-1])])
+        last_hole = np.maximum.accumulate(holes)
+        size, window = self._group.tokens_per_block, self._group.window
+        first_seen = np.maximum(counts * size - window + 1, 0) // size
+        return int(np.flatnonzero(last_hole < np.maximum(first_seen, counts == 0))[-1])
+
+    def _first_seen(self, blocks: int) -> int:
+        return self._group.first_seen(blocks * self._group.tokens_per_block)
+
+    def _row(self, first: int, last: int) -> array[int]:
+        """The places of the path's blocks from `first` up to `last`."""
+        row = array("i")
+        for run, _ in self.runs:
+            if run.end > first and run.start < last:
+                row += run.slots[max(first - run.start, 0) : last - run.start]
+        return row
+
+    def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> SlidingMatch:
+        """The first `blocks` blocks, and what can be copied of the next one."""
+        self.blocks = blocks
+        self.partial = self._copyable(key_bytes) if self._with_partial else None
+        return self
+
+    def _copyable(self, key_bytes: int) -> PartialMatch | None:
+        """The cached block behind the path with the longest prefix in common with what follows."""
+        size = self._group.tree.block_bytes
+        wanted = self._symbols[self.blocks * size : min((self.blocks + 1) * size, self._stop)]
+        run, at, tokens = self._closest(wanted)
+        if run is None or not tokens:
+            return None
+        keys = bytes(run.keys[at * key_bytes : (at + 1) * key_bytes])
+        (piece,) = self._cut(run.start + at, run.slots[at : at + 1], keys)
+        return PartialMatch(piece, tokens)
+
+    def _closest(self, wanted: bytes) -> tuple[Run | None, int, int]:
+        """The cached block behind the path with the most leading tokens in common with `wanted`: its run, its index in
+        that, and how many tokens.
+        """
+        node: Node | None = self._root
+        for run, take in self.runs:
+            if run.start < self.blocks:
+                node = run if run.start + take >= self.blocks or take == len(run.slots) else None
+        if node is None or node.end < self.blocks:
+            return None, 0, 0  # a window of one token may know less
+        if not isinstance(node, Run) or node.end == self.blocks:
+            child, tokens = closest_child(node, wanted)
+            return child, 0, tokens
+        at, size = self.blocks - node.start, self._group.tree.block_bytes
+        if node.slots[at] == HOLE:
+            return None, 0, 0
+        content = bytes(node.symbols[at * size : (at + 1) * size])
+        return node, at, common_prefix(content, wanted) // TOKEN_BYTES
+
+    def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
+        """The blocks to hold in order to reuse so many tokens: those that the window sees from there."""
+        first = self._group.first_seen(num_tokens)
+        keys = b"".join(
+            bytes(run.keys[max(first - run.start, 0) * key_bytes : (self.blocks - run.start) * key_bytes])
+            for run, _ in self.runs
+            if run.end > first and run.start < self.blocks
+        )
+        return self._cut(first, self._row(first, self.blocks), keys)
+
+    def _cut(self, first: int, row: array[int], keys: bytes) -> list[Piece]:
+        """Consecutive cached blocks as pieces that lie at one level, and have landed or not."""
+        if not row:
+            return []
+        if not self._group.levels[SECONDARY].size:
+            return [Piece(PRIMARY, first, row, keys)]
+        places = indexes(row)
+        primary, size = self._group.levels[PRIMARY].size, len(keys) // len(row)
+        levels = places >= primary
+        landed = self._group.views["transfers"][places] == 0
+        changes = (levels[1:] != levels[:-1]) | (landed[1:] != landed[:-1])
+        ends = [0, *(np.flatnonzero(changes) + 1).tolist(), len(row)]
+        pieces = []
+        for begin, end in pairwise(ends):
+            level = LevelIndex(int(levels[begin]))
+            slots = array("i", (places[begin:end] - level * primary).astype(np.int32).tobytes())
+            own = keys[begin * size : end * size]
+            pieces.append(Piece(level, first + begin, slots, own, bool(landed[begin])))
+        return pieces
+
+
+def position_of(run: Run) -> int:
+    """The position that a block of depth 0 would have in a run; that of any other is so many more."""
+    return run.id << DEPTH_BITS
+
+
+def indexes(places: array[int]) -> npt.NDArray[np.intp]:
+    """Places as numpy takes them as indexes, without converting them anew for every column."""
+    return np.frombuffer(places, np.int32).astype(np.intp)
+
+
+def _common(slots: array[int], begin: int, places: array[int], done: int) -> int:
+    """How many slots of a run from `begin` on are these places from `done` on, of which the first one is."""
+    most = min(len(slots) - begin, len(places) - done)
+    if most == 1 or slots[begin + 1] != places[done + 1]:
+        return 1
+    if slots[begin : begin + most] == places[done : done + most]:
+        return most
+    differs = np.frombuffer(slots, np.int32, most, begin * 4) != np.frombuffer(
+        places, np.int32, most, done * 4
+    )
+    return int(differs.argmax())
+
+
+def _view(column: array[Any]) -> npt.NDArray[Any]:
+    kind = np.int64 if column.typecode == "q" else np.int32
+    return np.frombuffer(column, kind) if len(column) else np.empty(0, kind)
+
+
+def _length(node: Node) -> int:
+    return len(node.slots) if isinstance(node, Run) else 0

@@ -32,17 +32,15 @@ from events.types import (
 )
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.check import check_group, check_runs
-from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.exported_state import export_group, export_sequence, install_group
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import MAX_TURN, CountingGroup, FullGroup
 from kvcache.fold.life import States, slot_states
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, ONBOARDING, Pin, Sequence, Transfer, decode_on
 from kvcache.fold.shape import check_created, counts_uses, longest_input, longest_sequence
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
-from kvcache.fold.use_counts import MAX_TURN
 
 REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
@@ -61,7 +59,7 @@ class CacheState:
         """False: a log without tokens; blocks are then matched by their keys."""
         self.epoch = 0
         self.created: ev.CacheCreated | None = None
-        self.groups: list[AnyGroup] = []
+        self.groups: list[FullGroup | SlidingGroup] = []
         self.positional: list[PositionalGroup] = []
         """Further groups, which have slots in the pool of the first one."""
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
@@ -194,7 +192,6 @@ class CacheState:
         self.note_rich(handle, event.tokens)
         self.next_handle = handle + 1
         for group in self.groups:
-            group.tree.roots[namespace].users += 1
             group.begin(sequence, event.reused)
 
     def _allocate(self, event: ev.BlocksAllocated) -> None:
@@ -356,6 +353,8 @@ class CacheState:
         self.changed_blocks += len(slots)
         group = self.groups[event.group]
         if event.why == ev.RemoveReason.INVALIDATED and event.level == PRIMARY:
+            if not isinstance(group, FullGroup):
+                raise InvariantViolated("blocks of a sliding window are invalidated")
             group.invalidate(slots, self.sequences.values())
         else:
             group.remove(event.level, slots, event.why)
@@ -415,7 +414,10 @@ class CacheState:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]
         counts = array("I", event.counts) if event.counts else None
         self.tell_time(event.clock)
-        slots, freed = self.groups[event.group].detach(sequences, counts, self.releases, self.clock)
+        group = self.groups[event.group]
+        if not isinstance(group, SlidingGroup):
+            raise InvariantViolated("full attention leaves no block behind")
+        slots, freed = group.detach(sequences, counts, self.releases, self.clock)
         self.releases += len(sequences)
         if slots.tobytes() != event.slots or freed.tobytes() != event.freed:
             raise InvariantViolated("other blocks were let go of than the window has left behind")
@@ -679,11 +681,11 @@ class CacheState:
         key = self.root_key(namespace)
         return [group.start(namespace, key) for group in self.groups]
 
-    def make_group(self, index: int) -> AnyGroup:
+    def make_group(self, index: int) -> FullGroup | SlidingGroup:
         """The state of a window in which nothing is cached yet."""
         assert self.created is not None
         group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
-        full = CountingGroup if counts_uses(self.created) else GroupState
+        full = CountingGroup if counts_uses(self.created) else FullGroup
         kind = SlidingGroup if group.kind == SLIDING else full
         block_bytes = size * TOKEN_BYTES if self.tokens_recorded else key_bytes
         return kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
@@ -855,8 +857,10 @@ class CacheState:
             slots, ends = [array("i", packed) for packed in entry.slots], list[Run | None]()
             invariant(len(slots) == len(self.groups), "a pin holds blocks of other windows")
             for group, own in zip(self.groups, slots, strict=True):
-                full = entry.named and len(own) and not isinstance(group, SlidingGroup)
-                ends.append(group.run_at(PRIMARY, own[-1]) if full else None)  # type: ignore[union-attr]
+                if isinstance(group, FullGroup) and entry.named and own:
+                    ends.append(group.run_at(PRIMARY, own[-1]))
+                else:
+                    ends.append(None)
             self.pins[entry.pin] = pin = Pin(entry.request_id, slots, ends)
             pin.named = entry.named
         self.next_pin = event.next_pin

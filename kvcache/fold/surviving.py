@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY, GroupExported, Namespace, StateExported
-from kvcache.fold.counting_group import CountingGroup
-from kvcache.fold.places import HOLE
+from kvcache.fold.full_group import REMEMBERED, CountingGroup
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
-from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
+from kvcache.fold.sliding_group import HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
-from kvcache.fold.use_counts import REMEMBERED
 
 Checksums = Callable[[int, npt.NDArray[np.int32]], bytes]
 """What lies in these slots of a group's secondary level now: 8 bytes each."""
@@ -121,7 +120,7 @@ def surviving(
 
 def _surviving_group(
     state: CacheState,
-    group: AnyGroup,
+    group: Group,
     checksums: Checksums,
     primary: int,
     survey: Survey,
@@ -153,7 +152,7 @@ def _state_of(run: Run, state: CacheState) -> _State:
 class _Verifier:
     """Compares the bytes of secondary slots with their checksums."""
 
-    def __init__(self, group: AnyGroup, checksums: Checksums, survey: Survey) -> None:
+    def __init__(self, group: Group, checksums: Checksums, survey: Survey) -> None:
         self._group, self._checksums, self.survey = group, checksums, survey
         self._known = group.levels[SECONDARY].checksums
         self.right = np.zeros(group.levels[SECONDARY].size, np.uint64)
@@ -315,7 +314,7 @@ def _pieces(
 
 
 def _exported(
-    group: AnyGroup,
+    group: Group,
     namespaces: list[Namespace],
     pieces: list[_Piece],
     right: npt.NDArray[np.uint64],

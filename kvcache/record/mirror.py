@@ -13,7 +13,7 @@ from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, RequestId
 from kvcache.decide.full_attention import last_names
 from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.matching import Piece, match
 from kvcache.fold.prefix_tree import Node, Root, Run, common_bytes, runs_below
 from kvcache.fold.sequence import Sequence
@@ -27,7 +27,7 @@ from kvcache.record.block_ids import BlockIds, Blocks
 class Mirror:
     """Looks things up for a `Recorder`, in a state with one group of full attention."""
 
-    def __init__(self, state: CacheState, group: GroupState, ids: BlockIds) -> None:
+    def __init__(self, state: CacheState, group: FullGroup, ids: BlockIds) -> None:
         self._state, self.group, self.ids = state, group, ids
         self._size, self._key_bytes = group.tokens_per_block, group.tree.key_bytes
 

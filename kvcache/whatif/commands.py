@@ -20,9 +20,9 @@ from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.lookup import count_blocks
 from kvcache.decide.window_manager import WindowManager
 from kvcache.errors import UsageError, invariant
+from kvcache.fold.group import Watcher
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.fold.watcher import Watcher
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, namespace_of
 from kvcache.inputs.retention import Retention

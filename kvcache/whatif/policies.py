@@ -23,7 +23,7 @@ from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import PRIMARY
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder, LeastRecentlyUsed, refuse_no_order
 from kvcache.errors import CapacityError, ConfigError, UsageError, invariant
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.whatif.commands import RecordedPrompt
 
@@ -122,7 +122,7 @@ class ByBlock(LeastRecentlyUsed):
 
     needs_names = True
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self._group, self._key_bytes = group, group.tree.key_bytes
         self._ranks: tuple[dict[int, int], ...] = tuple({} for _ in group.levels)
         """By level and slot."""
@@ -245,7 +245,7 @@ class LeastFrequentlyUsed(ByBlock):
     released.
     """
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self.uses: OrderedDict[bytes, int] = OrderedDict()
         """By name; those that were counted last are last."""
         self._most = _REMEMBERED * sum(level.size for level in group.levels)
@@ -310,7 +310,7 @@ class Clairvoyant(ByBlock):
 
     outlook: Outlook
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self._next_use = self.outlook.next_use
         super().__init__(group)
 
@@ -435,7 +435,7 @@ class AdaptiveReplacement(EvictionOrder):
 
     needs_names = True
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self._group, self._runs, self._key_bytes = group, group.tree.runs, group.tree.key_bytes
         self._lists = ArcLists(sum(level.size for level in group.levels))
         self._once, self._again = _Leaves(group, self, False), _Leaves(group, self, True)
@@ -536,7 +536,7 @@ class AdaptiveReplacement(EvictionOrder):
 class _Leaves(LeastRecentlyUsed):
     """Of the leaves those whose last block is in one of the lists."""
 
-    def __init__(self, group: GroupState, order: AdaptiveReplacement, again: bool) -> None:
+    def __init__(self, group: FullGroup, order: AdaptiveReplacement, again: bool) -> None:
         self._order, self._used_again = order, again
         super().__init__(group)
 

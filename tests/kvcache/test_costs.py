@@ -12,7 +12,7 @@ import pytest
 from events.types import BlocksStored, Namespace
 from kvcache.decide.decoding import DecodeBatch
 from kvcache.errors import InvariantViolated
-from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.full_group import CountingGroup
 from kvcache.fold.prefix_tree import PathEnd, Root
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup

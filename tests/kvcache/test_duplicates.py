@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.results import Replacement
@@ -108,7 +108,7 @@ def duplicates_of(prompt: list[int], *, split: bool) -> tuple[list[Event], bytes
     assert [block.level for block in manager.match(prompt).blocks] == [0, 0, 1, 1]
     manager.flush()
     group = manager.state.groups[0]
-    assert isinstance(group, GroupState)
+    assert isinstance(group, FullGroup)
     for run in list(group.tree.runs.values()) if split else ():
         while len(run.slots) > 1:
             group.split(run, 1)

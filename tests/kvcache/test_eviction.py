@@ -15,7 +15,7 @@ from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
 from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.errors import InvariantViolated, UsageError
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
@@ -256,7 +256,7 @@ class MostRecentlyUsed(LeastRecentlyUsed):
 class LeastOftenUsed(LeastRecentlyUsed):
     """What was held least often goes first: known only by what it hears."""
 
-    def __init__(self, group: GroupState) -> None:
+    def __init__(self, group: FullGroup) -> None:
         self.held_slots: Counter[tuple[int, int]] = Counter()
         super().__init__(group)
 

@@ -10,7 +10,7 @@ import pytest
 
 from events.types import Checkpoint
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -71,7 +71,7 @@ def test_fingerprint_does_not_depend_on_where_runs_begin() -> None:
     state = cache().state
     before, runs = fingerprint(state), len(state.groups[0].tree.runs)
     group = state.groups[0]
-    assert isinstance(group, GroupState)
+    assert isinstance(group, FullGroup)
     for run in [run for run in group.tree.runs.values() if len(run.slots) > 1]:
         group.split(run, 1)
     assert len(group.tree.runs) > runs

@@ -20,7 +20,7 @@ from events.types import (
     SequenceRewound,
 )
 from kvcache.errors import InvariantViolated
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -114,7 +114,7 @@ def contradict(state: CacheState, what: str) -> None:
     """Change one of the places that say something about slots, so that it disagrees with the others."""
     group = state.groups[0]
     primary, secondary = group.levels
-    assert isinstance(group, GroupState)
+    assert isinstance(group, FullGroup)
     offloaded = group.run_at(SECONDARY, 0)
     match what:
         case "free and cached":

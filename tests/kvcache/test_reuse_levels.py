@@ -15,11 +15,9 @@ import pytest
 from events.types import StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import ConfigError, InvariantViolated
-from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import MOST_USES, REMEMBERED, CountingGroup, FullGroup
 from kvcache.fold.state import CacheState
-from kvcache.fold.use_counts import MOST_USES, REMEMBERED
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from kvcache.whatif.trial import Trial, play
@@ -124,7 +122,7 @@ def test_sliding_windows_count_nothing() -> None:
     """They go by release alone, beside a window with full attention that counts."""
     manager = KVCacheManager(levels(num_layers=2, max_attention_window=(4, 24), primary_blocks=12))
     assert [type(group).__name__ for group in manager.state.groups] == ["SlidingGroup", "CountingGroup"]
-    assert type(KVCacheManager(strategies.config()).state.groups[0]) is GroupState
+    assert type(KVCacheManager(strategies.config()).state.groups[0]) is FullGroup
 
 
 # -- beside the model
@@ -348,5 +346,5 @@ def test_logs_from_before_the_setting_are_least_recently_used() -> None:
     del settings["eviction_policy"]
     state = CacheState()
     state.apply(msgspec.structs.replace(created, config=msgspec.json.encode(settings).decode()))
-    assert type(state.groups[0]) is GroupState
+    assert type(state.groups[0]) is FullGroup
     assert KVCacheManager.resume(state).config.eviction_policy == "lru"

@@ -8,7 +8,7 @@ from typing import Any
 
 from events.tokens.symbols import UNKNOWN
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason
-from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.full_group import CountingGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.results import Admission, BlockTable, Match, Replacement

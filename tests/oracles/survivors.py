@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Run, runs_below
-from kvcache.fold.sliding_group import AnyGroup
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
 from kvcache.replay import replay
@@ -53,14 +54,15 @@ def blocks_of(state: CacheState, index: int) -> dict[tuple[object, Path_], Block
     return found
 
 
-def _block(state: CacheState, group: AnyGroup, index: int, run: Run, slot: int) -> Block | None:
+def _block(state: CacheState, group: Group, index: int, run: Run, slot: int) -> Block | None:
     assert state.created is not None
     if state.created.groups[index].kind != "sliding":
         return Block(run.level, slot, run.transfer > 0)
     if slot < 0:
         return None
     first = group.levels[0].size
-    arriving = group.transfers[slot] > 0  # type: ignore[union-attr]
+    assert isinstance(group, SlidingGroup)
+    arriving = group.transfers[slot] > 0
     return Block(int(slot >= first), slot - first if slot >= first else slot, arriving)
 
 

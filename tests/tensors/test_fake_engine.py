@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from events.types import FULL, PRIMARY, SECONDARY, GroupCreated
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import PrefixTree, Root
 from kvcache.inputs.requests import Request, namespace_of
 from tests.support.engines.fake_engine import DETACHED, WRONG, FakeEngine, places
@@ -120,7 +120,7 @@ def test_what_a_copy_is_to_read_is_kept() -> None:
 
 def test_places_of_runs() -> None:
     """Full windows have runs in one level; in sliding ones each block has a level of its own, or lies nowhere."""
-    group = GroupState(0, GroupCreated(8, FULL, (0,), (), (4, 4)), 2, 8, 0, tokens_recorded=True)
+    group = FullGroup(0, GroupCreated(8, FULL, (0,), (), (4, 4)), 2, 8, 0, tokens_recorded=True)
     root = Root(namespace_of(None, None, None), b"")
     run = PrefixTree(8, 0).new_run(root, bytearray(32), array("i", [3, 0, 2, 1]), bytearray())
     run.level = SECONDARY

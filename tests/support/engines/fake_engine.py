@@ -24,8 +24,8 @@ from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
 from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Run, runs_below
-from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.surviving import LostPrefix
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
@@ -94,7 +94,7 @@ class Memory:
             levels[level][np.array(slots, np.int32)] = WRONG
 
 
-def places(group: AnyGroup, run: Run, *, sliding: bool) -> Iterator[tuple[int, int, int]]:
+def places(group: Group, run: Run, *, sliding: bool) -> Iterator[tuple[int, int, int]]:
     """The blocks of a run that lie somewhere: (index in the run, level, slot)."""
     for index, slot in enumerate(run.slots):
         if not sliding:

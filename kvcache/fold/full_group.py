@@ -1,0 +1,722 @@
+"""The group of full attention: its prefix tree and its slots per level, and how events change them.
+
+Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import numpy as np
+
+from events.ids import LevelIndex
+from events.packed import NAME_BYTES, names_of_keys
+from events.types import PRIMARY, SECONDARY, GroupCreated, Namespace, RemoveReason
+from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.group import CachedPart, Group
+from kvcache.fold.matching import PathMatch, match
+from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.sequence import Kept, Pin, Sequence
+from kvcache.fold.slots import last_reversed
+
+MOST_USES = 4
+"""More are not counted."""
+REMEMBERED = 5
+"""Blocks for each slot of the window whose uses are known: what is cached, and four times as much that was."""
+MAX_TURN = 1 << 60
+"""No cache has so many releases; what is worked out from fewer has room in an int64."""
+
+
+class FullGroup(Group):
+    """A group with full attention: a sequence holds all its blocks, so the tree is closed under prefixes."""
+
+    __slots__ = ()
+
+    def start(self, namespace: Namespace, key: bytes) -> Node:
+        """Where the path of a new sequence begins."""
+        return self.tree.roots.get(namespace) or self.root(namespace, key)
+
+    def run_at(self, level: int, slot: int) -> Run:
+        """The run that holds a cached slot."""
+        run = self.tree.runs.get(self.levels[level].run_ids[slot])
+        if run is None or run.level != level:
+            raise InvariantViolated("a slot that an event names is not cached")
+        return run
+
+    def is_cached(self, level: int, slot: int) -> bool:
+        """Whether a run holds the slot."""
+        run = self.tree.runs.get(self.levels[level].run_ids[slot])
+        return run is not None and run.level == level and slot in run.slots
+
+    def kept_in(self, level: int, slot: int) -> Kept:
+        """How a cached block is kept."""
+        run = self.run_at(level, slot)
+        return Kept(run.priority, run.duration)
+
+    def path(self, node: Node) -> Iterator[Run]:
+        """The runs from a node up to its root."""
+        while isinstance(node, Run):
+            yield node
+            node = node.parent
+
+    def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
+        """A sequence takes a reference on cached blocks that continue its path."""
+        tail = self.claim(sequence.path_ends[self.index], level, slots)
+        invariant(first + len(slots) == tail.end, "reused blocks leave a hole in the table")
+        sequence.path_ends[self.index] = tail
+        self.learn_keys(sequence, tail, tail.end)
+        self.settle(tail)
+
+    def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
+        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        for run in self.tree.runs.values():
+            yield run.level, run.slots, run.refs > 0, run.transfer > 0
+
+    def parts(self, run: Run) -> Iterator[CachedPart]:
+        """What of a run is cached: all of it."""
+        yield CachedPart(0, len(run.slots), run.level, run.priority)
+
+    def resident_keys(self, level: int) -> Iterator[bytes]:
+        """The keys of full blocks whose bytes are in this level."""
+        for run in self.tree.runs.values():
+            if run.level == level and not run.transfer:
+                full = len(run.slots) - bool(run.partial)
+                yield bytes(run.keys[: full * self.tree.key_bytes])
+
+    def claim(self, node: Node, level: int, slots: array[int]) -> Run:
+        """Take a reference on the blocks in `slots`, which continue `node`; returns the last run."""
+        done = 0
+        while done < len(slots):
+            run = self.run_at(level, slots[done])
+            invariant(run.parent is node, "reused blocks do not continue the sequence's prefix")
+            take = min(len(run.slots), len(slots) - done)
+            invariant(run.slots[:take] == slots[done : done + take], "reused blocks are not consecutive")
+            if take < len(run.slots):
+                # What lies behind is not claimed, so from here on its references differ.
+                run = self.split(run, take)
+            self.reference(run)
+            done += take
+            node = run
+        assert isinstance(node, Run)
+        return node
+
+    def reference(self, run: Run) -> None:
+        """One more sequence holds the run."""
+        if run.refs == 0:
+            self.levels[run.level].unreferenced -= len(run.slots)
+            run.released_at = run.expiry = 0
+            self.watcher.held(run.level, run.slots)
+        run.refs += 1
+
+    def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
+        """A branch of a sequence holds its first `blocks` blocks, too."""
+        end = parent.path_ends[self.index]
+        invariant(end.end <= blocks, "a cached block is not computed")
+        for run in self.path(end):
+            self.reference(run)
+        self.share_uncached(child.tables[self.index][end.end :])
+
+    def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
+        """Let go of a sequence's cached blocks from `blocks` on, of its own from `needed` on; returns blank slots."""
+        table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
+        first = self.first_to_leave(sequence, blocks, needed)
+        own = table[max(first, tail.end) :]
+        own.reverse()
+        del table[first:]
+        freed = self.return_uncached(own)
+        if blocks < tail.end:
+            self._let_go(sequence, tail, blocks, stamp, now)
+        return freed
+
+    def _let_go(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
+        """Hold the path only up to its first `blocks` blocks."""
+        node = tail
+        while isinstance(node, Run) and node.start >= blocks:
+            node = node.parent
+        if isinstance(node, Run) and node.end > blocks:
+            node = self.split(node, blocks - node.start)
+        sequence.path_ends[self.index] = node
+        self.release(tail, stamp, now, node)
+
+    def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
+        """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
+        if not slots:
+            return None
+        node = sequence.path_ends[self.index]
+        invariant(node.end >= len(slots), "a pinned block is not cached")
+        while isinstance(node, Run) and node.start >= len(slots):
+            node = node.parent
+        assert isinstance(node, Run)
+        if len(slots) < node.end:
+            node = self.split(node, len(slots) - node.start)
+        path = list(self.path(node))
+        held = array("i", [slot for run in reversed(path) for slot in run.slots])
+        invariant(held == slots, "other blocks were pinned than the sequence has cached")
+        for run in path:
+            self.reference(run)
+        return node
+
+    def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
+        """A pin lets go of cached blocks."""
+        if end is not None:
+            self.release(end, stamp, now)
+
+    def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
+        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
+        tail = sequence.path_ends[self.index]
+        own = sequence.tables[self.index][tail.end :]
+        own.reverse()
+        freed = self.return_uncached(own)
+        self.release(tail, stamp, now)
+        return freed
+
+    def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
+        """One sequence fewer holds the path that ends at `node`, but for `above` and what is before.
+
+        Two sequences share [a b], one of them goes on with [c] and ends with stamp 9::
+
+            [a b] refs 2    =>    [a b] refs 1
+               |                     |
+            [c]   refs 1          [c]   refs 0, released at 9: its last block may be evicted
+
+        Invariant: references do not increase from a run to its children, so what becomes unreferenced is the lower end
+        of the path. Runs get equal only in the order of the walk, so they are joined after it; all blocks released
+        by one call have one stamp, and of these the deepest is evicted first. Complexity: O(runs of the path), plus the
+        blocks of the runs that are joined.
+        """
+        self.releasing(above, node, stamp)
+        run = node
+        while isinstance(run, Run) and run is not above:
+            run.refs -= 1
+            if run.refs == 0:
+                run.released_at = stamp
+                if run.duration:
+                    run.expiry = now + run.duration
+                    self.timed(run.expiry, run.id)
+                self.levels[run.level].unreferenced += len(run.slots)
+            run = run.parent
+        if isinstance(node, Run):
+            # Only now: while the path was walked, its runs differed in what was released already.
+            self._settle_around(node)
+            self._offer(node)
+
+    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
+        """One sequence fewer is about to hold this part of a path."""
+
+    def _offer(self, run: Run) -> None:
+        if run.is_leaf:
+            self.watcher.evictable(run)
+
+    def settle(self, node: Node) -> None:
+        """Join whatever has become equal on the path that ends at `node`."""
+        while isinstance(node, Run):
+            while self.tree.may_join(node):
+                gone = self.tree.join(node)
+                self.levels[node.level].own(gone.slots, node.id)
+            node = node.parent
+
+    def _settle_around(self, run: Run) -> None:
+        if len(run.children) == 1:
+            (child,) = run.children.values()
+            if self.tree.may_join(child):
+                self.settle(child)
+                return
+        self.settle(run)
+
+    def split(self, run: Run, at: int) -> Run:
+        """Cut a run in two; returns the upper part."""
+        upper = self.tree.split(run, at)
+        self.levels[run.level].own(upper.slots, upper.id)
+        if upper.expiry:
+            self.timed(upper.expiry, upper.id)
+        return upper
+
+    def store(
+        self,
+        sequence: Sequence,
+        first: int,
+        slots: array[int],
+        priority: int,
+        duration: int,
+        last_tokens: int,
+    ) -> None:
+        """Cache a sequence's own blocks behind the path that it holds."""
+        node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
+        invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
+        symbols = self.new_content(sequence, first, last, last_tokens)
+        keys = sequence.keys[first * key_bytes : last * key_bytes]
+        # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
+        if isinstance(node, Run) and node.grows(priority, duration):
+            run = node
+            run.symbols += symbols
+            run.slots.extend(slots)
+            run.keys += keys
+            run.end += len(slots)
+        else:
+            run = self.tree.new_run(node, symbols, slots, keys)
+            run.refs, run.priority, run.duration = 1, priority, duration
+            self.tree.link(run)
+        run.partial = last_tokens % self.tokens_per_block
+        self.levels[PRIMARY].own(slots, run.id)
+        sequence.path_ends[self.index] = run
+
+    def fill(
+        self,
+        filling: list[Sequence],
+        blocks: array[int],
+        slots: array[int],
+        keys: list[bytes | bytearray],
+        priority: int,
+        duration: int,
+    ) -> None:
+        """Cache the next block of each of these sequences, behind what it alone has cached."""
+        index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
+        block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
+        for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
+            # What ends behind a block is a run: that of a root ends before the first one.
+            run: Run = sequence.path_ends[index]  # type: ignore[assignment]
+            if not block or run.end != block or sequence.tables[index][block] != slot:
+                raise InvariantViolated("a filled block is not the sequence's")
+            if run.refs != 1 or run.priority != priority or run.duration != duration:
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            if run.children or run.transfer or run.partial:
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            run.keys += key
+            symbols = sequence.packed(block * size, block * size + size) if recorded else key
+            if len(symbols) != block_bytes:
+                raise InvariantViolated("a filled block is not full")
+            run.symbols += symbols
+            run.slots.append(slot)
+            run.end = block + 1
+            owner[slot] = run.id
+
+    def update(
+        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
+    ) -> None:
+        """Change how consecutive cached blocks are kept, shallowest first."""
+        above: Run | None = None
+        done = 0
+        while done < len(slots):
+            run = self._cut_to(level, slots, done, above)
+            invariant(run.priority == old_priority, "an updated block had another priority")
+            run.priority = priority
+            if duration is not None:
+                invariant(run.refs > 0, "a block is kept for another time that nobody holds")
+                run.duration = duration
+            done += len(run.slots)
+            above = run
+        if above is not None:
+            self._settle_around(above)
+            if above.id in self.tree.runs:
+                self._offer(above)
+
+    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
+        """The time is over for which these blocks had a priority; returns the last stamp used.
+
+        Blocks that continue each other get one stamp, so that no two leaves have the same.
+        """
+        done, runs = 0, list[Run]()
+        while done < len(slots):
+            run = self._cut_to(level, slots, done, None)
+            timed = run.expiry > 0 and not run.refs and run.priority == old_priority
+            invariant(timed, "the time of a block is over that had none, or has another priority")
+            stamp += not runs or run.parent is not runs[-1]
+            run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp
+            done += len(run.slots)
+            runs.append(run)
+        for run in runs:
+            if run.id in self.tree.runs:
+                self._settle_around(run)
+        for run in runs:
+            if run.id in self.tree.runs:
+                self._offer(run)
+        return stamp
+
+    def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
+        """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
+        run = self.run_at(level, slots[done])
+        at = run.slots.index(slots[done])
+        take = min(len(run.slots) - at, len(slots) - done)
+        consecutive = above is None or (run.parent is above and not at)
+        invariant(
+            consecutive and run.slots[at : at + take] == slots[done : done + take],
+            "updated blocks are not consecutive",
+        )
+        if at:
+            self.split(run, at)
+        return self.split(run, take) if take < len(run.slots) else run
+
+    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
+        """Forget cached blocks that no sequence holds, deepest first."""
+        done, count = 0, len(slots)
+        if count and self._shorten(level, slots, count):
+            return
+        while done < count:
+            run = self.run_at(level, slots[done])
+            take = min(len(run.slots), count - done)
+            gone = slots if take == count else slots[done : done + take]
+            if run.refs or run.children:
+                raise InvariantViolated("a block that is held or has cached descendants cannot be removed")
+            if last_reversed(run.slots, take) != gone:
+                raise InvariantViolated("removed blocks are not the end of a run")
+            self._drop(run, take, gone)
+            done += take
+
+    def _shorten(self, level: int, slots: array[int], count: int) -> bool:
+        """The usual case of `remove`, in one go: the end of one unreferenced leaf. False if it is not that."""
+        at = self.levels[level]
+        run = self.tree.runs.get(at.run_ids[slots[0]])
+        if (
+            run is None
+            or run.level != level
+            or run.refs
+            or run.children
+            or count >= len(run.slots)
+            or last_reversed(run.slots, count) != slots
+        ):
+            return False
+        self._drop(run, count, slots)
+        return True
+
+    def _drop(self, run: Run, take: int, gone: array[int]) -> None:
+        """Make the last `take` blocks of an unreferenced leaf blank."""
+        level = self.levels[run.level]
+        level.unreferenced -= take
+        level.blank += gone
+        self.watcher.gone(run.level, gone)
+        if take == len(run.slots):
+            self._cut_off(run)
+            return
+        self._cut(run, take)
+        self._offer(run)
+
+    def _cut(self, run: Run, take: int) -> None:
+        """Make a run shorter by its last `take` blocks."""
+        tree, keep = self.tree, len(run.slots) - take
+        del run.symbols[keep * tree.block_bytes :]
+        del run.slots[keep:]
+        if tree.key_bytes:
+            del run.keys[keep * tree.key_bytes :]
+        run.end -= take
+        run.partial = 0
+
+    def _cut_off(self, run: Run) -> None:
+        parent = run.parent
+        self.tree.unlink(run)
+        if isinstance(parent, Run):
+            self._offer(parent)
+            self._settle_children(parent)
+
+    def invalidate(self, slots: array[int], sequences: Iterable[Sequence]) -> None:
+        """Forget cached blocks of primary, deepest first; what some of `sequences` hold stays theirs."""
+        ends: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            end = sequence.path_ends[self.index]
+            if isinstance(end, Run):
+                ends.setdefault(end.id, []).append(sequence)
+        done = 0
+        while done < len(slots):
+            run = self.run_at(PRIMARY, slots[done])
+            most, take = min(len(run.slots), len(slots) - done), 0
+            # What was a branching has become one run, perhaps, when one branch was gone.
+            while take < most and run.slots[-1 - take] == slots[done + take]:
+                take += 1
+            gone, done = slots[done : done + take], done + take
+            invariant(take > 0 and not run.children, "invalidated blocks are not the end of a path")
+            invariant(len(ends.get(run.id, ())) == run.refs, "an invalidated block is pinned")
+            if not run.refs:
+                self._drop(run, take, gone)
+                continue
+            self._share(run.refs, gone)
+            self.watcher.gone(PRIMARY, gone)
+            if take < len(run.slots):
+                self._cut(run, take)
+                continue
+            parent = run.parent
+            for sequence in ends.pop(run.id):
+                sequence.path_ends[self.index] = parent
+                if isinstance(parent, Run):
+                    ends.setdefault(parent.id, []).append(sequence)
+            self._cut_off(run)
+
+    def _settle_children(self, parent: Run) -> None:
+        """A run that lost a child may have become equal to its only other one."""
+        if len(parent.children) == 1:
+            (child,) = parent.children.values()
+            self.settle(child)
+
+    def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move the ends of unreferenced primary leaves to secondary; of each the deepest block first."""
+        done = 0
+        while done < len(slots):
+            run = self.run_at(PRIMARY, slots[done])
+            take = min(len(run.slots), len(slots) - done)
+            gone, to = slots[done : done + take], to_slots[done : done + take]
+            invariant(last_reversed(run.slots, take) == gone, "offloaded blocks are not the end of a run")
+            invariant(not run.refs and not run.same_level_children, "an offloaded block is in use")
+            if take < len(run.slots):
+                self.split(run, len(run.slots) - take)  # `run` is the lower part, the one that moves
+            self.relocate(run, SECONDARY, last_reversed(to, take), transfer)
+            self.levels[PRIMARY].return_slots(gone)
+            self.watcher.gone(PRIMARY, gone)
+            if isinstance(run.parent, Run) and run.parent.level == PRIMARY:
+                self._offer(run.parent)
+            self._offer(run)
+            self._settle_children(run)
+            done += take
+
+    def relocate(self, run: Run, level: LevelIndex, slots: array[int], transfer: int) -> None:
+        """Give a whole run a new place; its old slots belong to nobody until they are given back."""
+        old = self.levels[run.level]
+        if not run.refs:
+            old.unreferenced -= len(run.slots)
+            self.levels[level].unreferenced += len(run.slots)
+        parent = run.parent
+        if isinstance(parent, Run):
+            # One more if it comes into the parent's level, one fewer if it leaves it.
+            parent.same_level_children += (parent.level == level) - (parent.level == run.level)
+        run.level, run.slots, run.transfer = level, slots, transfer
+        run.same_level_children = sum(child.level == level for child in run.children.values())
+        self.levels[level].own(slots, run.id)
+
+    def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move whole runs that a sequence holds to primary; shallowest block first."""
+        self._bring(slots, to_slots, transfer)
+        self.settle(sequence.path_ends[self.index])
+
+    def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
+        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        tail = self.claim(sequence.path_ends[self.index], SECONDARY, slots)
+        invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
+        self._bring(slots, own, 0)
+        sequence.path_ends[self.index] = tail
+        self.learn_keys(sequence, tail, tail.end)
+        self.settle(tail)
+
+    def _bring(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        done = 0
+        while done < len(slots):
+            run = self.run_at(SECONDARY, slots[done])
+            size = len(run.slots)
+            invariant(run.slots == slots[done : done + size], "onboarded blocks are not whole runs")
+            parent = run.parent
+            self.relocate(run, PRIMARY, to_slots[done : done + size], transfer)
+            if isinstance(parent, Run) and parent.level == SECONDARY:
+                self._offer(parent)
+            done += size
+        self.levels[SECONDARY].return_slots(slots)
+        self.watcher.gone(SECONDARY, slots)
+
+    def land(self, level: int, slots: array[int], transfer: int) -> None:
+        """The copy of these blocks is complete, as far as they are still there."""
+        # The slots may have other owners by now: a run counts only if it still waits for this very copy.
+        owners = np.unique(self.levels[level].run_id_array[np.frombuffer(slots, np.int32)])
+        for run_id in owners.tolist():
+            run = self.tree.runs.get(run_id)
+            if run is not None and run.transfer == transfer:
+                run.transfer = 0
+                self._settle_around(run)
+
+    def _share(self, holders: int, slots: array[int]) -> None:
+        if holders > 1:
+            for slot in slots:
+                self.shared[slot] = holders
+
+    def clear(self) -> tuple[tuple[int, int], int]:
+        """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
+        counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
+        unnamed = 0
+        for run in self.tree.runs.values():
+            if run.refs:
+                unnamed += len(run.slots)
+                self._share(run.refs, run.slots)
+            else:
+                self.levels[run.level].return_slots(run.slots)
+        for level in self.levels:
+            level.run_id_array.fill(-1)
+        self.forget_all()
+        return counts, unnamed
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
+        """What is cached of a prompt."""
+        return match(self.tree, self.tree.roots.get(namespace), symbols, stop, partial=partial)
+
+    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
+        """Note whose slots those of a run of an exported state are."""
+        level = self.levels[run.level]
+        level.own(run.slots, run.id)
+        if not run.refs:
+            level.unreferenced += len(run.slots)
+
+    # -- what must hold
+
+    def check_run(self, run: Run) -> None:
+        """Verify the state of a run against its neighbours'."""
+        children, parent = run.children.values(), run.parent
+        same_level = sum(child.level == run.level for child in children)
+        invariant(run.same_level_children == same_level, "children are counted wrongly")
+        invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
+        timed = run.expiry == 0 if run.refs or not run.duration else run.expiry > 0
+        invariant(timed and run.duration >= 0, "a block expires that is held, or kept for good")
+        invariant(
+            run.credit >= 0 and (not run.credit or isinstance(self, CountingGroup)), "a run has a credit"
+        )
+        if isinstance(parent, Run):
+            invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
+            invariant(parent.refs >= run.refs, "a block is held but its parent is not")
+
+    def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
+        """Verify that references equal the holders, and that each holds the blocks of one path."""
+        references: Counter[int] = Counter()
+        for pin in pins:
+            end = pin.ends[self.index]
+            above = list(self.path(end)) if end is not None else []
+            slots = array("i", [slot for run in reversed(above) for slot in run.slots])
+            agree = slots == pin.slots[self.index] or not pin.named
+            invariant(agree, "a pin and the path that it holds disagree")
+            references.update(run.id for run in above)
+        for sequence in sequences:
+            table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
+            path = list(self.path(tail))
+            held = array("i", [slot for run in reversed(path) for slot in run.slots])
+            invariant(table[: tail.end] == held, "a block table and the cached path disagree")
+            invariant(not sequence.detached[self.index], "full attention leaves no block behind")
+            invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
+            references.update(run.id for run in path)
+        for run in self.tree.runs.values():
+            invariant(
+                run.refs == references[run.id], "references differ from the sequences that hold a block"
+            )
+
+    def check_owners(self) -> None:
+        """Verify that the slots of each run are noted as its own."""
+        for run in self.tree.runs.values():
+            owner = self.levels[run.level].run_ids
+            invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+
+    def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
+        """The blocks whose copy has not landed: copy, level and slots."""
+        return ((run.transfer, run.level, run.slots) for run in self.tree.runs.values() if run.transfer)
+
+
+class CountingGroup(FullGroup):
+    """A group with full attention in which blocks that were used again are evicted later.
+
+    A block that is released gets a *credit*: by how many releases its turn is put off. It follows from the uses counted
+    so far and from how long blocks live just then, and stays until the block is held again. So the order among blocks
+    changes only when something happens to one of them, and all that it depends on is in the state.
+    """
+
+    __slots__ = ("_last", "uses")
+
+    def __init__(
+        self,
+        index: int,
+        created: GroupCreated,
+        tokens_per_block: int,
+        block_bytes: int,
+        key_bytes: int,
+        *,
+        tokens_recorded: bool,
+    ) -> None:
+        super().__init__(
+            index, created, tokens_per_block, block_bytes, key_bytes, tokens_recorded=tokens_recorded
+        )
+        self.uses = UseCounts(sum(level.size for level in self.levels))
+        self._last = SECONDARY if self.levels[SECONDARY].size else PRIMARY
+        """The level from which blocks are evicted for good."""
+
+    def reference(self, run: Run) -> None:
+        """One more sequence holds the run."""
+        run.credit = 0
+        super().reference(run)
+
+    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
+        """Count the uses of what nobody will hold any more."""
+        life = self.uses.life(stamp)
+        for run in list(self.path(node)):
+            if run is above:
+                break
+            if run.refs == 1:
+                self._credit(run, life)
+        self.uses.forget()
+
+    def _credit(self, run: Run, life: int) -> None:
+        """Half a life for each use but the first; where that differs, the run is cut."""
+        counts = self.uses.count(names_of_keys(bytes(run.keys), self.tree.key_bytes))
+        left = len(counts)
+        for uses, alike in groupby(counts):
+            left -= sum(1 for _ in alike)
+            above = self.split(run, left) if left else run
+            run.credit = (uses - 1) * life // 2
+            run = above
+
+    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
+        """Forget cached blocks that no sequence holds, deepest first."""
+        if level == self._last and why == RemoveReason.CAPACITY:
+            self.uses.last_turn = self.run_at(level, slots[-1]).turn
+        super().remove(level, slots, why)
+
+
+class UseCounts:
+    """A block is used once when the last sequence that holds it lets go of it. Blocks are known by name."""
+
+    __slots__ = ("_most", "by_name", "last_turn")
+
+    def __init__(self, slots: int) -> None:
+        self._most = REMEMBERED * slots
+        self.by_name: OrderedDict[bytes, int] = OrderedDict()
+        """From 1 to `MOST_USES`; the blocks that were used last are last. A plain dict would step over all that was
+        deleted before its first entry.
+        """
+        self.last_turn = 0
+        """The turn of the block that was evicted for good last; 0: none was yet."""
+
+    def life(self, now: int) -> int:
+        """How many releases ago those blocks were released that are evicted now."""
+        return max(0, now - self.last_turn) if self.last_turn else 0
+
+    def count(self, names: bytes) -> list[int]:
+        """Count a use of each of these blocks, the last one first; returns how often they were used, so ordered."""
+        by_name, counts = self.by_name, []
+        for at in range(len(names) - NAME_BYTES, -1, -NAME_BYTES):
+            name = names[at : at + NAME_BYTES]
+            uses = by_name.pop(name, 0)
+            if uses < MOST_USES:
+                uses += 1
+            by_name[name] = uses
+            counts.append(uses)
+        return counts
+
+    def forget(self) -> None:
+        """Forget what was used longest ago, as far as more is known than is to be remembered."""
+        while len(self.by_name) > self._most:
+            self.by_name.popitem(last=False)
+
+    def numbers(self) -> array[int]:
+        """All of it, in order: the turn, then name and uses of each block."""
+        numbers = array("q", [self.last_turn]) + array("q", bytes(2 * NAME_BYTES * len(self.by_name)))
+        numbers[1::2] = array("q", b"".join(self.by_name))
+        numbers[2::2] = array("q", self.by_name.values())
+        return numbers
+
+    def install(self, numbers: array[int]) -> None:
+        """Begin with what `numbers` has given; raises `InvariantViolated` if it cannot have."""
+        invariant(len(numbers) % 2 == 1, "use counts are cut short")
+        names, self.last_turn = numbers[1::2].tobytes(), numbers[0]
+        cut = range(0, len(names), NAME_BYTES)
+        self.by_name = OrderedDict(
+            zip([names[at : at + NAME_BYTES] for at in cut], numbers[2::2], strict=True)
+        )
+        invariant(2 * len(self.by_name) + 1 == len(numbers), "the uses of a block are counted twice")
+        self.check()
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if these are none that can have been counted."""
+        invariant(0 <= self.last_turn <= MAX_TURN, "no block can have been evicted with such a turn")
+        invariant(len(self.by_name) <= self._most, "more blocks are remembered than can be")
+        uses = self.by_name.values()
+        invariant(not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "a block has impossibly many uses")
