@@ -32,8 +32,8 @@ from kvcache.errors import UsageError, invariant
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import Watcher
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sliding_group import FEW, SlidingGroup, indexes
-from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.sliding_group import FEW, SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY, indexes
 
 _Entry = tuple[Any, int, int]
 """A run's key, its last slot (which decides between equal keys), its id."""

@@ -23,7 +23,8 @@ from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, Win
 from kvcache.fold.matching import GroupMatch, covered, covered_child
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.sequence import DETACHED, Kept, Sequence, packed_handles
-from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup, indexes
+from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup
+from kvcache.fold.slots import indexes
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 

@@ -35,7 +35,7 @@ from kvcache.fold.prefix_tree import (
     list_child,
 )
 from kvcache.fold.sequence import DETACHED, Kept, Pin, Sequence
-from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.slots import DEFAULT_PRIORITY, common_slots, indexes
 
 HOLE = -1
 """In a run, the place of a block that is not cached."""
@@ -145,7 +145,7 @@ class SlidingGroup(Group):
             slots = owner.slots
             begin = (position & _DEPTH) - owner.end + len(slots)
             # What follows in the run is compared, for that is quicker than looking up where each block is.
-            end = begin + _common(slots, begin, places, done)
+            end = begin + common_slots(slots, begin, places, done)
             segments.append((owner, begin, end))
             done += end - begin
         return segments
@@ -991,24 +991,6 @@ class SlidingMatch:
 def position_of(run: Run) -> int:
     """The position that a block of depth 0 would have in a run; that of any other is so many more."""
     return run.id << DEPTH_BITS
-
-
-def indexes(places: array[int]) -> npt.NDArray[np.intp]:
-    """Places as numpy takes them as indexes, without converting them anew for every column."""
-    return np.frombuffer(places, np.int32).astype(np.intp)
-
-
-def _common(slots: array[int], begin: int, places: array[int], done: int) -> int:
-    """How many slots of a run from `begin` on are these places from `done` on, of which the first one is."""
-    most = min(len(slots) - begin, len(places) - done)
-    if most == 1 or slots[begin + 1] != places[done + 1]:
-        return 1
-    if slots[begin : begin + most] == places[done : done + most]:
-        return most
-    differs = np.frombuffer(slots, np.int32, most, begin * 4) != np.frombuffer(
-        places, np.int32, most, done * 4
-    )
-    return int(differs.argmax())
 
 
 def _view(column: array[Any]) -> npt.NDArray[Any]:

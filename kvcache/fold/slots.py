@@ -30,6 +30,24 @@ def last_reversed(slots: array[int], count: int) -> array[int]:
     return slots[: -count - 1 : -1]
 
 
+def indexes(places: array[int]) -> npt.NDArray[np.intp]:
+    """Places as numpy takes them as indexes, without converting them anew for every column."""
+    return np.frombuffer(places, np.int32).astype(np.intp)
+
+
+def common_slots(slots: array[int], begin: int, places: array[int], done: int) -> int:
+    """How many slots of a run from `begin` on are these places from `done` on, of which the first one is."""
+    most = min(len(slots) - begin, len(places) - done)
+    if most == 1 or slots[begin + 1] != places[done + 1]:
+        return 1
+    if slots[begin : begin + most] == places[done : done + most]:
+        return most
+    differs = np.frombuffer(slots, np.int32, most, begin * 4) != np.frombuffer(
+        places, np.int32, most, done * 4
+    )
+    return int(differs.argmax())
+
+
 class Level:
     """Slots of one window at one level."""
 
