@@ -55,11 +55,7 @@ _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
 
 
 class SlidingGroup(Group):
-    """A group in which a sequence holds the blocks that its next token sees.
-
-    A step touches few of many places, so it is a column's memory that costs: no more of them are read or written than
-    must be.
-    """
+    """A group in which a sequence holds the blocks that its next token sees; a step touches few of many places."""
 
     __slots__ = (*_COLUMNS, "keeps_time", "kept_alike", "views")
 
