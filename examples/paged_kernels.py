@@ -102,7 +102,7 @@ def by_flashinfer(wrapper: PagedWrapper) -> Attention:
     def attention(
         manager: KVCacheManager, pools: Pools, step: Step, layer: int, query: torch.Tensor
     ) -> torch.Tensor:
-        tables = manager.paged_tables(step.names, WINDOWS[layer], stops=step.stops)
+        tables = manager.tables.paged(step.names, WINDOWS[layer], stops=step.stops)
         indptr, indices, last_page_len = (torch.as_tensor(each) for each in tables)
         window = window_of(layer)
         wrapper.plan(
@@ -130,7 +130,10 @@ def by_flash_attn(function: VarlenFunction) -> Attention:
         manager: KVCacheManager, pools: Pools, step: Step, layer: int, query: torch.Tensor
     ) -> torch.Tensor:
         key, value = pools.kv(layer)
-        lengths, window = manager.sequence_lengths(step.names, stops=step.stops).tolist(), window_of(layer)
+        lengths, window = (
+            manager.tables.sequence_lengths(step.names, stops=step.stops).tolist(),
+            window_of(layer),
+        )
         return function(
             query,
             key,
@@ -141,7 +144,7 @@ def by_flash_attn(function: VarlenFunction) -> Attention:
             max(lengths),
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
-            block_table=torch.as_tensor(manager.padded_tables(step.names, WINDOWS[layer])).to(query.device),
+            block_table=torch.as_tensor(manager.tables.padded(step.names, WINDOWS[layer])).to(query.device),
         )
 
     return attention
@@ -177,7 +180,7 @@ def difference(
         for layer in range(len(WINDOWS)):
             pools.layer(layer).normal_()  # as if a model had written it
             query = torch.randn(sum(step.counts), HEADS, HEAD_DIM, dtype=getattr(torch, dtype), device=device)
-            tables = torch.as_tensor(manager.padded_tables(step.names, WINDOWS[layer]))
+            tables = torch.as_tensor(manager.tables.padded(step.names, WINDOWS[layer]))
             plain = attend(
                 query, PagedKV(*pools.kv(layer)), tables, step.stops, step.counts, window=window_of(layer)
             )

@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from events.types import CROSS_WINDOW
     from kvcache import errors, replay
     from kvcache.config import KVCacheConfig, LogConfig
-    from kvcache.inputs.multimodal import MultimodalItem
-    from kvcache.inputs.requests import Request
-    from kvcache.inputs.retention import Retention, RetentionRange
+    from kvcache.inputs import MultimodalItem, Request, Retention, RetentionRange
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
     from kvcache.prefixes.index import PrefixIndex
-    from kvcache.record.positional import LayerGroup
+    from kvcache.record.mirror import LayerGroup
     from kvcache.recorder import Recorder
     from kvcache.results import Admission
 
@@ -51,15 +49,15 @@ _HOMES = {
     "CROSS_WINDOW": "events.types",
     "KVCacheConfig": "kvcache.config",
     "KVCacheManager": "kvcache.manager",
-    "LayerGroup": "kvcache.record.positional",
+    "LayerGroup": "kvcache.record.mirror",
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
-    "MultimodalItem": "kvcache.inputs.multimodal",
+    "MultimodalItem": "kvcache.inputs",
     "PrefixIndex": "kvcache.prefixes.index",
     "Recorder": "kvcache.recorder",
-    "Request": "kvcache.inputs.requests",
-    "Retention": "kvcache.inputs.retention",
-    "RetentionRange": "kvcache.inputs.retention",
+    "Request": "kvcache.inputs",
+    "Retention": "kvcache.inputs",
+    "RetentionRange": "kvcache.inputs",
 }
 """The module of each name; a name that is missing here is a module itself."""
 

@@ -4,19 +4,32 @@ A configuration comes from code, or from a YAML or TOML file, the environment an
 (`KVCacheConfig.load`). All of them end in the same validation, which raises one `ConfigError` with a line per
 problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting
 that is silently ignored costs more than an error at the start; an unknown variable of the environment, which may be
-another program's, is told by a warning.
+another program's, is reported by a warning.
 
 What each field accepts is said beside its type, for people (`Accepts`) and for pydantic (`Field`); what it means, below
 it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
+
+Variables begin with ``KVCACHE_`` and go on with the name of a setting. Not all that begin so are meant for this
+library: for a Service named "kvcache", Kubernetes gives every container ``KVCACHE_SERVICE_HOST``, ``KVCACHE_PORT`` and
+more, and for "kvcache-router" ``KVCACHE_ROUTER_SERVICE_HOST`` and so on. So only the names of settings count.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import inspect
 import os
+import re
+import reprlib
+import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,48 +37,461 @@ from pydantic import (
     BeforeValidator,
     Field,
     JsonValue,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from events.units import parse_bytes
 from kvcache.errors import ConfigError
-from kvcache.settings.byte_sizes import or_size
-from kvcache.settings.fields import (
-    IN_BYTES,
-    MAX_BLOCKS,
-    MAX_BYTES,
-    MAX_LAYERS,
-    Bytes,
-    Flag,
-    MaybeBlocks,
-    MaybeBytes,
-    MaybeCount,
-    MaybeNoBlocks,
-    MaybePart,
-    MaybeSeconds,
-    MaybeTokens,
-    Natural,
-    OfLayers,
-    OfWindows,
-    OneUp,
-    Positive,
-    Seconds,
-    Weight,
-    as_numbers,
-    one_or_more,
-    or_one_in_schema,
-    rule_or_numbers,
-    storable,
-)
-from kvcache.settings.problems import Accepts, problems_of
-from kvcache.settings.sources import Sources
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
+
+
+_SHOWN = 60
+"""A given value is quoted up to this many characters."""
+_QUOTES = reprlib.Repr()
+"""Quotes no more of a nested value than will be shown: through references, a short file may hold an endless one."""
+_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * _SHOWN, 2 * _SHOWN, 2 * _SHOWN
+_QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
+
+
+_ELSEWHERE = {
+    "tokens_per_block": "block_size kv_block_size page_size",
+    "max_sequence_length": "max_model_len max_seq_len max_seq_length max_length context_length max_position_embeddings",
+    "max_tokens": "max_total_tokens max_num_tokens",
+    "primary_blocks": "num_blocks num_gpu_blocks num_gpu_blocks_override",
+    "primary_bytes": "kv_cache_memory_bytes max_gpu_total_bytes",
+    "free_gpu_memory_fraction": "gpu_memory_utilization mem_fraction_static",
+    "secondary_blocks": "num_cpu_blocks",
+    "host_cache_size": "swap_space cpu_offload_gb kv_offloading_size hicache_size hicache_ratio secondary_bytes "
+    "enable_hierarchical_cache",
+    "enable_block_reuse": "enable_prefix_caching enable_caching disable_radix_cache",
+    "max_attention_window": "sliding_window sliding_window_size attention_chunk_size",
+    "num_layers": "num_hidden_layers",
+    "num_kv_heads": "num_key_value_heads num_attention_heads",
+    "head_dim": "head_size",
+    "dtype": "kv_cache_dtype cache_dtype torch_dtype",
+    "kv_layout": "kv_cache_layout",
+    "block_hash": "prefix_caching_hash_algo kv_cache_event_hash_algo",
+    "eviction_policy": "radix_eviction_policy",
+    "model": "model_name served_model_name model_path",
+}
+_HERE = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
+"""What vLLM, SGLang, TensorRT-LLM and configs of models call settings, and what they are here."""
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """Says for people what a field accepts; stands among the marks of its type."""
+
+    text: str
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> str | None:
+        """What a field says; None: nothing."""
+        return next((mark.text for mark in field.metadata if isinstance(mark, cls)), None)
+
+
+def problems_of(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """One line per field and problem. A union reports each of its branches; they end in the same line."""
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        lines.update(dict.fromkeys(_lines_of(model, detail, values)))
+    return list(lines)
+
+
+def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str, Any]) -> list[str]:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    nested = detail.get("ctx", {}).get("error")
+    if isinstance(nested, ConfigError):
+        return [f"{name}.{line}" if name else line for line in nested.problems]
+    if detail["type"] == "extra_forbidden":
+        close = _inside(model, name) or closest(name, model.model_fields)
+        known = f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+        return [f"{name}: no such field; {known}"]
+    accepts = f"accepted: {accepted(model.model_fields[name])}"
+    if detail["type"] == "missing":
+        return [f"{name}: missing; {accepts}"]
+    return [f"{name}: given {quoted(values[name])}; {accepts}"]
+
+
+def quoted(value: object) -> str:
+    """A given value as errors show it."""
+    try:
+        given = _QUOTES.repr(value)
+    except Exception:  # noqa: BLE001  integers of thousands of digits have none
+        return f"a value of type {type(value).__name__}"
+    return given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
+
+
+def accepted(field: FieldInfo) -> str:
+    """What a setting accepts, in words."""
+    return Accepts.of(field) or f"a mapping of {', '.join(_fields_inside(field))}"
+
+
+def _inside(model: type[BaseModel], name: str) -> str | None:
+    """The full name of a setting that a model inside this one has; None: none has it."""
+    outer = (key for key, field in model.model_fields.items() if name in _fields_inside(field))
+    return next((f"{key}.{name}" for key in outer), None)
+
+
+def _fields_inside(field: FieldInfo) -> Mapping[str, object]:
+    inner: Mapping[str, object] = getattr(field.annotation, "model_fields", {})
+    return inner
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is like an unknown one, or is another software's word for it; None: there is none."""
+    names = {each.lower(): each for each in known}
+    here = _HERE.get(name.lower().replace("-", "_"), "")
+    return names.get(here) or next(iter(difflib.get_close_matches(name, names.values(), n=1)), None)
+
+
+def in_bytes(value: object) -> object:
+    """The number of bytes that a text with a unit stands for; all else stays as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return parse_bytes(value)
+    return value
+
+
+def or_size(letters: str = "KMGT") -> Callable[[dict[str, Any]], None]:
+    """Say in a setting's schema that a text will do; `letters` begin the units of which one is enough."""
+
+    def extend(schema: dict[str, Any]) -> None:
+        if "anyOf" not in schema:
+            schema["anyOf"] = [{name: schema.pop(name) for name in ("type", "minimum", "maximum")}]
+        pattern = rf"^[1-9][0-9]{{0,5}}(\.[0-9]{{1,9}})?[{letters}]i?B$"
+        schema["anyOf"].insert(1, {"type": "string", "pattern": pattern})
+
+    return extend
+
+
+MAX_BLOCKS = 2**31 - 1
+"""Slots are int32."""
+MAX_BYTES = 2**62
+"""Sizes in bytes are int64 in the log."""
+MAX_LAYERS = 65536
+
+
+def storable(value: str) -> str:
+    """Refuse what is no Unicode text."""
+    value.encode()  # what a variable or a file holds beside UTF-8 has no place in a log
+    return value
+
+
+def as_numbers(value: object) -> object:
+    """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith("[") and text.endswith("]"):  # a bracket alone stays, and is refused as no integer
+            text = text[1:-1]
+        value = text.split(",")
+        if len(value) == 1:
+            value = value[0]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def one_or_more(value: object) -> object:
+    """A single window is the window of all layers."""
+    value = as_numbers(value)
+    return (value,) if isinstance(value, int | float | str) else value
+
+
+def rule_or_numbers(value: object) -> object:
+    """The name of a rule stays; all else is one number per window."""
+    return value if value in ("equal", "window") else one_or_more(value)
+
+
+def or_one_in_schema(schema: dict[str, Any]) -> None:
+    """Say so in the schema of the list of windows."""
+    schema["anyOf"].insert(0, schema["anyOf"][0]["items"])
+
+
+Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
+Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
+Flag = Annotated[bool, Accepts("true or false")]
+OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+OfLayers = Annotated[tuple[OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+IN_BYTES = BeforeValidator(in_bytes)
+Bytes = Annotated[
+    int,
+    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
+    IN_BYTES,
+    Accepts("bytes, from 1 to 2**62, also as 64MiB"),
+]
+MaybeBytes = Annotated[
+    int | None,
+    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
+    IN_BYTES,
+    Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
+]
+MaybeCount = Annotated[OneUp | None, Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9")]
+MaybeSeconds = Annotated[
+    float | None, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9, or none")
+]
+ZeroUp = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+OfWindows = Field(min_length=1, max_length=MAX_LAYERS)
+MaybeBlocks = Annotated[
+    OneUp | Annotated[tuple[OneUp, ...], OfWindows] | None,
+    BeforeValidator(as_numbers),
+    Accepts(f"an integer from 1 to {MAX_BLOCKS}, one such integer per window, or none"),
+]
+MaybeNoBlocks = Annotated[
+    ZeroUp | Annotated[tuple[ZeroUp, ...], OfWindows] | None,
+    BeforeValidator(as_numbers),
+    Accepts(f"an integer from 0 to {MAX_BLOCKS}, one such integer per window, or none"),
+]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MaybePart = Annotated[float | None, Field(gt=0, lt=1), Accepts("a number above 0 and below 1, or none")]
+MaybeTokens = Annotated[
+    int | None, Field(ge=1, le=MAX_BYTES), Accepts("tokens, from tokens_per_block to 2**62, or none")
+]
+
+
+def describe(model: type[BaseModel], properties: Mapping[str, dict[str, Any]]) -> None:
+    """Give each property of a model's schema its description."""
+    docstrings = _docstrings(model)
+    for name, schema in properties.items():
+        accepted = Accepts.of(model.model_fields[name])
+        said = [docstrings.get(name), None if accepted is None else f"Accepted: {accepted}."]
+        schema["description"] = " ".join(filter(None, said))
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The text below each field of the class; nothing where Python has no source."""
+    try:
+        [definition] = ast.parse(inspect.getsource(model)).body
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+ENV_PREFIX = "KVCACHE_"
+_OF_SERVICE = re.compile(
+    r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
+)
+"""What Kubernetes tells containers of a Service, behind its name."""
+_OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
+"""What there is for every Service."""
+
+
+_OF_ENGINES = ("KVCACHE_LOG",)
+"""What other engines look at: where vLLM is to be recorded."""
+
+
+class Environment(NamedTuple):
+    """What an environment holds for a model of settings."""
+
+    values: dict[str, Any]
+    """By the setting's name, as in ``log.fsync``."""
+    unknown: tuple[str, ...]
+    """Other variables that may have been meant as settings."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables that hold settings."""
+        return tuple(map(variable_of, self.values))
+
+    def warning(self, model: type[BaseModel]) -> str | None:
+        """What to tell of the unknown variables, without their values; None: there are none."""
+        if not self.unknown:
+            return None
+        known = [variable_of(name).removeprefix(ENV_PREFIX) for name in fields_of(model)]
+        names = ", ".join(_with_closest(name, known) for name in self.unknown)
+        verb = "is no setting and is" if len(self.unknown) == 1 else "are no settings and are"
+        return f"{names} {verb} ignored"
+
+
+def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environment:
+    """Read the settings of a model; an empty variable counts as an unset one. What they accept is checked later."""
+    given = {
+        name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
+    }
+    known = {variable_of(name): (name, field) for name, field in fields_of(model).items()}
+    values = {
+        known[variable][0]: value_in(text, known[variable][1])
+        for variable, text in given.items()
+        if variable in known
+    }
+    services = _services(given)
+    others = (name for name in given if name not in known and name not in _OF_ENGINES)
+    unknown = tuple(name for name in others if not _is_of(services, name))
+    return Environment(values, unknown)
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """The settings of a model, and of the models inside it, by their full name."""
+    found = {}
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.update(fields_of(kind, f"{prefix}{name}."))
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def variable_of(name: str) -> str:
+    """The variable that holds a setting."""
+    return ENV_PREFIX + name.upper().replace(".", "__")
+
+
+def value_in(text: str, field: FieldInfo | None) -> str | None:
+    """What a text gives a setting: "none" is no value, where the setting may be without one."""
+    may_be_none = field is not None and type(None) in get_args(field.annotation)
+    return None if may_be_none and text.lower() == "none" else text
+
+
+def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables, each by itself: whether they fit together depends on what else is given."""
+    values = read_environment(model, env).values
+    return [
+        f"{variable_of(name)}: {name}: given {quoted(values[name])}; accepted: {accepted(field)}"
+        for name, field in fields_of(model).items()
+        if name in values and not _fits(field, values[name])
+    ]
+
+
+def _fits(field: FieldInfo, value: Any) -> bool:
+    kind: Any = Annotated[(field.annotation, *field.metadata)]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _services(given: Mapping[str, str]) -> list[str]:
+    """How the variables of each Service begin: one named "kvcache", and those of which the usual ones are there."""
+    ends = _OF_EACH_SERVICE[0]
+    begins = [name.removesuffix(ends) for name in given if name.endswith(f"_{ends}")]
+    return [ENV_PREFIX, *(each for each in begins if all(each + end in given for end in _OF_EACH_SERVICE))]
+
+
+def _is_of(services: list[str], name: str) -> bool:
+    return any(name.startswith(each) and _OF_SERVICE.fullmatch(name, len(each)) for each in services)
+
+
+def _with_closest(name: str, known: list[str]) -> str:
+    shown = name if name.isidentifier() else quoted(name)
+    # Without what all of them begin with, which would make any two alike.
+    meant = closest(name.removeprefix(ENV_PREFIX), known)
+    return f"{shown} (did you mean {ENV_PREFIX}{meant}?)" if meant else shown
+
+
+Values = dict[str, Any]
+"""Settings by their names; inside `log` once more."""
+
+
+class Sources:
+    """What is given for a model of settings, and where. Raises ConfigError if the file holds no settings."""
+
+    def __init__(
+        self, model: type[BaseModel], path: Path | None, env: Mapping[str, str], by_name: Values
+    ) -> None:
+        self._file = {} if path is None else _read_file(path)
+        self.environment = read_environment(model, env)
+        self._by_name = by_name
+
+    @property
+    def values(self) -> Values:
+        """All of it, as a file would give it."""
+        values = self._file
+        for name, value in self.environment.values.items():
+            values = merged(values, nested(name, value))
+        return merged(values, self._by_name)
+
+    def origin(self, name: str) -> Literal["by name", "environment", "file"] | None:
+        """Where a setting was given last; None: nowhere."""
+        if look_up(self._by_name, name) is not ...:
+            return "by name"
+        if name in self.environment.values:
+            return "environment"
+        return None if look_up(self._file, name) is ... else "file"
+
+
+def look_up(values: Values, name: str) -> Any:
+    """The value under a full name, as in ``log.fsync``; an ellipsis if there is none."""
+    found: Any = values
+    for step in name.split("."):
+        found = found.get(step, ...) if isinstance(found, dict) else ...
+    return found
+
+
+def nested(name: str, value: Any) -> Values:
+    """The values in which this one alone is given, under its full name."""
+    *outer, field = name.split(".")
+    values = {field: value}
+    for step in reversed(outer):
+        values = {step: values}
+    return values
+
+
+def merged(below: Values, above: Mapping[str, Any]) -> Values:
+    """`above` wins; mappings on both sides are merged."""
+    both = dict(below)
+    for name, value in above.items():
+        mappings = isinstance(value, Mapping) and isinstance(both.get(name), Mapping)
+        both[name] = merged(both[name], value) if mappings else value
+    return both
+
+
+def _read_file(path: Path) -> Values:
+    if path.suffix not in _PARSERS:
+        raise ConfigError([f"the file's name must end in {', '.join(_PARSERS)}"], str(path))
+    try:
+        values = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(error.problems, str(path)) from error
+    except Exception as error:
+        # Parsers raise what they like at what is no settings file, RecursionError at the deepest of them.
+        told = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise ConfigError([f"cannot be read: {told or type(error).__name__}"], str(path)) from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            [f"given {type(values).__name__}; accepted: a mapping of fields to values"], str(path)
+        )
+    wrong = [name for name in values if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError([f"{quoted(name)}: names of fields must be text" for name in wrong], str(path))
+    return values
+
+
+def _parse_yaml(text: str) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(["YAML needs an extra: pip install 'kvcache[cli]', or use TOML"]) from error
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark is not None else ""
+        raise ValueError(f"{error.problem}{line}") from error
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid"):
@@ -92,8 +518,6 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        from kvcache.settings.schema import describe
-
         schema = handler(core)
         describe(cls, handler.resolve_ref_schema(schema)["properties"])
         return schema
@@ -290,7 +714,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
     batches, and `start_transfers` is needed after each call that allocates."""
     debug_check_tables: Flag = False
-    """For debugging: `check_tables` finds tables that are older than what changed them, and copies that nothing waits
+    """For debugging: `tables.check` finds tables that are older than what changed them, and copies that nothing waits
     for. Costs a copy of each table that is asked for."""
     log: LogConfig = LogConfig()
     """How the event log is written."""

@@ -21,10 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 from events.diagnostics import get_logger
 from events.types import CROSS_WINDOW, GroupCreated, PoolCreated
-from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
+from kvcache.config import MAX_BYTES, PRIMARY_LIMITS, KVCacheConfig
 from kvcache.errors import ConfigError, PromptTooLong
 from kvcache.fold.shape import room_of
-from kvcache.settings.fields import MAX_BYTES
 from kvcache.sizes import block_counts, primary_settings
 
 _log = get_logger(__name__)

@@ -6,66 +6,102 @@ it wrote (`store_context_blocks`, `add_tokens`), end what is finished (`remove_s
 All commands come from one thread. Each either happens whole or raises and changes nothing (but that a refused admission
 is noted by `AdmissionRefused`); an exception in the middle of one (which would be a bug) poisons the manager, so that
 no later call works on half a state.
+
+What is one number and at hand is a property; what is computed or collected is a method. What only some engines need is
+in two parts: `tables`, for attention kernels, and `scheduling`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from events.types import CacheCreated, EventBatch, RequestId
-from kvcache.calls.query import Query
-from kvcache.calls.running import Running
+import numpy as np
+import numpy.typing as npt
+
+from events.packed import TOKEN_BYTES
+from events.tokens.rich import RichTokens
+from events.types import PRIMARY, SECONDARY, CacheCreated, EndReason, Namespace, RequestId, StateExported
+from kvcache.calls.guard import exclusive
 from kvcache.calls.scheduling import Scheduling
-from kvcache.calls.tables import Tables
+from kvcache.calls.tables import BlockTables
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
-from kvcache.device.engine import engine_for
+from kvcache.decide.lookup import count_blocks, lookup
+from kvcache.decide.window_manager import Plan
 from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
-from kvcache.errors import OutOfBlocks, Unsupported, UsageError
+from kvcache.device.transfers import CheckingCopier, engine_for
+from kvcache.errors import OutOfBlocks, Unsupported, UsageError, shown
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
-from kvcache.guard import Guard, closing, exclusive, forwarded_to
-from kvcache.inputs.arguments import checked_natural, listed, time_from
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
-from kvcache.inputs.retention import Retention
-from kvcache.inputs.tokens import Tokens
+from kvcache.inputs import (
+    CheckedRequest,
+    EncoderInput,
+    MultimodalItem,
+    Request,
+    RequestChecker,
+    Retention,
+    Tokens,
+    checked_choice,
+    checked_flag,
+    checked_integer,
+    checked_natural,
+    checked_range,
+    checked_request_id,
+    listed,
+    namespace_of,
+    pack_counts,
+    pack_naturals,
+    pack_tokens,
+    rich_tokens,
+)
 from kvcache.layout import warn_of_windows
-from kvcache.record.journal import Journal, cache_created
-from kvcache.record.monitor import Monitor
+from kvcache.record.counting import RequestCounter
+from kvcache.record.journal import EventSourced, cache_created, checked_wait
 from kvcache.record.outputs import LogTarget, Outputs
-from kvcache.record.steps import Steps
-from kvcache.record.told_state import ToldState
-from kvcache.restart.opening import Restored, config_of, reopened
-from kvcache.results import Admission, PollResult
-from sinks import Sink, SinkContext, SinkRunner
+from kvcache.record.restart import Restored, config_of, reopened
+from kvcache.results import Admission, BlockTable, Match, Pinned, PollResult, StoreResult
+from kvcache.stats import RequestStats
+from sinks import Sink, SinkRunner
 
 if TYPE_CHECKING:
     from cuda_ops.copier import Copier, Ticket
     from kvcache.pools import Pools
-    from sinks.router.feed import RouterFeed
+
+_FINISHED = EndReason.FINISHED
 
 
-_of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
-_of_running, _of_scheduling = forwarded_to("_running"), forwarded_to("_scheduling")
-_of_tables = forwarded_to("_tables")
+class Substitutes(NamedTuple):
+    """What takes the place of clocks and of the rule of eviction, in simulations and tests."""
+
+    wall_ns: Callable[[], int] = time.time_ns
+    """Stamps batches; never used for a decision."""
+    monotonic_ns: Callable[[], int] = time.monotonic_ns
+    """Says when a `Retention` is over. While it raises, time stands still."""
+    eviction_order: type[EvictionOrder] | None = None
+    """Which blocks go first, instead of what `eviction_policy` says."""
 
 
-class KVCacheManager:
+_NONE = Substitutes()
+
+
+class KVCacheManager(EventSourced):
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
     `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
-    or sinks. `wall_ns` stamps batches and is never used for a decision; `monotonic_ns` says when a `Retention` is over
-    (while it raises, time stands still). `request_stats` is how many records of ended requests are kept for
-    `take_request_stats`; 0: none are made. `eviction_order`, a class (`kvcache.decide.eviction_order`), says which
-    blocks go first instead of `eviction_policy`, for simulations. `restored` is what
-    `open` has found again, of which the attribute tells; None: there was nothing to be found.
+    or sinks. `request_stats` is how many records of ended requests are kept for `take_request_stats`; 0: none are made.
+    The cache is empty at first; `open` also goes on with one that an earlier process has left.
     """
+
+    restored: Restored | None
+    """What `open` has found again; None: there was nothing to be found."""
 
     def __init__(
         self,
@@ -75,140 +111,89 @@ class KVCacheManager:
         copier: Copier | None = None,
         log: LogTarget = None,
         sinks: Items[str | Sink | SinkRunner] = (),
-        wall_ns: Callable[[], int] = time.time_ns,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
-        state: CacheState | None = None,
-        eviction_order: type[EvictionOrder] | None = None,
         request_stats: int = 0,
-        restored: Restored | None = None,
+        substitutes: Substitutes = _NONE,
+        _first: Restored | StateExported | None = None,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
-        if state is not None and not isinstance(state, CacheState):
-            raise UsageError(f"state must be a CacheState, not {type(state).__name__}")
-        if state is not None and (pools is not None or copier is not None):
+        if isinstance(_first, StateExported) and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
-        if eviction_order is not None:
-            refuse_no_order(eviction_order)
-        self.config, self.restored = config, restored
-        self.layout = served_layout(config)
+        if not isinstance(substitutes, Substitutes):
+            raise UsageError(f"substitutes must be Substitutes, not {type(substitutes).__name__}")
+        if substitutes.eviction_order is not None:
+            refuse_no_order(substitutes.eviction_order)
+        self.config, self.layout = config, served_layout(config)
+        self.restored = _first if isinstance(_first, Restored) else None
         warn_of_windows(self.layout, config)
-        self._guard, self._requests_kept = Guard(), checked_natural(request_stats, "request_stats")
+        requests_kept = checked_natural(request_stats, "request_stats")
         self.transfers = engine_for(pools, copier, self.layout, config)
         self._readiness = Readiness(self.transfers, watch=config.debug_check_tables)
-        self._pools = pools
-        sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
+        self._pools, self._secondary_file = pools, pools.secondary_file if pools is not None else None
+        sinks = listed(sinks, "sinks")
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
-        first = state.export() if state is not None else None if restored is None else restored.state
         created = cache_created(config, self.layout, heard=heard)
-        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
-        self._salts = context.salts
-        outputs = Outputs.open(log, sinks, context, config.log)
-        try:
-            self._journal = Journal(created, outputs, config.event_buffer_max_size, first)
-            self._assemble(outputs, created, wall_ns, monotonic_ns, eviction_order)
-            self._journal.make_good()
-            self._journal.flush(started)
-            if pools is not None:
-                # Last, so that they are not taken by a manager that could not be made.
-                pools.take(self)
-        except BaseException:
-            outputs.close()
-            raise
+        state = _first.state if isinstance(_first, Restored) else _first
+        with self._beginning(created, config, log, sinks, substitutes.wall_ns, state) as outputs:
+            self._assemble(outputs, created, substitutes, requests_kept)
 
     def _assemble(
-        self,
-        outputs: Outputs,
-        created: CacheCreated,
-        wall_ns: Callable[[], int],
-        monotonic_ns: Callable[[], int],
-        eviction_order: type[EvictionOrder] | None,
+        self, outputs: Outputs, created: CacheCreated, substitutes: Substitutes, requests_kept: int
     ) -> None:
-        """Make the parts that work on the journal's state."""
-        journal, guard, transfers, readiness = self._journal, self._guard, self.transfers, self._readiness
-        self.state, self.bus = state, bus = journal.state, journal.bus
-        readiness.resume(state.sequences.values())
+        """Make the parts that work on the state."""
+        state, bus, config, transfers = self.state, self.bus, self.config, self.transfers
+        self._readiness.resume(state.sequences.values())
         if transfers is not None:
             bus.subscribe(transfers.on_event, *transfers.events)
+        copier = None if transfers is None else transfers.copier
+        self._checking = copier if isinstance(copier, CheckingCopier) else None
+        if self._checking is not None:
+            self._checking.begin(state)
         self._blocks = BlockManager(
-            self.config,
+            config,
             state,
-            journal.emit,
+            self._emit,
             recorded=outputs.log is not None,
-            monotonic_ns=monotonic_ns,
-            order=eviction_order,
+            monotonic_ns=substitutes.monotonic_ns,
+            order=substitutes.eviction_order,
         )
         self._checker = RequestChecker(
-            state.handles,
-            state.symbols,
-            self.layout.longest_sequence(self.config),
-            self.layout.longest_prompt(self.config),
+            self.state.handles,
+            self.state.symbols,
+            self.layout,
+            config,
             block_hash=created.hash_algorithm,
             log_has_tokens=outputs.records_tokens,
-            longest_input=self.layout.longest_input(self.config),
-            tokens_per_block=self.config.tokens_per_block,
         )
-        self._query = Query(
-            guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
-        )
-        self._running = Running(guard, self._blocks, self._checker, readiness)
-        # Called once per step: without the detour by the class.
-        self.add_tokens = self._running.add_tokens  # type: ignore[method-assign]
-        self._tables = Tables(
-            guard, self.config.tokens_per_block, self._blocks, self._query, readiness, self._pools
-        )
-        reuse = self.config.enable_block_reuse
-        self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
-        self._monitor = Monitor(journal, self._requests_kept)
-        file = getattr(self._pools, "secondary_file", None)
-        self._steps = Steps(guard, journal, self._blocks.upkeep, transfers, readiness, wall_ns, file)
-        if outputs.offer(self._monitor):
-            self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
+        self._upkeep = self._blocks.upkeep
+        guard, blocks = self._guard, self._blocks
+        self.tables = BlockTables(guard, config, self.layout, state, blocks, self._readiness, self._pools)
+        self.scheduling = Scheduling(guard, state, blocks, self._checker, reuse=config.enable_block_reuse)
+        self._requests = RequestCounter(bus, created, requests_kept) if requests_kept else None
 
     @classmethod
     def resume(cls, state: CacheState, **options: Any) -> Self:
         """A manager without pools that goes on from a replayed state: it decides as the recorded one would have.
 
-        `state` is that of `kvcache.replay.replay(directory)`; `log`, `sinks` and the clocks are the constructor's.
-        Raises `Unsupported` for the state of a log without tokens: matching needs them.
+        `state` is that of `kvcache.replay.replay(directory)`; the options are the constructor's. Raises `Unsupported`
+        for the state of a log without tokens: matching needs them.
         """
-        return cls(config_of(state), state=state, **options)
+        return cls(config_of(state), _first=state.export(), **options)
 
     @classmethod
     def open(cls, config: KVCacheConfig, log: LogTarget, pools: Pools | None = None, **options: Any) -> Self:
         """Begin a cache, or go on with what an earlier process has left of one: the same call for every start.
 
         `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It says what the
-        file of `secondary_path` holds. What of that is right is reused at once; `restored` tells. Without such a file
-        nothing is found again. `options` are the constructor's, and `recompute`, which computes lost beginnings again
-        (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without tokens, and what
-        opening and replaying a log raise (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
+        file of `secondary_path` holds. What of that is right is reused at once; `restored` says what. Without such a
+        file nothing is found again. `options` are the constructor's, and `recompute`, which computes lost beginnings
+        again (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without tokens,
+        and what opening and replaying a log raise (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
         """
-        with reopened(config, log, pools, options.pop("recompute", None)) as kept:
-            return cls(config, pools=pools, **kept, **options)
+        with reopened(config, log, pools, options.pop("recompute", None)) as (writer, restored):
+            return cls(config, pools=pools, log=writer, _first=restored, **options)
 
-    # -- what changes nothing
-
-    can_add = _of_query(Query.can_add)
-    remaining_blocks_to_completion = _of_query(Query.remaining_blocks_to_completion)
-    remaining_blocks_per_window = _of_query(Query.remaining_blocks_per_window)
-    demand = _of_scheduling(Scheduling.demand)
-    next_step_blocks_per_window = _of_scheduling(Scheduling.next_step_blocks_per_window)
-    simulate = _of_scheduling(Scheduling.simulate)
-    computing = _of_scheduling(Scheduling.computing)
-    match = _of_query(Query.match)
-    count_reusable = _of_query(Query.count_reusable)
-    block_table = _of_query(Query.block_table)
-    block_tables = _of_query(Query.block_tables)
-    check_tables = _of_query(Query.check_tables)
-    padded_tables = _of_tables(Tables.padded_tables)
-    paged_tables = _of_tables(Tables.paged_tables)
-    slot_mapping = _of_tables(Tables.slot_mapping)
-    sequence_lengths = _of_tables(Tables.sequence_lengths)
-    pins = _of_query(Query.pins)
-    fingerprint = _of_query(Query.fingerprint)
-    check = _of_query(Query.check)
-    num_free_blocks_per_window = _of_query(Query.num_free_blocks_per_window)
+    # -- sizes and counts
 
     @property
     def max_tokens(self) -> int:
@@ -229,40 +214,119 @@ class KVCacheManager:
         return 0 if longest is None else longest.tokens
 
     @property
+    @exclusive
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
-        return self._query.num_free_blocks()
+        return min([window.primary.available for window in self._blocks.windows])
 
     @property
+    @exclusive
     def num_sequences(self) -> int:
         """Running sequences."""
-        return self._query.num_sequences()
+        return len(self.state.handles)
 
-    # -- what any thread may call
+    @exclusive
+    def num_free_blocks_per_window(self) -> dict[int, int]:
+        """`num_free_blocks` for each window, by its tokens, and for cross attention, as `CROSS_WINDOW`."""
+        groups = zip(self.layout.groups, self.state.groups, strict=True)
+        return {layout.window: group.levels[PRIMARY].available for layout, group in groups}
 
-    stats = _of_monitor(Monitor.stats)
-    take_request_stats = _of_monitor(Monitor.take_request_stats)
-    sink_stats = _of_monitor(Monitor.sink_stats)
-    log_stats = _of_monitor(Monitor.log_stats)
-    wait_durable = _of_monitor(Monitor.wait_durable)
-    reopen_sinks = _of_monitor(Monitor.reopen_sinks)
-    wait_subscribers = _of_monitor(Monitor.wait_subscribers)
-    get_latest_events = _of_monitor(Monitor.get_latest_events)
+    @exclusive
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the state; equal to that of the replayed log at this point."""
+        return fingerprint(self.state)
 
-    @property
-    def feeds(self) -> tuple[RouterFeed, ...]:
-        """The sinks that feed routers."""
-        return self._monitor.feeds
+    @exclusive
+    def check(self) -> None:
+        """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
+        self._blocks.check()
 
-    # -- housekeeping
+    # -- what any thread may call, besides `stats` and its like
 
-    def __enter__(self) -> Self:
-        return self
+    def take_request_stats(self) -> list[RequestStats]:
+        """The records of requests that ended since the last call, oldest first; may be called from any thread.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        Raises `Unsupported` if none are kept, since `request_stats` is 0.
+        """
+        if self._requests is None:
+            raise Unsupported(
+                "take_request_stats() of a manager that keeps none",
+                "make it with request_stats, the number of records to keep for it",
+            )
+        return self._requests.take()
+
+    def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
+        """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
+
+        Waits up to `timeout_ms` (None: for ever) for some. Raises Unsupported if no events are kept, since
+        `event_buffer_max_size` is 0.
+        """
+        timeout = timeout_ms
+        if timeout_ms is not None:
+            timeout = checked_wait(timeout_ms, "timeout_ms must be a number or None", per_second=1000)
+        if self._journal.latest is None:
+            raise Unsupported(
+                "get_latest_events() without a buffer",
+                "set event_buffer_max_size to the number of events that are to be kept for it",
+            )
+        return self._journal.latest.get(timeout)
 
     # -- admission
+
+    @exclusive
+    def can_add(self, requests: Items[Request]) -> int:
+        """How many requests of the batch, from the first on, could be admitted together now."""
+        return self._blocks.count_fitting(self._checker.check(listed(requests, "requests")))
+
+    @exclusive
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
+        encoder_tokens: Tokens | None = None,
+    ) -> Match:
+        """What a prompt would reuse now, block by block. Changes nothing."""
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, prompt, encoder = self._prompt(own, tokens, multimodal, extra_ids, encoder_tokens)
+        if not self.config.enable_block_reuse:
+            return Match(len(prompt))
+        partial = self.config.enable_partial_reuse
+        return lookup(self.state, namespace, prompt, partial=partial, encoder=encoder)
+
+    @exclusive
+    def count_reusable(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
+        encoder_tokens: Tokens | None = None,
+    ) -> int:
+        """Leading full blocks that a prompt would reuse now, without the list that `match` makes of each window's."""
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, prompt, _ = self._prompt(own, tokens, multimodal, extra_ids, encoder_tokens)
+        return count_blocks(self.state, namespace, prompt) if self.config.enable_block_reuse else 0
+
+    def _prompt(
+        self,
+        own: Namespace,
+        tokens: Tokens,
+        multimodal: Items[MultimodalItem],
+        extra_ids: Tokens | None,
+        encoder_tokens: Tokens | None,
+    ) -> tuple[Namespace, RichTokens, EncoderInput | None]:
+        namespace, encoder = self._checker.with_encoder(own, encoder_tokens)
+        packed = pack_tokens(tokens, self._checker.max_tokens)
+        rich = rich_tokens(packed, multimodal, extra_ids)
+        return namespace, RichTokens(packed) if rich is None else rich, encoder
 
     @exclusive
     def add_sequence(
@@ -312,17 +376,47 @@ class KVCacheManager:
         return self._admit(batch, [request.cache_salt for request in requests]) if batch else []
 
     def _admit(self, batch: list[CheckedRequest], salts: list[str | None]) -> list[Admission]:
-        self._steps.warn_of_no_flush()
+        self._warn_of_no_flush()
         try:
             with self._guard:
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
             with self._guard:
-                self._blocks.upkeep.note_refusal(batch[refusal.index].request_id, refusal)
+                self._upkeep.note_refusal(batch[refusal.index].request_id, refusal)
             raise
         if self._salts.wanted:
             self._salts.remember(salts)
-        return [self._query.admission(sequence, plan) for sequence, plan in admitted]
+        return [self._admission(sequence, plan) for sequence, plan in admitted]
+
+    def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
+        request_id, handle, tables = sequence.request_id, sequence.handle, self.tables
+        return Admission(
+            request_id,
+            handle,
+            sequence.num_tokens,
+            *plan.reused,
+            lambda: tables.of_admission(request_id, handle),
+            *plan.reused_input,
+        )
+
+    @exclusive
+    def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
+        """The primary slot of each block of a sequence, int32 [blocks].
+
+        With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
+        appends. `window` is one of `num_free_blocks_per_window`, in tokens; for the layers that attend to everything,
+        any number from `max_sequence_length` on, too. It may be left out where there is only one. `CROSS_WINDOW`:
+        the blocks of the encoder's input, for cross attention.
+        """
+        return self.tables.one(request_id, window)
+
+    @exclusive
+    def block_tables(self, request_ids: Iterable[RequestId], window: int | None = None) -> BlockTable:
+        """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
+
+        With pools a torch tensor on the host, without them a numpy array. `window` as in `block_table`.
+        """
+        return self.tables.several(request_ids, window)
 
     # -- bytes
 
@@ -346,56 +440,287 @@ class KVCacheManager:
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
         start: `PollResult.cut` names them. Until that was told, what goes on with one raises `ComputationLost`.
         """
-        return self._readiness.tell(self._steps.record_copies())
+        landed = self._record_copies()
+        return self._readiness.report(landed)
 
     # -- running sequences
 
-    store_context_blocks = _of_running(Running.store_context_blocks)
-    store_encoder_blocks = _of_running(Running.store_encoder_blocks)
-    add_tokens = _of_running(Running.add_tokens)
-    reserve = _of_running(Running.reserve)
-    set_priority = _of_running(Running.set_priority)
-    fork = _of_running(Running.fork)
-    rewind = _of_running(Running.rewind)
-    pin = _of_running(Running.pin)
-    unpin = _of_running(Running.unpin)
-    remove_sequence = _of_running(Running.remove_sequence)
+    @exclusive
+    def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
+        """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
 
-    # -- the whole cache
+        If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
+        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
+        copies have not been started: nothing can have been computed from them.
+        """
+        num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
+        sequence = self._blocks.sequence(request_id)
+        if not 0 <= num_computed_tokens <= sequence.num_tokens:
+            raise UsageError(
+                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
+                "computed: append sampled tokens with add_tokens first"
+            )
+        if num_computed_tokens > self._blocks.slots_of(sequence):
+            self._blocks.refuse_without_slots([sequence])
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        with self._guard:
+            swaps = self._blocks.compute(sequence, num_computed_tokens)
+        return StoreResult(sequence.stored_blocks, swaps)
+
+    @exclusive
+    def store_encoder_blocks(self, request_id: RequestId) -> StoreResult:
+        """The engine has written K/V of all of the encoder's input: its blocks become reusable at once.
+
+        As `store_context_blocks`, but for the whole: what an encoder makes of each token depends on all of them.
+        Nothing has to be told of an input that was reused whole (`Admission.reused_encoder_tokens`), or of a branch.
+        Raises `UsageError` where the model has no encoder.
+        """
+        sequence = self._blocks.sequence(request_id)
+        encoder = sequence.encoder
+        if encoder is None:
+            raise UsageError(
+                f"request {shown(sequence.request_id)} has no encoder's input: the model has no encoder"
+            )
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        with self._guard:
+            return self._blocks.store_input(encoder)
+
+    @exclusive
+    def add_tokens(
+        self,
+        request_ids: Items[RequestId],
+        tokens: Tokens,
+        counts: Items[int] | None = None,
+        *,
+        draft: bool = False,
+    ) -> dict[RequestId, StoreResult]:
+        """Append sampled tokens: one call per engine step for all running sequences.
+
+        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
+        its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
+        `store_context_blocks` said so, and what that completes becomes reusable. Not so with `draft`: of tokens that
+        `rewind` may take back nothing counts as computed, or is stored, before the next call without it. What was
+        reserved for a sequence is taken first, and given back where these tokens do not need it. Returns the sequences
+        whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all
+        of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
+        """
+        ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
+        packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
+        num_tokens = len(packed) // TOKEN_BYTES
+        if counts is None and draft is False:
+            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
+            if not self._readiness.certain:
+                self._readiness.refuse_uncomputable(batch.sequences)
+            if not batch.even:
+                self._blocks.refuse_without_slots(batch.sequences)
+            try:
+                return self._blocks.step(batch, packed)
+            except BaseException as error:
+                self._guard.note(error)
+                raise
+        draft = checked_flag(draft, "draft")
+        sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
+        running = self._blocks.running(ids)
+        self._blocks.refuse_without_slots(running)
+        if not self._readiness.certain:
+            # Of drafts nothing counts as computed, so nothing need be there.
+            refuse = self._readiness.refuse_lost if draft else self._readiness.refuse_uncomputable
+            refuse(running)
+        with self._guard:
+            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence, draft=draft)
+
+    @exclusive
+    def reserve(self, request_ids: Items[RequestId], counts: Items[int]) -> None:
+        """Have slots for so many tokens to come of each of these sequences, whose values are not known yet.
+
+        So an engine launches a step before it has read what the last one sampled, or writes K/V of tokens that it may
+        reject. The slots are in the block tables, behind those of the tokens that are there; the next `add_tokens` that
+        names the sequence takes those that its tokens need and gives the others back, and another `reserve` puts its
+        count in the place of this one (0 gives all back). For a prompt that was admitted with `reserve_tokens`, and has
+        not got all its slots, `counts` are of the tokens behind what is computed: its next chunk, which stays the
+        sequence's. Raises `OutOfBlocks` (and reserves nothing) as `add_tokens` does, and `PromptTooLong` beyond
+        `max_tokens`.
+        """
+        ids = listed(request_ids, "request_ids")
+        sizes = pack_naturals(counts, len(ids))
+        running = self._blocks.running(ids)
+        with self._guard:
+            self._blocks.reserve(running, sizes, self._checker.longest_sequence)
+
+    @exclusive
+    def set_priority(
+        self, request_id: RequestId, priority: int, *, start: int = 0, stop: int | None = None
+    ) -> int:
+        """Change the priority (0 to 100) of a running sequence's cached blocks that overlap its tokens [start, stop).
+
+        Blocks of a lower priority are evicted first, and those below `secondary_offload_min_priority` are not kept in
+        secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
+        are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
+        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
+        `stop` None, or beyond the end: up to the end. Returns of how many blocks it changed, in the window with the
+        most; the events (`BlocksUpdated`) are of all windows.
+        """
+        priority = checked_integer(priority, "priority")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
+        start, stop = checked_range(start, stop, self._checker.max_tokens)
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            return self._blocks.set_priority(sequence, priority, start, stop)
+
+    @exclusive
+    def fork(self, request_id: RequestId, child_id: RequestId) -> StoreResult:
+        """Branch a running sequence: `child_id` has the same tokens, and both go on, as for beam search or n-best.
+
+        What is computed is stored first, as by `store_context_blocks` (the result says what that changed in the
+        parent's tables). The child holds the same blocks, and has its own ones for the tokens after them: these are
+        copied (`start_transfers`) with all K/V that they hold, so it does not matter whether the engine has computed
+        the last token, or drafts, before this call. What is reserved for the parent the child has not. Raises
+        `OutOfBlocks` if these cannot be had, `DuplicateRequest`, and as `store_context_blocks` does where the parent's
+        own copies have not been started or have failed.
+        """
+        parent, child = self._blocks.sequence(request_id), checked_request_id(child_id)
+        self._checker.refuse_running(child)
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([parent])
+        with self._guard:
+            return self._blocks.fork(parent, child)
+
+    @exclusive
+    def rewind(self, request_id: RequestId, num_tokens: int) -> None:
+        """Take back all but the first `num_tokens` tokens of a running sequence, as after rejected drafts.
+
+        What was stored stays cached. Where the block of the last token that is left is cached, the sequence gets a copy
+        of it (`start_transfers`), so block tables read before are stale. The last token does not count as computed any
+        more; its K/V is still there, and may be computed anew. The slots
+        that become blank are the next to be taken; what was reserved behind the tokens goes with them. Raises
+        `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has let go of what the
+        token sees.
+        """
+        number, sequence = checked_integer(num_tokens, "num_tokens"), self._blocks.sequence(request_id)
+        if not 1 <= number <= sequence.num_tokens:
+            raise UsageError(
+                f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens, of which from 1 to "
+                f"all can be left, not {number}"
+            )
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        if number < sequence.num_tokens:
+            self._blocks.refuse_rewind(sequence, number)
+            with self._guard:
+                self._blocks.rewind(sequence, number)
+
+    @exclusive
+    def pin(self, request_id: RequestId, start: int = 0, stop: int | None = None) -> int:
+        """Hold a running sequence's cached blocks that overlap its tokens [start, stop), also when it has ended.
+
+        Pinned blocks are reused like all others, and are not evicted before `unpin` of the number that this returns.
+        With full attention the blocks before them are pinned as well, without which none is reached. `clear` takes
+        their names, not the blocks. Raises `PinsExceeded` beyond `max_pinned_share`.
+        """
+        start, stop = checked_range(start, stop, self._checker.max_tokens)
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            return self._blocks.pin(sequence, start, stop)
+
+    @exclusive
+    def unpin(self, pin: int) -> None:
+        """Let go of what `pin` holds: what no one else holds may be evicted from now on. Raises `UsageError` for a
+        number that no pin has.
+        """
+        number = checked_integer(pin, "a pin")
+        if number not in self._blocks.pins:
+            raise UsageError(f"there is no pin {number}: it was let go of, or never made")
+        with self._guard:
+            self._blocks.unpin(number)
+
+    @exclusive
+    def remove_sequence(self, request_id: RequestId, store: bool = True, *, why: str = "finished") -> None:
+        """End a request. With `store`, all that it computed stays reusable, its partial last block too.
+
+        `why` is for who reads the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
+        be admitted again (`Request.resumed`).
+        """
+        store = checked_flag(store, "store")
+        reason = (
+            _FINISHED if type(why) is str and why == "finished" else checked_choice(why, EndReason, "why")
+        )
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            self._blocks.remove(sequence, store=store, why=reason)
+            self._readiness.forget(sequence.request_id)
+
+    @exclusive
+    def pins(self) -> dict[int, Pinned]:
+        """What is pinned, by the numbers of the pins."""
+        windows = [group.window for group in self.layout.groups]
+        return {
+            number: Pinned(pin.request_id, dict(zip(windows, map(len, pin.slots), strict=True)), pin.named)
+            for number, pin in self.state.pins.items()
+        }
 
     @exclusive
     def clear(self) -> None:
         """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
         with self._guard:
-            self._blocks.upkeep.clear()
-        self._steps.end()
+            self._upkeep.clear()
+        self._end_step()
 
-    # -- end of a step
+    # -- what the end of a step, and of the manager, does with bytes
 
-    @exclusive
-    def flush(self) -> EventBatch | None:
-        """End an engine step: publish what happened as one batch. An empty step makes no batch.
+    def _record_copies(self) -> tuple[int, ...]:
+        """Record ended copies; returns those that landed, and notes what was lost with those that failed."""
+        engine = self.transfers
+        if engine is None:
+            return super()._record_copies()
+        # Outside the guard: who is interrupted while tickets are asked has lost nothing, and may ask again.
+        landed, failed = engine.poll() if self.state.transfers else ([], [])
+        if not landed and not failed:
+            return ()
+        checksums = self._checksums(landed)
+        with self._guard:
+            if landed:
+                self._upkeep.land(landed, b"".join([each for _, _, each in checksums]))
+            if self._checking is not None:
+                for each in checksums:
+                    self._checking.landed(*each)
+            if failed:
+                self._readiness.lose(failed, self._upkeep.fail(failed))
+                if self._checking is not None:
+                    self._checking.begin(self.state)
+            engine.recorded()
+        return tuple(landed)
 
-        With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
-        and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
+    def _checksums(self, landed: Items[int]) -> list[tuple[int, npt.NDArray[np.int32], bytes]]:
+        """Of what these copies have brought to a secondary level that is a file, as it lies there now.
+
+        Per copy: the group, the slots and their checksums.
         """
-        return self._steps.end()
+        file = self._secondary_file
+        if file is None:
+            return []
+        copies = [self.state.transfers[transfer] for transfer in landed]
+        written = [
+            (copy.group, np.frombuffer(copy.slots, np.int32)) for copy in copies if copy.level == SECONDARY
+        ]
+        return [(group, slots, file.checksums(group, slots)) for group, slots in written]
 
-    @closing
-    def close(self) -> None:
-        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless.
+    def _finish_copies(self) -> None:
+        if self.transfers is not None:
+            if self.transfers.pending:
+                with self._guard:
+                    self.transfers.start()
+            self.transfers.wait()
 
-        In the middle of another call, as from a signal handler, it takes effect when that call has ended.
-        """
-        try:
-            if self._guard.failure is None:
-                self._steps.end_last()
-        finally:
-            self._guard.close()
-            try:
-                self._journal.outputs.close()
-            finally:
-                if self._pools is not None and self.transfers is not None:
-                    # After a failure, what was started may still write.
-                    self.transfers.wait()
-                    self._pools.give_back(self)
+    def _acquire(self) -> None:
+        if self._pools is not None:
+            self._pools.take(self)
+
+    def _release(self) -> None:
+        if self._pools is not None and self.transfers is not None:
+            # After a failure, what was started may still write.
+            self.transfers.wait()
+            self._pools.give_back(self)

@@ -157,7 +157,7 @@ class Pools:
         With `secondary_path` the secondary level lies in this file, as `KVCacheConfig.secondary_path` says; what
         lies there already stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if
         it does not fit, Unsupported for a device that is neither a GPU of CUDA nor the host, and for a file a
-        `kvcache.device.secondary_errors.SecondaryFileError`, or MemoryError if it cannot be page-locked.
+        `kvcache.device.secondary_file.SecondaryFileError`, or MemoryError if it cannot be page-locked.
         """
         sizes = PoolSizes(layout, device)
         sizes.require_room(in_file=secondary_path is not None)

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,10 +20,10 @@ from events.ids import BlockIndex, Handle, LevelIndex
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import NAMED_BY_ENGINE, chain_symbols
 from events.tokens.sequences import lengths
-from events.types import FULL, PRIMARY, SECONDARY, EventBatch, RequestId
+from events.types import FULL, PRIMARY, SECONDARY, UNCACHED, RemoveReason, RequestId
+from kvcache.calls.guard import exclusive
 from kvcache.config import KVCacheConfig
 from kvcache.decide.upkeep import Upkeep
-from kvcache.device.readiness import Readiness
 from kvcache.errors import (
     Contradiction,
     InvalidTokens,
@@ -34,38 +34,31 @@ from kvcache.errors import (
 )
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.matching import Piece
-from kvcache.fold.positional import shared_slots
+from kvcache.fold.positional import MOST_TOKENS, PositionalGroup, shared_slots
 from kvcache.fold.sequence import Sequence, packed_handles
 from kvcache.fold.slots import DEFAULT_PRIORITY
-from kvcache.guard import Guard, closing, exclusive, forwarded_to
-from kvcache.inputs.arguments import (
+from kvcache.inputs import (
+    CheckedRequest,
+    MultimodalItem,
+    RequestChecker,
+    Tokens,
     checked_choice,
     checked_integer,
     checked_natural,
     checked_request_id,
     checked_text,
     listed,
-    time_from,
+    pack_counts,
+    pack_tokens,
 )
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import CheckedRequest, RequestChecker
-from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.layout import Layout
-from kvcache.record.block_ids import BlockIds, Blocks, listed_blocks
-from kvcache.record.journal import Journal, cache_created
-from kvcache.record.mirror import Mirror
-from kvcache.record.monitor import Monitor
+from kvcache.record.journal import EventSourced, cache_created
+from kvcache.record.mirror import BlockIds, Blocks, LayerGroup, Mirror, listed_blocks, pool_shared
 from kvcache.record.outputs import LogTarget, Outputs
-from kvcache.record.positional import LayerGroup, PositionalCalls, pool_shared
-from kvcache.record.steps import Steps
-from kvcache.record.told_state import ToldState
-from sinks import Sink, SinkContext, SinkRunner
+from sinks import Sink, SinkRunner
 
 Names = bytes | Items[bytes]
 """Names of blocks that an engine has made, behind each other or one by one; each has `name_bytes`."""
-
-_PRIMARY, _SECONDARY = "primary", "secondary"
-_of_monitor = forwarded_to("_monitor")
 
 
 class _Row:
@@ -109,7 +102,7 @@ class _Storing(NamedTuple):
     """Those at the beginning that are cached already."""
 
 
-class Recorder(PositionalCalls):
+class Recorder(EventSourced):
     """Records what an engine with a cache manager of its own decides, and mirrors its cache.
 
     `config` says what its cache is: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and
@@ -117,8 +110,7 @@ class Recorder(PositionalCalls):
     "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
     `name_bytes`: it names blocks itself, by so many bytes each (8, 16 or 32); None: names are made here, as
     `config.block_hash` says. `drops_last_hit`: it computes the last block of each hit again by design, as speculative
-    decoding with EAGLE does. `groups`: further layers,
-    whose blocks lie in the same pool. One thread makes all calls.
+    decoding with EAGLE does. `groups`: further layers, whose blocks lie in the same pool. One thread makes all calls.
     """
 
     def __init__(
@@ -138,25 +130,15 @@ class Recorder(PositionalCalls):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
         # Of a cached block an engine tells no copy of the start, so none is made when its requests are played again.
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
-        self.engine, sinks, started = _checked_engine(engine), listed(sinks, "sinks"), time_from(wall_ns)
+        self.engine, sinks = _checked_engine(engine), listed(sinks, "sinks")
         layout = Layout.of(config)
         created = self._created(layout, name_bytes, drops_last_hit, heard=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
-        self._guard = Guard()
         shared = pool_shared(groups, named=name_bytes is not None)
-        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
-        self._salts = context.salts
-        outputs = Outputs.open(log, sinks, context, config.log)
-        try:
-            self._journal = Journal(created, outputs, shared=shared)
-            self._assemble(outputs, layout, wall_ns)
-            self._journal.make_good()
-            self._journal.flush(started)
-        except BaseException:
-            outputs.close()
-            raise
+        with self._beginning(created, config, log, sinks, wall_ns, shared=shared) as outputs:
+            self._assemble(outputs, layout)
 
     def _created(
         self, layout: Layout, name_bytes: int | None, drops_last_hit: bool, *, heard: bool
@@ -179,52 +161,31 @@ class Recorder(PositionalCalls):
             raise UsageError(f"name_bytes must be one of {', '.join(map(str, NAMED_BY_ENGINE))}, or None")
         return msgspec.structs.replace(created, hash_algorithm=algorithm, key_bytes=name_bytes)
 
-    def _assemble(self, outputs: Outputs, layout: Layout, wall_ns: Callable[[], int]) -> None:
-        """Make the parts that work on the journal's state."""
-        journal, config, hashing = self._journal, self.config, self._journal.state.hashing
-        self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
+    def _assemble(self, outputs: Outputs, layout: Layout) -> None:
+        """Make the parts that work on the state."""
+        config, hashing = self.config, self.state.hashing
         group = self.state.groups[0]
         assert isinstance(group, FullGroup)
         self._group, self._size, self._key_bytes = group, config.tokens_per_block, hashing.key_bytes
         self._names_given = hashing.given
         self._upkeep = Upkeep(
             self.state,
-            journal.emit,
+            self._emit,
             lambda: 0,
             config.checkpoint_spacing if outputs.log is not None else float("inf"),
         )
         self._checker = RequestChecker(
             self.state.handles,
             self.state.symbols,
-            layout.longest_sequence(config),
-            layout.longest_prompt(config),
+            layout,
+            config,
             block_hash=hashing.name,
             log_has_tokens=outputs.records_tokens,
-            tokens_per_block=self._size,
         )
-        self._monitor = Monitor(journal)
-        self._steps = Steps(self._guard, journal, self._upkeep, None, Readiness(None), wall_ns)
-        if outputs.offer(self._monitor):
-            self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
         self._mirror = Mirror(self.state, group, self._ids)
         self._row: _Row | None = None
         self._fresh: set[int] = set()
         """Sequences that have not got a block of their own yet."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # -- what any thread may call
-
-    stats = _of_monitor(Monitor.stats)
-    sink_stats = _of_monitor(Monitor.sink_stats)
-    log_stats = _of_monitor(Monitor.log_stats)
-    wait_durable = _of_monitor(Monitor.wait_durable)
-    wait_subscribers = _of_monitor(Monitor.wait_subscribers)
-    reopen_sinks = _of_monitor(Monitor.reopen_sinks)
 
     # -- requests come
 
@@ -264,7 +225,7 @@ class Recorder(PositionalCalls):
         if len(free) != len(below):
             raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
         pages = self._upkeep.missing_pages([request.rich] if request.rich is not None else [])
-        self._steps.warn_of_no_flush()
+        self._warn_of_no_flush()
         handle = Handle(self.state.next_handle)
         with self._guard:
             self._upkeep.intern(pages)
@@ -304,20 +265,7 @@ class Recorder(PositionalCalls):
         if below:
             names, first = self._mirror.names_at(SECONDARY, below), BlockIndex(len(slots))
             self._take(sequences[handle], SECONDARY, first, below, names)
-            self._emit(
-                ev.BlocksMoved(
-                    group=self._group.index,
-                    names=names,
-                    from_level=SECONDARY,
-                    from_slots=below.tobytes(),
-                    to_level=PRIMARY,
-                    to_slots=free.tobytes(),
-                    why=ev.MoveReason.ONBOARD,
-                    transfer=self.state.next_transfer,
-                    handle=handle,
-                    first_block=first,
-                )
-            )
+            self._move(names, below, free, ev.MoveReason.ONBOARD, handle, first)
 
     def _take(
         self,
@@ -358,12 +306,10 @@ class Recorder(PositionalCalls):
     # -- requests run
 
     @exclusive
-    def allocated(self, request_id: RequestId, blocks: Blocks, *, group: int = 0) -> None:
+    def allocated(self, request_id: RequestId, blocks: Blocks) -> None:
         """Free blocks were appended to a request's block table. What had been cached there is evicted before."""
-        self._refuse_group(group)
         sequence = self._mirror.sequence(request_id)
-        ids = listed_blocks(blocks)
-        slots = self._ids.slots(ids)
+        ids, slots = self._located(blocks)
         if not slots:
             return
         self._mirror.refuse_taken(ids, slots, sequence.request_id)
@@ -371,9 +317,8 @@ class Recorder(PositionalCalls):
             self._allocate([sequence], array("I", [len(slots)]).tobytes(), slots, self._why(sequence))
 
     @exclusive
-    def grown(self, request_ids: Items[RequestId], blocks: Blocks, *, group: int = 0) -> None:
+    def grown(self, request_ids: Items[RequestId], blocks: Blocks) -> None:
         """As `allocated`, of one block for each of these requests: one call, and mostly one event, for a step."""
-        self._refuse_group(group)
         sequences, ids = self._mirror.running(listed(request_ids, "request_ids")), listed_blocks(blocks)
         slots = self._ids.slots(ids)
         if len(slots) != len(sequences):
@@ -446,15 +391,12 @@ class Recorder(PositionalCalls):
                 self._emit(ev.LoadFailed(handle=sequence.handle, num_tokens=number))
 
     @exclusive
-    def stored(
-        self, request_id: RequestId, num_blocks: int, names: Names | None = None, *, group: int = 0
-    ) -> None:
+    def stored(self, request_id: RequestId, num_blocks: int, names: Names | None = None) -> None:
         """The first `num_blocks` blocks of a request can be found by others from now on; those before need no mention.
 
         Their K/V is written, or will be by the step that is about to run. `names` are those of the blocks that were not
         stored before, if the engine makes them. What is cached already in another block is a copy from now on.
         """
-        self._refuse_group(group)
         sequence, last = self._mirror.sequence(request_id), checked_natural(num_blocks, "num_blocks")
         if last <= sequence.path_ends[0].end:
             return
@@ -463,9 +405,8 @@ class Recorder(PositionalCalls):
             self._store(storing)
 
     @exclusive
-    def filled(self, request_ids: Items[RequestId], names: Names | None = None, *, group: int = 0) -> None:
+    def filled(self, request_ids: Items[RequestId], names: Names | None = None) -> None:
         """As `stored`, of one more block of each of these requests: one call, and mostly one event, for a step."""
-        self._refuse_group(group)
         sequences = self._mirror.running(listed(request_ids, "request_ids"))
         keys, size = self._given(names, len(sequences)), self._key_bytes if self._names_given else 0
         others: list[_Storing] = []
@@ -493,15 +434,13 @@ class Recorder(PositionalCalls):
                 )
 
     @exclusive
-    def replaced(self, request_id: RequestId, first_block: int, blocks: Blocks, *, group: int = 0) -> None:
+    def replaced(self, request_id: RequestId, first_block: int, blocks: Blocks) -> None:
         """A request has computed what these cached blocks hold, and has them now instead of its own, which are free.
 
         For engines that keep no copies. It begins with the first block that the request has not got cached.
         """
-        self._refuse_group(group)
         sequence, first = self._mirror.sequence(request_id), checked_natural(first_block, "first_block")
-        ids = listed_blocks(blocks)
-        slots = self._ids.slots(ids)
+        ids, slots = self._located(blocks)
         if not slots:
             return
         name, last = shown(sequence.request_id), first + len(slots)
@@ -601,7 +540,6 @@ class Recorder(PositionalCalls):
         blocks: Blocks,
         request_id: RequestId | None = None,
         *,
-        group: int = 0,
         level: Literal["primary", "secondary"] = "primary",
     ) -> None:
         """What is cached in these blocks is gone, and they are free. No running request may hold them.
@@ -609,7 +547,6 @@ class Recorder(PositionalCalls):
         With full attention nothing can be found behind a block that is gone, so what continues it must be gone before,
         or in the same call. `request_id`: the running request that needed the room.
         """
-        self._refuse_group(group)
         index, ids = self._level(level), listed_blocks(blocks)
         handle = None if request_id is None else self._mirror.sequence(request_id).handle
         leaving: list[tuple[int, int]] = []
@@ -622,27 +559,16 @@ class Recorder(PositionalCalls):
             for block, slot in leaving:
                 self._ids.leave(block, slot)
             for piece, names in ends:
-                self._emit(
-                    ev.BlocksRemoved(
-                        group=self._group.index,
-                        level=index,
-                        slots=piece.tobytes(),
-                        names=names,
-                        why=ev.RemoveReason.CAPACITY,
-                        handle=handle,
-                    )
-                )
+                self._remove(index, piece, names, ev.RemoveReason.CAPACITY, handle)
 
     @exclusive
-    def invalidated(self, blocks: Blocks, *, group: int = 0) -> list[int]:
+    def invalidated(self, blocks: Blocks) -> list[int]:
         """These blocks cannot be found any more, and so cannot what continues them: they do not hold what they should,
         as after a load that failed. What running requests hold stays theirs, without a name.
 
         Returns all blocks of which that is so from now on.
         """
-        self._refuse_group(group)
-        ids = listed_blocks(blocks)
-        slots = self._ids.slots(ids)
+        ids, slots = self._located(blocks)
         self._mirror.refuse_uncached(ids, slots)
         with self._guard:
             lost = self._invalidate(self._ids.invalidate(ids, slots))
@@ -651,28 +577,17 @@ class Recorder(PositionalCalls):
     def _invalidate(self, slots: array[int]) -> list[int]:
         lost = list[int]()
         for level, piece, names in self._mirror.tails(slots):
-            self._emit(
-                ev.BlocksRemoved(
-                    group=self._group.index,
-                    level=level,
-                    slots=piece.tobytes(),
-                    names=names,
-                    why=ev.RemoveReason.INVALIDATED,
-                )
-            )
+            self._remove(level, piece, names, ev.RemoveReason.INVALIDATED)
             lost += self._ids.lose(piece) if level == PRIMARY else ()
         return lost
 
     @exclusive
-    def moved(
-        self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None, *, group: int = 0
-    ) -> None:
+    def moved(self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None) -> None:
         """What is cached in these blocks is kept in the secondary blocks `to` from now on, and not in primary any more.
 
         No running request may hold them, and nothing in primary may continue them but what is moved before them in the
         same call. `request_id`: the running request that needed the room.
         """
-        self._refuse_group(group)
         ids, targets = listed_blocks(blocks), listed_blocks(to)
         slots, free = self._ids.slots(ids), self._lower_ids.slots(targets)
         if len(slots) != len(free):
@@ -686,19 +601,8 @@ class Recorder(PositionalCalls):
         ends, done = self._mirror.ends(PRIMARY, slots, keep_order=True, moving=True), 0
         with self._guard:
             for piece, names in ends:
-                self._emit(
-                    ev.BlocksMoved(
-                        group=self._group.index,
-                        names=names,
-                        from_level=PRIMARY,
-                        from_slots=piece.tobytes(),
-                        to_level=SECONDARY,
-                        to_slots=free[done : done + len(piece)].tobytes(),
-                        why=ev.MoveReason.OFFLOAD,
-                        transfer=self.state.next_transfer,
-                        handle=handle,
-                    )
-                )
+                to_slots = free[done : done + len(piece)]
+                self._move(names, piece, to_slots, ev.MoveReason.OFFLOAD, handle)
                 done += len(piece)
 
     @exclusive
@@ -707,6 +611,153 @@ class Recorder(PositionalCalls):
         with self._guard:
             self._upkeep.clear()
             self._ids.forget_names()
+
+    # -- further groups, each of which has a number from 1 on
+
+    @exclusive
+    def taken(
+        self, request_id: RequestId, indices: Items[int], blocks: Blocks, *, group: int, reused: bool = False
+    ) -> None:
+        """A request has these blocks in its table of a group, at these indices, in each of which it had none.
+
+        They are free ones or, if `reused`, have names there by which they were found.
+        """
+        into, sequence = self._positional(group), self._mirror.sequence(request_id)
+        ids = listed_blocks(blocks)
+        slots, at = self._ids.slots(ids), self._indices(indices, len(ids))
+        if not slots:
+            return
+        table = into.tables.get(sequence.handle, {})
+        for index in at:
+            if index in table:
+                raise self._wrong(sequence, f"has a block at {index} already, in group {group}")
+        if len(set(at)) != len(at):
+            raise UsageError("a call names an index twice")
+        if reused:
+            for block, slot, index in zip(ids, slots, at, strict=True):
+                if not into.ends_in(slot, index):
+                    raise self._wrong(
+                        sequence, f"reuses block {block} at {index}, which has no name there", block
+                    )
+        else:
+            self._mirror.refuse_taken(ids, slots, sequence.request_id)
+        with self._guard:
+            self._emit(
+                ev.SlotsTaken(
+                    handle=sequence.handle,
+                    group=into.index,
+                    indices=at.tobytes(),
+                    slots=slots.tobytes(),
+                    reused=reused,
+                )
+            )
+
+    @exclusive
+    def left(self, request_id: RequestId, indices: Items[int], *, group: int) -> None:
+        """A request let go of what it had at these indices of a group: no token to come needs it.
+
+        What has a name can be found still; the others are free. A request that has `ended` has let go of all.
+        """
+        of, sequence = self._positional(group), self._mirror.sequence(request_id)
+        table, at = of.tables.get(sequence.handle, {}), self._indices(indices)
+        slots = array("i")
+        for index in at:
+            if index not in table:
+                raise self._wrong(sequence, f"has no block at {index}, in group {group}")
+            slots.append(table[index])
+        if len(set(at)) != len(at):
+            raise UsageError("a call names an index twice")
+        if at:
+            with self._guard:
+                self._emit(
+                    ev.SlotsLeft(
+                        handle=sequence.handle, group=of.index, indices=at.tobytes(), slots=slots.tobytes()
+                    )
+                )
+
+    @exclusive
+    def named(
+        self,
+        request_id: RequestId,
+        blocks: Blocks,
+        names: bytes | Items[bytes],
+        positions: Items[int],
+        *,
+        group: int,
+    ) -> None:
+        """These blocks of a request can be found, each by the name of the request's first `positions` tokens.
+
+        Their content is written, or will be by the step that is about to run. A block can have several names.
+        """
+        of, sequence = self._positional(group), self._mirror.sequence(request_id)
+        if of.created.kind == UNCACHED:
+            raise UsageError(f"nothing of group {group} is found")
+        ids = listed_blocks(blocks)
+        slots, at = self._ids.slots(ids), self._indices(positions, len(ids))
+        keys, seen = self._keys(names, len(slots)), set[tuple[int, bytes]]()
+        own = of.tables.get(sequence.handle, {}).values()
+        for block, slot, key, position in zip(ids, slots, keys, at, strict=True):
+            if slot not in own:
+                raise self._wrong(
+                    sequence, f"names block {block} of group {group}, which it has not got", block
+                )
+            if not 0 < position <= sequence.num_tokens:
+                raise self._wrong(
+                    sequence, f"has {sequence.num_tokens} tokens, and a name for {position}", block
+                )
+            if key in of.names.get(slot, {}) or (slot, key) in seen:
+                raise self._wrong(sequence, f"gives block {block} a name that it has", block)
+            seen.add((slot, key))
+        if slots:
+            with self._guard:
+                self._emit(
+                    ev.SlotsNamed(
+                        handle=sequence.handle,
+                        group=of.index,
+                        slots=slots.tobytes(),
+                        keys=b"".join(keys),
+                        positions=at.tobytes(),
+                    )
+                )
+
+    @exclusive
+    def unnamed(
+        self,
+        blocks: Blocks,
+        names: bytes | Items[bytes],
+        request_id: RequestId | None = None,
+        *,
+        group: int,
+        why: Literal["capacity", "superseded"] = "capacity",
+    ) -> None:
+        """These blocks cannot be found any more by these names, one for each: they make room, perhaps for a request.
+
+        `superseded`: something else was written there.
+        """
+        of, reason = self._positional(group), checked_choice(why, RemoveReason, "why")
+        ids, slots = self._located(blocks)
+        keys, seen = self._keys(names, len(slots)), set[tuple[int, bytes]]()
+        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        for block, slot, key in zip(ids, slots, keys, strict=True):
+            if key not in of.names.get(slot, {}) or (slot, key) in seen:
+                raise Contradiction(
+                    f"block {block} loses a name in group {group} that it has not got", block=int(block)
+                )
+            seen.add((slot, key))
+        if slots:
+            with self._guard:
+                self._emit(
+                    ev.SlotsUnnamed(
+                        group=of.index, slots=slots.tobytes(), keys=b"".join(keys), why=reason, handle=handle
+                    )
+                )
+
+    @exclusive
+    def deferred(self, request_id: RequestId, *, group: int) -> None:
+        """A request waits for a step, since another one only writes by then what it has found in a group."""
+        of = self._positional(group)
+        with self._guard:
+            self._emit(ev.HitDeferred(request_id=checked_request_id(request_id), group=of.index))
 
     # -- steps
 
@@ -722,24 +773,6 @@ class Recorder(PositionalCalls):
         )
 
     @exclusive
-    def flush(self) -> EventBatch | None:
-        """A step is over: hand over what happened in it as one batch. An empty step makes none.
-
-        Copies between the levels count as complete. Raises as `KVCacheManager.flush`.
-        """
-        return self._steps.end()
-
-    @closing
-    def close(self) -> None:
-        """Record a checkpoint, drain the log and the sinks. Closing twice is harmless."""
-        try:
-            if self._guard.failure is None:
-                self._steps.end_last()
-        finally:
-            self._guard.close()
-            self._journal.outputs.close()
-
-    @exclusive
     def check(self) -> None:
         """Prove the laws of the mirror; raises `InvariantViolated`. Takes long: for tests."""
         self.state.check()
@@ -747,17 +780,41 @@ class Recorder(PositionalCalls):
 
     # -- what calls have in common
 
-    def _refuse_group(self, group: int) -> None:
-        if group != 0:
-            raise Unsupported(
-                f"group {group}",
-                "this call is about group 0; of others tell taken, left, named and unnamed",
-            )
+    def _located(self, blocks: Blocks) -> tuple[Blocks, array[int]]:
+        """Blocks of primary, and the slots in which they lie."""
+        ids = listed_blocks(blocks)
+        return ids, self._ids.slots(ids)
 
     def _level(self, level: str) -> LevelIndex:
-        if level not in (_PRIMARY, _SECONDARY):
-            raise UsageError(f"level must be {_PRIMARY} or {_SECONDARY}")
-        return PRIMARY if level == _PRIMARY else SECONDARY
+        if level not in ("primary", "secondary"):
+            raise UsageError("level must be primary or secondary")
+        return PRIMARY if level == "primary" else SECONDARY
+
+    def _positional(self, group: int) -> PositionalGroup:
+        groups, first = self.state.positional, len(self.state.groups)
+        if not first <= checked_integer(group, "group") < first + len(groups):
+            raise UsageError(f"there is no further group {group}")
+        return groups[group - first]
+
+    def _indices(self, numbers: Items[int], count: int | None = None) -> array[int]:
+        row = [checked_natural(each, "an index or position") for each in listed(numbers, "indices")]
+        if max(row, default=0) > MOST_TOKENS:
+            raise UsageError(f"an index or position must be at most {MOST_TOKENS}")
+        at = array("I", row)
+        if count is not None and len(at) != count:
+            raise UsageError(f"{count} blocks are given, and {len(at)} numbers for them")
+        return at
+
+    def _keys(self, names: bytes | Items[bytes], count: int) -> list[bytes]:
+        size = self._key_bytes
+        joined = names if isinstance(names, bytes) else b"".join(listed(names, "names"))
+        if len(joined) != count * size:
+            raise UsageError(f"{count} names of {size} bytes are needed, not {len(joined)} bytes")
+        return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+    def _wrong(self, sequence: Sequence, told: str, block: object = None) -> Contradiction:
+        number = {} if block is None else {"block": int(block)}  # type: ignore[call-overload]
+        return Contradiction(f"request {shown(sequence.request_id)} {told}", sequence.request_id, **number)
 
     def _row_of(self, ids: list[RequestId]) -> _Row:
         """These requests as they are decoded together: as in the step before, if nothing else has happened to them."""
@@ -795,6 +852,52 @@ class Recorder(PositionalCalls):
                 )
                 raise self._mirror.other_name(sequence, piece.first + wrong, piece.slots[wrong])
         return _Storing(sequence, first, last, keys, cached)
+
+    def _move(
+        self,
+        names: bytes,
+        from_slots: array[int],
+        to_slots: array[int],
+        why: ev.MoveReason,
+        handle: Handle | None,
+        first_block: int = 0,
+    ) -> None:
+        """Cached blocks lie in the other level from now on."""
+        target = SECONDARY if why is ev.MoveReason.OFFLOAD else PRIMARY
+        self._emit(
+            ev.BlocksMoved(
+                group=self._group.index,
+                names=names,
+                from_level=PRIMARY if target else SECONDARY,
+                from_slots=from_slots.tobytes(),
+                to_level=target,
+                to_slots=to_slots.tobytes(),
+                why=why,
+                transfer=0 if why is ev.MoveReason.RECOMPUTED else self.state.next_transfer,
+                handle=handle,
+                first_block=BlockIndex(first_block),
+            )
+        )
+
+    def _remove(
+        self,
+        level: LevelIndex,
+        slots: array[int],
+        names: bytes,
+        why: ev.RemoveReason,
+        handle: Handle | None = None,
+    ) -> None:
+        """Cached blocks are gone."""
+        self._emit(
+            ev.BlocksRemoved(
+                group=self._group.index,
+                level=level,
+                slots=slots.tobytes(),
+                names=names,
+                why=why,
+                handle=handle,
+            )
+        )
 
     def _note_computed(self, sequence: Sequence, blocks: int) -> None:
         """Blocks are cached whose K/V the engine writes: they count as computed."""
@@ -849,20 +952,8 @@ class Recorder(PositionalCalls):
                 self._ids.share(sequence.handle, slot, cached, self._group.run_at(PRIMARY, cached).refs)
             self._take(sequence, PRIMARY, first, piece.slots, names, own[::-1].tobytes())
             return
-        self._emit(
-            ev.BlocksMoved(
-                group=self._group.index,
-                names=names,
-                from_level=SECONDARY,
-                from_slots=piece.slots.tobytes(),
-                to_level=PRIMARY,
-                to_slots=own.tobytes(),
-                why=ev.MoveReason.RECOMPUTED,
-                transfer=0,
-                handle=sequence.handle,
-                first_block=BlockIndex(first),
-            )
-        )
+        recomputed, handle = ev.MoveReason.RECOMPUTED, sequence.handle
+        self._move(names, piece.slots, own, recomputed, handle, first)
 
     def _goes_on_alone(self, sequence: Sequence, block: int) -> bool:
         """Whether a sequence fills its next block behind what it alone has cached, with plain tokens."""

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, windows_of
+from kvcache.config import MAX_BLOCKS, PRIMARY_LIMITS, KVCacheConfig, windows_of
 from kvcache.errors import ConfigError
-from kvcache.settings.fields import MAX_BLOCKS
 
 INSTEAD = "primary_blocks, max_tokens or primary_bytes"
 """What gives the size of primary where free memory cannot be measured."""

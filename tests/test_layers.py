@@ -33,8 +33,7 @@ ALLOWED_BESIDES = {
     "kvcache/integrations": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
     "kvcache/recorder.py": {"sinks"},
-    "kvcache/record/monitor.py": {"sinks"},
-    "kvcache/record/outputs.py": {"sinks"},
+    "kvcache/record": {"sinks"},
     "kvcache/publish": {"sinks"},
     "kvcache/cli": {"sinks"},
 }
@@ -49,7 +48,7 @@ ALLOWED_AS_TYPES = {
 
 DECIDE_AND_APPLY = sorted(
     path.relative_to(ROOT / "kvcache").as_posix()
-    for place in ("fold/*.py", "decide/*.py", "inputs/*.py")
+    for place in ("fold/*.py", "decide/*.py", "inputs.py")
     for path in (ROOT / "kvcache").glob(place)
 )
 """Modules of kvcache that must give the same result for the same events, today and in a replay."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
+from kvcache.calls.guard import Guard, exclusive
 from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import UsageError
 from kvcache.fold.full_group import FullGroup
@@ -19,9 +20,7 @@ from kvcache.fold.group import Group
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
-from kvcache.guard import Guard, exclusive
-from kvcache.inputs.arguments import checked_natural
-from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
+from kvcache.inputs import CheckedRequest, Request, RequestChecker, checked_integer, checked_natural
 from kvcache.results import Computing, Demand
 
 
@@ -74,6 +73,32 @@ class Scheduling:
         return {
             window.window: max(0, window.blocks_for(sequence.num_tokens + more) - len(table))
             for window, table in zip(self._blocks.windows, sequence.tables, strict=False)
+        }
+
+    def remaining_blocks_to_completion(
+        self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
+    ) -> int:
+        """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.
+
+        In the window that needs the most, which may not be the one with the fewest free blocks: what each window needs,
+        to compare with `num_free_blocks_per_window`, is told by `remaining_blocks_per_window`. Of a prompt that has not
+        got all its slots (`reserve_tokens`), `chunk_tokens` says in which chunks at most it gets the others; None: at
+        once.
+        """
+        return max(self.remaining_blocks_per_window(request_id, max_new_tokens, chunk_tokens).values())
+
+    @exclusive
+    def remaining_blocks_per_window(
+        self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
+    ) -> dict[int, int]:
+        """The same for each window, by its tokens."""
+        max_new_tokens = checked_natural(max_new_tokens, "max_new_tokens")
+        if chunk_tokens is not None and checked_integer(chunk_tokens, "chunk_tokens") < 1:
+            raise UsageError("chunk_tokens must be at least 1")
+        sequence = self._blocks.sequence(request_id)
+        return {
+            each.window: each.blocks_to_grow(sequence, max_new_tokens, chunk_tokens)
+            for each in self._blocks.windows
         }
 
     @exclusive

@@ -7,21 +7,25 @@ sequence that decodes, or what is left of a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from events.types import RequestId
-from kvcache.calls.query import Query
+from kvcache.calls.guard import Guard, exclusive
+from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.device.readiness import Readiness
-from kvcache.errors import UsageError, shown
+from kvcache.errors import StaleTables, UnknownRequest, UsageError, shown
 from kvcache.fold.sequence import DETACHED, Sequence
-from kvcache.guard import Guard, exclusive
-from kvcache.inputs.arguments import checked_natural, listed
+from kvcache.fold.state import CacheState
+from kvcache.inputs import checked_integer, checked_natural, listed
+from kvcache.layout import Layout
 from kvcache.results import BlockTable, PagedTables
 
 if TYPE_CHECKING:
@@ -33,23 +37,133 @@ NO_SLOT = -1
 MAX_SLOT = int(np.iinfo(np.int32).max)
 
 
-class Tables:
+class _Note(NamedTuple):
+    """Of which sequences, or inputs of encoders, a table is, and what it was made from."""
+
+    sequences: tuple[Sequence, ...]
+    group: int
+    of_step: bool
+    made_from: list[tuple[Any, ...]]
+
+
+class HandedOut:
+    """Remembers of each table what it was made from, as long as the table lives.
+
+    A count of changes would not do: it tells that something has changed, which each call of an engine makes true, and
+    not whether these tables have.
+    """
+
+    def __init__(self, running: Mapping[int, Sequence]) -> None:
+        self._running = running
+        """By handles."""
+        self._notes: dict[int, tuple[ref[Any], _Note]] = {}
+
+    def __len__(self) -> int:
+        """Return how many tables are remembered."""
+        return len(self._notes)
+
+    def note(self, tables: Items[Any], sequences: Items[Sequence], group: int, *, of_step: bool) -> None:
+        """These objects were made now, of these sequences; `of_step`: they also say which tokens a step computes."""
+        made_from = [_made_from(each, group, of_step=of_step) for each in sequences]
+        for table in tables:
+            self._keep(table, _Note(tuple(sequences), group, of_step, made_from))
+
+    def _keep(self, table: Any, note: _Note) -> None:
+        key = id(table)
+        self._notes[key] = ref(table, lambda _: self._notes.pop(key, None)), note
+
+    def check(self, table: Any) -> tuple[Sequence, ...]:
+        """Raise `StaleTables` if this table would be made otherwise now; returns of whom it is.
+
+        Raises `UsageError` for what was not given out here.
+        """
+        reference, note = self._notes.get(id(table), (None, None))
+        if note is None or reference is None or reference() is not table:
+            raise UsageError(
+                f"check_tables: this {type(table).__name__} was not given out by this manager: pass tables as they "
+                "were given, or the buffers that were passed as out, rather than copies of them on a device"
+            )
+        for sequence, before in zip(note.sequences, note.made_from, strict=True):
+            runs = self._running.get(sequence.handle) is sequence
+            if not runs or _made_from(sequence, note.group, of_step=note.of_step) != before:
+                raise StaleTables(sequence.request_id)
+        return note.sequences
+
+
+def _made_from(sequence: Sequence, group: int, *, of_step: bool) -> tuple[Any, ...]:
+    """What a table of a sequence is made from."""
+    table = tuple(sequence.tables[group])
+    return (table, sequence.computed, sequence.num_tokens) if of_step else (table,)
+
+
+class BlockTables:
     """Changes nothing. Bound to the manager's thread, since it reads the live state."""
 
     def __init__(
         self,
         guard: Guard,
-        tokens_per_block: int,
+        config: KVCacheConfig,
+        layout: Layout,
+        state: CacheState,
         blocks: BlockManager,
-        query: Query,
         readiness: Readiness,
         pools: Pools | None,
     ) -> None:
-        self._guard, self._size = guard, tokens_per_block
-        self._blocks, self._query, self._readiness, self._pools = blocks, query, readiness, pools
+        self._guard, self._size, self._max_length = guard, config.tokens_per_block, config.max_sequence_length
+        self._windows, self._own = [group.window for group in layout.groups], layout.windows
+        self._blocks, self._readiness, self._pools = blocks, readiness, pools
+        self._handles = state.handles
+        self._handed_out = HandedOut(state.sequences) if config.debug_check_tables else None
+
+    def one(self, request_id: RequestId, window: int | None) -> BlockTable:
+        """See `KVCacheManager.block_table`."""
+        group = self._group_of(window)
+        return self._table_of(self._blocks.sequence(request_id), group)
 
     @exclusive
-    def padded_tables(
+    def of_admission(self, request_id: RequestId, handle: int) -> tuple[BlockTable, ...]:
+        """The block tables of one admission: a later one of the same id is another sequence."""
+        if self._handles.get(request_id) != handle:
+            raise UnknownRequest(request_id)
+        sequence = self._blocks.sequence(request_id)
+        return tuple(self._table_of(sequence, group) for group in range(len(sequence.tables)))
+
+    def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
+        self._readiness.refuse_unreadable([sequence])
+        table = self._presented(np.array(sequence.part_in(group).tables[group], np.int32))
+        self._note([table], [sequence.part_in(group)], group)
+        return table
+
+    def several(self, request_ids: Iterable[RequestId], window: int | None) -> BlockTable:
+        """See `KVCacheManager.block_tables`."""
+        group = self._group_of(window)
+        sequences = self._readable(request_ids, group)
+        tables = [sequence.tables[group] for sequence in sequences]
+        padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        presented = self._presented(padded)
+        self._note([presented], sequences, group)
+        return presented
+
+    @exclusive
+    def check(self, *tables: BlockTable | Items[BlockTable]) -> None:
+        """Raise unless a forward pass may use these tables now, as they were given out; call it right before.
+
+        With `debug_check_tables`, else nothing is looked at. `StaleTables`: a call has changed since what one of them
+        says, or for those of a step (`slot_mapping`, `paged`, `sequence_lengths`) what was computed.
+        `TransfersPending`, `TransfersNotAwaited`: copies were not started, or nothing waits for their ticket.
+        `ComputationLost`: a copy failed. `UsageError` for what is no table of this manager, as a copy on a device.
+        """
+        if self._handed_out is None:
+            return
+        for each in tables:
+            for table in each if isinstance(each, tuple) else (each,):
+                self._readiness.refuse_unreadable(self._handed_out.check(table))
+        self._readiness.refuse_not_awaited()
+
+    @exclusive
+    def padded(
         self,
         request_ids: Items[RequestId],
         window: int | None = None,
@@ -60,15 +174,15 @@ class Tables:
         """Block tables whose every entry may be read: int32 [sequences, most blocks], for kernels that take a
         rectangle (flash-attn's ``block_table``, vLLM's, FlashAttention 3's ``page_table``).
 
-        As `block_tables`, but padded with `filler`, a slot; and where a sliding window has left a block behind, a slot
-        that the sequence still holds stands in its place: what kernels load ahead of their mask is there. `out`, an
-        int32 array or tensor on the host with as many rows and columns at least (a pinned buffer that is used again),
-        is written to; the result is its beginning, and what is left of it is filled as well.
+        As `KVCacheManager.block_tables`, but padded with `filler`, a slot; and where a block was detached from a
+        sliding window, a slot that the sequence still holds stands in its place: what kernels load ahead of their mask
+        is there. `out`, an int32 array or tensor on the host with as many rows and columns at least (a pinned buffer
+        that is used again), is written to; the result is its beginning, and what is left of it is filled as well.
         """
         padding = checked_natural(filler, "filler")
         if padding > MAX_SLOT:
             raise UsageError(f"filler must be a slot, at most {MAX_SLOT}")
-        group = self._query.group_of(window)
+        group = self._group_of(window)
         sequences = self._readable(request_ids, group)
         tables = [_safe(sequence, group) for sequence in sequences]
         shape = len(tables), max(map(len, tables), default=0)
@@ -79,7 +193,7 @@ class Tables:
         return self._result(out, target, shape, sequences, group)
 
     @exclusive
-    def paged_tables(
+    def paged(
         self,
         request_ids: Items[RequestId],
         window: int | None = None,
@@ -89,9 +203,9 @@ class Tables:
         """Block tables in rows behind each other, as FlashInfer's paged wrappers take them (``kv_indptr``,
         ``kv_indices``, ``kv_last_page_len``), all int32: of the blocks that hold each sequence's tokens up to `stops`.
 
-        What a sliding window has left behind is as in `padded_tables`: positions stay what they are.
+        What a sliding window has left behind is as in `padded`: positions stay what they are.
         """
-        group = self._query.group_of(window)
+        group = self._group_of(window)
         sequences = self._readable(request_ids, group)
         ends = self._ends(sequences, group, stops)
         counts = [-(-end // self._size) for end in ends]
@@ -100,7 +214,7 @@ class Tables:
         indices = np.concatenate(rows) if rows else np.empty(0, np.int32)
         last = np.array([(end - 1) % self._size + 1 if end else 0 for end in ends], np.int32)
         tables = PagedTables(*map(self._presented, (indptr, indices, last)))
-        self._query.note(tables, sequences, group, of_step=True)
+        self._note(tables, sequences, group, of_step=True)
         return tables
 
     @exclusive
@@ -116,9 +230,9 @@ class Tables:
         """Where the K/V of this step's tokens goes, int64 [tokens], sequence by sequence: slot × tokens_per_block +
         offset, as vLLM's and FlashAttention's ``slot_mapping``, an index into a layer's tokens (`pools.kv`).
 
-        `out`: as in `padded_tables`, for int64 and one dimension; what is left of it is -1, which kernels skip.
+        `out`: as in `padded`, for int64 and one dimension; what is left of it is -1, which kernels skip.
         """
-        group = self._query.group_of(window)
+        group = self._group_of(window)
         sequences = self._readable(request_ids, group)
         ends = self._ends(sequences, group, stops)
         begins = self._begins(sequences, starts, ends)
@@ -144,7 +258,7 @@ class Tables:
         """Tokens of each sequence when the step is done, int32 [sequences] (``seq_lens``, ``cache_seqlens``): `stops`,
         or all that it has. The same in all windows, so none need be given but `CROSS_WINDOW`, for encoders' inputs.
         """
-        group = 0 if window is None else self._query.group_of(window)
+        group = 0 if window is None else self._group_of(window)
         sequences = self._readable(request_ids, group)
         ends = np.array(self._ends(sequences, group, stops), np.int32)
         target = _target(out, np.int32, ends.shape)
@@ -154,7 +268,20 @@ class Tables:
 
     # -- what is asked about
 
-    def _readable(self, request_ids: Items[RequestId], group: int) -> list[Sequence]:
+    def _group_of(self, window: int | None) -> int:
+        """The group of a window, as callers give it."""
+        windows, own = self._windows, self._own
+        if window is None:
+            if len(own) > 1:
+                raise UsageError(f"say which window's blocks are meant: one of {windows}")
+            return 0
+        if checked_integer(window, "a window") in windows:
+            return windows.index(window)
+        if own[-1].kind == "full" and window >= self._max_length:
+            return len(own) - 1
+        raise UsageError(f"there is no window of {window} tokens, only of {windows}")
+
+    def _readable(self, request_ids: Iterable[RequestId], group: int) -> list[Sequence]:
         """The sequences, or for cross attention the encoders' inputs that they read."""
         sequences = [self._blocks.sequence(each) for each in listed(request_ids, "request_ids")]
         self._readiness.refuse_unreadable(sequences)
@@ -191,8 +318,8 @@ class Tables:
         size, table = self._size, sequence.tables[group]
         if begin < end and begin // size < sequence.detached[group]:
             raise UsageError(
-                f"request {shown(sequence.request_id)}: a sliding window has let go of the block of token {begin}, so "
-                "nothing can be written there: begin behind it"
+                f"request {shown(sequence.request_id)}: the block of token {begin} is "
+                "behind the sliding window, so nothing can be written there: begin after it"
             )
         if end - begin == 1:  # decoding: without numpy's overhead
             return np.array([table[begin // size] * size + begin % size], np.int64)
@@ -200,6 +327,13 @@ class Tables:
         return np.array(table, np.int64)[positions // size] * size + positions % size
 
     # -- what is given back
+
+    def _note(
+        self, tables: Items[BlockTable], sequences: Items[Sequence], group: int, *, of_step: bool = False
+    ) -> None:
+        """These tables are given out, of sequences or encoders' inputs, for `check`."""
+        if self._handed_out is not None:
+            self._handed_out.note(tables, sequences, group, of_step=of_step)
 
     def _presented(self, column: Column) -> BlockTable:
         return column if self._pools is None else self._pools.block_table(column)
@@ -216,7 +350,7 @@ class Tables:
     ) -> BlockTable:
         within = tuple(slice(length) for length in shape)
         result: BlockTable = self._presented(target) if out is None else out[within]
-        self._query.note([result] if out is None else [result, out], sequences, group, of_step=of_step)
+        self._note([result] if out is None else [result, out], sequences, group, of_step=of_step)
         return result
 
 

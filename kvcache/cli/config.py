@@ -13,12 +13,22 @@ from typing import Any
 
 from kvcache.cli.options import add_shared
 from kvcache.cli.output import Output
-from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
+from kvcache.config import (
+    PRIMARY_LIMITS,
+    KVCacheConfig,
+    Sources,
+    Values,
+    fields_of,
+    look_up,
+    merged,
+    nested,
+    read_environment,
+    value_in,
+    variable_of,
+)
 from kvcache.errors import ConfigError, UsageError
 from kvcache.layout import Layout
 from kvcache.phrases import printable
-from kvcache.settings.environment import fields_of, read_environment, value_in, variable_of
-from kvcache.settings.sources import Sources, Values, look_up, merged, nested
 
 RUN_DEFAULTS: Values = {"tokens_per_block": 64, "log": {"overflow": "block"}}
 """Where `kvcache run` has defaults of its own."""

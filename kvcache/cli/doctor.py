@@ -19,12 +19,11 @@ from kvcache._version import __version__
 from kvcache.cli.fleet import logs_in
 from kvcache.cli.options import add_shared
 from kvcache.cli.output import Output, paint
-from kvcache.config import KVCacheConfig
+from kvcache.config import KVCacheConfig, problems_in, read_environment
 from kvcache.device.memory import free_bytes
 from kvcache.integrations.vllm.attached import KNOWN
 from kvcache.integrations.vllm.plugin import VARIABLE, register
 from kvcache.phrases import printable, size
-from kvcache.settings.environment import problems_in, read_environment
 from sinks import known_schemes
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")

@@ -24,8 +24,7 @@ from kvcache.cli.times import Times, UpTo
 from kvcache.decide.lookup import lookup
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import namespace_of
-from kvcache.inputs.tokens import pack_tokens
+from kvcache.inputs import namespace_of, pack_tokens
 from kvcache.phrases import count, printable, share
 from kvcache.replay import Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock

@@ -117,7 +117,7 @@ def origin(path: str) -> str:
 def read_tokens(path: str) -> list[Any]:
     """What a file holds: a JSON list, or numbers between spaces; ``-`` is stdin. Raises UsageError for anything else.
 
-    Whether they are token ids is for `kvcache.inputs.tokens.pack_tokens` to say.
+    Whether they are token ids is for `kvcache.inputs.pack_tokens` to say.
     """
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as file:

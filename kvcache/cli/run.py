@@ -33,7 +33,7 @@ from kvcache.device.memory import served_layout
 from kvcache.errors import InternalError, KVCacheError, Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.phrases import count
 from kvcache.record.outputs import open_log
 from kvcache.workload.chats import generate_chats
@@ -314,7 +314,8 @@ class _Run:
 
                 self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path)
                 self._copier = TimedCopier(self._pools.copier(), sizes.layout)
-            options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "wall_ns": self._clock.wall_ns}
+            clock = Substitutes(wall_ns=self._clock.wall_ns)
+            options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "substitutes": clock}
             if self._config.secondary_path is None:
                 return KVCacheManager(self._config, pools=self._pools, log=log, **options)
             again = None if self._pools is None else PoolPattern(self._pools).recompute

@@ -18,7 +18,7 @@ from kvcache.cli.verification import FeedCheck, Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.phrases import count, duration, printable, share, size
-from kvcache.restart.opening import Restored
+from kvcache.record.restart import Restored
 from kvcache.stats import Stats
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier

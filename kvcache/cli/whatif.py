@@ -15,9 +15,9 @@ from kvcache.cli.config import parse_sets
 from kvcache.cli.options import add_shared, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
+from kvcache.config import look_up
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share
-from kvcache.settings.sources import look_up
 from kvcache.whatif.playback import Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, policy
 from kvcache.whatif.trial import (

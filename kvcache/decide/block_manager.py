@@ -43,8 +43,7 @@ from kvcache.fold.matching import in_all
 from kvcache.fold.sequence import Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
-from kvcache.inputs.arguments import checked_request_id
-from kvcache.inputs.requests import CheckedRequest
+from kvcache.inputs import CheckedRequest, checked_request_id
 from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings

@@ -11,7 +11,7 @@ from events.types import CROSS, SECONDARY, Namespace
 from kvcache.errors import Unsupported
 from kvcache.fold.matching import GroupMatch, Piece, in_all
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import EncoderInput
+from kvcache.inputs import EncoderInput
 from kvcache.results import Match, MatchedBlock
 
 

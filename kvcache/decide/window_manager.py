@@ -25,7 +25,7 @@ from kvcache.fold.group import Group
 from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
 from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import CheckedRequest
+from kvcache.inputs import CheckedRequest
 from kvcache.results import Replacement
 
 

@@ -4,14 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from typing import Any
 
-from cuda_ops.copier import Ticket
+from cuda_ops.copier import CopyFailed, Ticket
 from events.types import PRIMARY, RequestId
-from kvcache.device.awaited import AwaitedTickets
 from kvcache.device.transfers import TransferEngine
 from kvcache.errors import ComputationLost, TransfersNotAwaited, TransfersPending
 from kvcache.fold.sequence import Sequence
 from kvcache.results import PollResult
+
+
+class AwaitedTicket:
+    """A ticket that knows whether anybody has waited for it."""
+
+    def __init__(self, inner: Ticket) -> None:
+        self._inner = inner
+        self.awaited = False
+        """Whether a stream or the host has been made to wait, or was told that the copies are done."""
+
+    def done(self) -> bool:
+        """As the ticket. Whoever is told that the copies are over, or failed, has waited."""
+        try:
+            done = self._inner.done()
+        except CopyFailed:
+            self.awaited = True
+            raise
+        self.awaited = self.awaited or done
+        return done
+
+    @property
+    def over(self) -> bool:
+        """Whether the copies are done or failed, without anybody being told."""
+        try:
+            return self._inner.done()
+        except CopyFailed:  # `poll` tells of failures
+            return True
+
+    def wait(self) -> None:
+        """As the ticket."""
+        self.awaited = True
+        self._inner.wait()
+
+    def wait_on(self, stream: Any = None) -> None:
+        """As the ticket."""
+        self.awaited = True
+        self._inner.wait_on(stream)
+
+
+class AwaitedTickets:
+    """Those that were given out."""
+
+    def __init__(self) -> None:
+        self._open: list[AwaitedTicket] = []
+
+    def watched(self, ticket: Ticket) -> Ticket:
+        """The same ticket, of which is known from now on whether it was waited for."""
+        self._open = [each for each in self._open if not each.awaited]
+        self._open.append(AwaitedTicket(ticket))
+        return self._open[-1]
+
+    def missing(self) -> bool:
+        """Whether one was not waited for. One whose copies are over is found once, others until they are."""
+        missing = [ticket for ticket in self._open if not ticket.awaited]
+        self._open = [ticket for ticket in missing if not ticket.over]
+        return bool(missing)
 
 
 class Readiness:
@@ -52,7 +108,7 @@ class Readiness:
         self._lost.pop(request_id, None)
         self._stuck.discard(request_id)
 
-    def tell(self, landed: tuple[int, ...]) -> PollResult:
+    def report(self, landed: tuple[int, ...]) -> PollResult:
         """What `poll` returns: what landed, and all that was lost since the last time."""
         told = PollResult(landed, tuple(self._failed), tuple(self._lost.items()))
         self._failed, self._lost = [], {}

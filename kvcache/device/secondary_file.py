@@ -2,7 +2,7 @@
 
 Mapped shared and written by whoever copies. What was written is there after `kill -9`, since the system keeps it, and
 perhaps not after a power failure: nothing is synced, for the checksums in the log decide what is right. The file says
-of which cache it is (`kvcache.device.secondary_header`), and nothing about which block lies where: that is the log's.
+of which cache it is (`kvcache.device.secondary_file`), and nothing about which block lies where: that is the log's.
 
 All room is taken at once. A file with holes on a full disk would end the process in the middle of a copy.
 """
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import struct
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +29,157 @@ import numpy.typing as npt
 from events.errors import NoRegularFile
 from events.files.safe import OTHERS, create_file, open_own
 from events.log.durable import Lock, LockHeld, sync_directory, sync_file, take_lock, write_all
-from kvcache.device.secondary_errors import (
-    NotASecondaryFile,
-    SecondaryFileLocked,
-    SecondaryFileUnavailable,
-)
-from kvcache.device.secondary_header import SecondaryHeader
+from events.types import SECONDARY
 from kvcache.errors import NotEnoughMemory, UsageError
 from kvcache.layout import Layout
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileError(UsageError):
+    """Base of the errors about the file of `secondary_path`, of which nothing was changed."""
+
+    path: Path
+
+
+class NotASecondaryFile(SecondaryFileError):
+    """Something else is there."""
+
+    text = "{path} is no file of a cache's secondary level: give secondary_path a name that is new"
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileTooNew(SecondaryFileError):
+    """The file has a format version that this software does not know."""
+
+    version: int
+    text = (
+        "{path} has format version {version}, which is newer than this software: upgrade it, or remove the file and "
+        "begin with an empty secondary level"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileDamaged(SecondaryFileError):
+    """What was there once is not there any more. `reason` says what is wrong."""
+
+    reason: str
+    text = "{path} is damaged: {reason}; remove it, and begin with an empty secondary level"
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileOfOther(SecondaryFileError):
+    """The file is of another cache. `what` says in what they differ, and how."""
+
+    what: str
+    text = (
+        "{path} holds the blocks of another cache: {what}; give the settings with which it was made, another "
+        "secondary_path, or remove the file"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileLocked(SecondaryFileError):
+    """Another cache has the file open; `holder` says which process, as far as is known."""
+
+    holder: str
+    text = "{path} is in use by {holder}: stop that process, or choose another secondary_path"
+
+
+@dataclass(eq=False, repr=False)
+class SecondaryFileUnavailable(SecondaryFileError):
+    """The system refuses: no permission, no such directory, no room."""
+
+    reason: str
+    text = (
+        "{path} cannot hold the secondary level: {reason}; choose a secondary_path where this user may write"
+    )
+
+
+VERSION = 1
+DATA_ALIGNMENT = 4096
+"""Header and pools begin at multiples of this, in bytes: a page, which a GPU can be given."""
+DEPENDS_ON = (
+    "what else K and V depend on (model_variant, dtype, layers, heads, windows, max_sequence_length, layout)"
+)
+"""What `content_id` is made of, for people."""
+_MAGIC = b"KVCACHE2"
+_PREFIX = struct.Struct("<8sIII")
+"""Magic, version, bytes of JSON, CRC-32 of the JSON."""
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `DATA_ALIGNMENT`."""
+    return -(-size // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class SecondaryHeader:
+    """Whose blocks lie in a file, and where."""
+
+    content_id: str
+    """What the bytes of a block mean (`Layout.content_id`)."""
+    blocks: list[int]
+    """Per group."""
+    bytes_per_block: list[list[int]]
+    """Per group and pool."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Of the file for a cache of this layout."""
+        groups = layout.groups
+        return cls(
+            layout.content_id,
+            [group.num_blocks[SECONDARY] for group in groups],
+            [[pool.bytes_per_block for pool in group.pools] for group in groups],
+        )
+
+    def pack(self) -> bytes:
+        """As it stands in the file."""
+        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        packed = _PREFIX.pack(_MAGIC, VERSION, len(text), crc32(text)) + text
+        return packed.ljust(aligned(len(packed)), b"\0")
+
+    def places(self) -> tuple[list[list[int]], int]:
+        """Where each pool of each group begins, and where all ends, in bytes from the start of the file."""
+        offset, places = len(self.pack()), list[list[int]]()
+        for blocks, pools in zip(self.blocks, self.bytes_per_block, strict=True):
+            places.append([])
+            for size in pools:
+                places[-1].append(offset)
+                offset = aligned(offset + blocks * size)
+        return places, offset
+
+    def refuse_other(self, path: Path, found: bytes, size: int) -> None:
+        """Raise a `SecondaryFileError` unless a file that begins with `found` and has so many bytes is ours."""
+        text = _text_of(path, found)
+        try:
+            there = json.loads(text)
+            content_id, shape = there["content_id"], (there["blocks"], there["bytes_per_block"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise SecondaryFileDamaged(path, "its header cannot be read") from None
+        if content_id != self.content_id:
+            raise SecondaryFileOfOther(path, f"another model, or {DEPENDS_ON}")
+        if shape != (self.blocks, self.bytes_per_block):
+            what = f"{shape[0]} secondary blocks per window where the settings give {self.blocks}"
+            raise SecondaryFileOfOther(path, what)
+        if size != self.places()[1]:
+            raise SecondaryFileDamaged(path, f"it has {size:,} bytes, {self.places()[1]:,} belong to it")
+
+
+def _text_of(path: Path, found: bytes) -> bytes:
+    if len(found) < _PREFIX.size or not found.startswith(_MAGIC):
+        raise NotASecondaryFile(path)
+    _, version, length, checksum = _PREFIX.unpack_from(found)
+    if version > VERSION:
+        raise SecondaryFileTooNew(path, version)
+    text = found[_PREFIX.size : _PREFIX.size + length]
+    if version != VERSION or len(text) != length or crc32(text) != checksum:
+        raise SecondaryFileDamaged(path, "its header is not what was written")
+    return text
+
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

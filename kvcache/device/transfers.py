@@ -14,15 +14,27 @@ because batches run in the order of submission, and the compute stream waits for
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTicket, Ticket
 from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
-from events.types import PRIMARY, BlocksCopied, BlocksMoved, Event
-from kvcache.errors import ManagerBusy
+from events.types import PRIMARY, SECONDARY, BlocksAllocated, BlocksCopied, BlocksMoved, Event
+from kvcache.config import KVCacheConfig
+from kvcache.errors import ManagerBusy, UsageError
+from kvcache.fold.state import CacheState
+from kvcache.layout import Layout
+
+if TYPE_CHECKING:
+    from kvcache.device.secondary_file import SecondaryFile
+
 
 _ARRIVED = ""
 
@@ -167,3 +179,150 @@ def _reason(failure: Exception) -> str:
     """Why a batch did not arrive. Of what is no `CopyFailed` only the type is told: its text may say anything."""
     reason = str(failure.reason) if isinstance(failure, CopyFailed) else ""
     return reason or type(failure).__name__
+
+
+CHANGED = "a block in the file of secondary_path is not what was written there"
+
+
+class CheckingCopier:
+    """Submits to a copier those batches which read from the file what was written there; the others fail unmoved."""
+
+    def __init__(self, copier: Copier, file: SecondaryFile) -> None:
+        self._copier, self._file = copier, file
+        self._known: list[npt.NDArray[np.uint64]] = []
+        """Per group and slot; 0: nothing is known."""
+        self._awaited: list[npt.NDArray[np.int32]] = []
+        """Per group and slot: copies to it that were submitted and have not landed."""
+
+    def begin(self, state: CacheState) -> None:
+        """What lies in the file as a cache begins, or has begun again."""
+        self._known, self._awaited = [], []
+        for group in state.groups:
+            size, known = group.levels[SECONDARY].size, group.landed_checksums()
+            self._known.append(np.zeros(size, np.uint64) if known is None else known)
+            self._awaited.append(np.zeros(size, np.int32))
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        """As a `Copier`. The ticket has failed where a block has other bytes than were written."""
+        if any(copy.source_level == SECONDARY and self._has_changed(copy) for copy in copies):
+            return FinishedTicket(CHANGED)
+        for copy in copies:
+            if copy.target_level == SECONDARY:
+                self._known[copy.group][copy.target] = 0
+                self._awaited[copy.group][copy.target] += 1
+        return self._copier.submit(copies)
+
+    def landed(self, group: int, slots: npt.NDArray[np.int32], checksums: bytes) -> None:
+        """A copy to these slots has landed, and they have these checksums."""
+        awaited = self._awaited[group]
+        awaited[slots] = np.maximum(awaited[slots] - 1, 0)
+        # What a later copy is about to overwrite, or already has in part, is not this one's.
+        last = awaited[slots] == 0
+        self._known[group][slots[last]] = np.frombuffer(checksums, np.uint64)[last]
+
+    def _has_changed(self, copy: Copy) -> bool:
+        expected = self._known[copy.group][copy.source]
+        slots, expected = copy.source[expected != 0], expected[expected != 0]
+        found: bytes = self._file.checksums(copy.group, slots)
+        return found != bytes(expected.tobytes())
+
+
+class Fillable(Protocol):
+    """Pools, as far as they are needed here."""
+
+    def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
+        """Overwrite primary blocks."""
+
+
+@dataclass(slots=True)
+class _Blank:
+    """Blocks that were allocated after the first `after` of the copies that are noted."""
+
+    after: int
+    group: int
+    slots: npt.NDArray[np.int32]
+
+
+class FillingEngine(TransferEngine):
+    """Overwrites allocated blocks, between the copies that were asked for before and after that."""
+
+    events = (*TransferEngine.events, BlocksAllocated)
+
+    def __init__(self, copier: Copier, pools: Fillable) -> None:
+        super().__init__(copier)
+        self._pools = pools
+        self._blank: list[_Blank] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether copies are noted and not started, or blocks to be overwritten."""
+        return bool(self._pending or self._blank)
+
+    def pending_targets(self, group: int, level: int) -> set[int]:
+        """The slots of a level that will be written at the next `start`."""
+        blank = [each.slots.tolist() for each in self._blank if (each.group, PRIMARY) == (group, level)]
+        return super().pending_targets(group, level).union(*blank)
+
+    def on_event(self, event: Any) -> None:
+        """Note what an event asks for."""
+        if isinstance(event, BlocksAllocated):
+            self._blank.append(_Blank(len(self._pending), event.group, unpack_i32(event.slots)))
+            return
+        super().on_event(event)
+        if isinstance(event, BlocksCopied) and (event.source_level, event.source) == (PRIMARY, event.target):
+            self._blank.pop()  # allocated by the event before, for the sake of its old bytes
+
+    def start(self) -> Ticket:
+        """Submit everything noted, and overwrite on the current stream, which must be the compute stream."""
+        noted, self._pending = self._pending, []
+        blank, self._blank = self._blank, []
+        tickets, started = [], 0
+        for each in blank:
+            self._pending, started = noted[started : each.after], each.after
+            tickets.append(super().start())
+            with suppress(Exception):  # the ticket that is returned says it again
+                tickets[-1].wait_on()
+            self._pools.fill_blank(each.group, each.slots)
+        self._pending = noted[started:]
+        return JoinedTicket([*tickets, super().start()])
+
+    def recorded(self) -> None:
+        """What `poll` has told last is known; after a failure no copy that was noted so far matters any more."""
+        super().recorded()
+        for each in self._blank:
+            each.after = min(each.after, len(self._pending))
+
+
+def engine_for(
+    pools: Any, copier: Copier | None, layout: Layout, config: KVCacheConfig
+) -> TransferEngine | None:
+    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
+
+    With `debug_fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
+    pools that another manager has.
+    """
+    if pools is not None:
+        methods = ("copier", "refuse_taken", "take", "give_back")
+        if not all(callable(getattr(pools, method, None)) for method in methods):
+            raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
+        if pools.layout != layout:
+            raise UsageError(
+                "the pools have another layout than the config: make them by Pools(Layout.of(config))"
+            )
+        file, path = pools.secondary_file, config.secondary_path
+        if (None if file is None else file.path) != (None if path is None else Path(path)):
+            raise UsageError(
+                "the pools have their secondary level elsewhere than config.secondary_path says: make them by "
+                "Pools(Layout.of(config), secondary_path=config.secondary_path)"
+            )
+        pools.refuse_taken()
+        copier = copier or pools.copier()
+    if copier is None:
+        return None
+    if not callable(getattr(copier, "submit", None)):
+        raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+    if pools is not None and pools.secondary_file is not None and config.verify_secondary:
+        copier = CheckingCopier(copier, pools.secondary_file)
+    if pools is not None and config.debug_fill_blank:
+        return FillingEngine(copier, pools)
+    return TransferEngine(copier)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 from events.formats.vllm import Hash, VLLMBatch
 from events.packed import TOKEN_BYTES
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
-from kvcache.inputs.tokens import Tokens, pack_tokens
+from kvcache.inputs import Tokens, pack_tokens
 from kvcache.prefixes import snapshot
 from kvcache.prefixes.publisher import RANKS_MAX, Counts, WorkerRank
 from kvcache.prefixes.source import PublisherState, Sources, pack_extras, servable

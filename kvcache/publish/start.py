@@ -17,7 +17,7 @@ from events.log.durable import Lock, LockHeld, replace_file, take_lock
 from events.log.reader import Beginning, Kind, LogHead, beginnings, first_batch, has_segments
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
-from kvcache.record.told_state import ToldState
+from kvcache.record.outputs import ReplayedState
 from kvcache.replay import Unreplayable
 from sinks import SinkContext, SinkError
 
@@ -66,7 +66,7 @@ class Epoch:
     def context(self, state_dir: Path) -> SinkContext:
         """For the sinks that get this epoch's batches."""
         return SinkContext(
-            self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind, fold=ToldState
+            self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind, fold=ReplayedState
         )
 
     def suits(self, other: Epoch) -> bool:

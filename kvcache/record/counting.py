@@ -6,20 +6,149 @@ first those of the whole and then those of one window after the other, since it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
-from events.types import PRIMARY, SECONDARY, AllocateReason, MoveReason, RemoveReason
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    AllocateReason,
+    EndReason,
+    MoveReason,
+    Namespace,
+    RemoveReason,
+    RequestId,
+    SequenceAdded,
+    SequenceForked,
+    SequenceRemoved,
+    SequenceRewound,
+    TransferFailed,
+)
 from kvcache.fold.positional import shared_slots
 from kvcache.fold.state import CacheState
-from kvcache.record.first_uses import FirstUses
-from kvcache.record.own_tokens import OwnTokens
-from kvcache.stats import BlockStats, Stats
+from kvcache.stats import BlockStats, RequestStats, Stats
+
+_FEW = 16
+"""Up to so many slots a loop is faster than numpy."""
+
+
+class FirstUses:
+    """The slots of each window that nothing has taken so far."""
+
+    __slots__ = ("_fresh", "left")
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._fresh = [bytearray(b"\1") * size for size in sizes]
+        self.left = [len(fresh) for fresh in self._fresh]
+        """How many these are, per window: 0 once all were taken, so that nobody need ask any more."""
+
+    def take(self, group: int, slots: bytes) -> bytes:
+        """Note that slots are taken; returns for each of them 1 if it was for the first time, else 0."""
+        fresh = self._fresh[group]
+        if not self.left[group]:
+            return b""
+        taken = array("i", slots)
+        if len(taken) > _FEW:
+            at, view = np.frombuffer(slots, np.int32), np.frombuffer(fresh, np.uint8)
+            first = view[at].tobytes()
+            view[at] = 0
+        else:
+            first = bytes(map(fresh.__getitem__, taken))
+            for slot in taken:
+                fresh[slot] = 0
+        self.left[group] -= first.count(1)
+        return first
+
+
+REMEMBERED = 4096
+"""Removed requests that are remembered; the one that was removed first is forgotten first."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request, and the tokens from `first` to `stop` that it has computed itself."""
+
+    request_id: RequestId
+    namespace: Namespace
+    num_prompt_tokens: int
+    first: int
+    num_tokens: int = 0
+    stop: int = 0
+    preempted: bool = False
+
+    def returns_as(self, event: SequenceAdded) -> bool:
+        """Whether this removed request is admitted again, rather than another one that has its id."""
+        same_length = self.num_prompt_tokens <= event.num_tokens <= self.num_tokens
+        return self.namespace == event.namespace and (event.resumed or self.preempted or same_length)
+
+
+class OwnTokens:
+    """A fold over how sequences begin, go back and end."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, _Request] = {}
+        self._removed: dict[RequestId, _Request] = {}
+
+    def admit(self, event: SequenceAdded) -> int:
+        """Note an admitted request; returns how many of its reused tokens it had computed itself before."""
+        first = event.reused
+        request = _Request(event.request_id, event.namespace, event.num_tokens, first)
+        self._running[event.handle] = request
+        before = self._removed.pop(event.request_id, None)
+        if before is None and event.resumed:
+            return (
+                first  # when it ran is forgotten, or was before the manager started: it may have computed all
+            )
+        if before is None or not before.returns_as(event):
+            return 0
+        request.num_prompt_tokens = before.num_prompt_tokens
+        request.first = min(first, before.first)
+        return max(0, min(first, before.stop) - before.first)
+
+    def fork(self, event: SequenceForked) -> None:
+        """Note a branch."""
+        parent = self._running.get(event.handle)
+        if parent is not None:
+            self._running[event.child] = replace(parent, request_id=event.request_id)
+
+    def rewind(self, event: SequenceRewound) -> None:
+        """What is computed anew in the place of what was taken back is the request's own."""
+        request = self._running.get(event.handle)
+        if request is not None:
+            request.first = min(request.first, event.num_tokens - 1)
+            request.num_prompt_tokens = min(request.num_prompt_tokens, event.num_tokens)
+
+    def remove(self, event: SequenceRemoved) -> None:
+        """Note a request that has ended, or was preempted."""
+        request = self._running.pop(event.handle, None)
+        if request is None:
+            return
+        request.num_tokens, request.stop = event.num_tokens, event.computed
+        request.preempted = event.why == EndReason.PREEMPTED
+        self._removed[request.request_id] = request
+        if len(self._removed) > REMEMBERED:
+            del self._removed[next(iter(self._removed))]
+
+    def begin_again(self, event: TransferFailed) -> None:
+        """A copy has failed, so that what runs computes all of its tokens itself."""
+        for request in self._running.values():
+            request.first = 0
+
+    def clear(self) -> None:
+        """Another cache begins."""
+        self._running.clear()
+        self._removed.clear()
+
 
 _GAUGES = ("blocks_blank", "blocks_unreferenced", "blocks_total")
 """Of each window: a number per level."""
@@ -237,3 +366,112 @@ def _window(counts: list[int], begin: int) -> dict[str, Any]:
         at = begin + _GAUGES_AT + 2 * index
         values[name] = (counts[at], counts[at + 1])
     return values
+
+
+class _Running:
+    """What is known of a request so far."""
+
+    __slots__ = ("allocated", "blocks", "new", "prompt_tokens", "request_id", "reused_tokens")
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt_tokens: int,
+        reused_tokens: int = 0,
+        blocks: tuple[int, ...] = (0, 0, 0),
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens, self.reused_tokens = prompt_tokens, reused_tokens
+        self.blocks = blocks
+        """Of all windows: reused in full, in part, and missed."""
+        self.allocated = self.new = 0
+
+
+class RequestCounter:
+    """Records of requests that have ended, so many at most: the oldest are dropped first.
+
+    What runs already when a manager resumes has no record: nobody knows how it began.
+    """
+
+    def __init__(self, bus: EventBus, created: ev.CacheCreated, keep: int) -> None:
+        self._ended: deque[RequestStats] = deque(maxlen=keep)
+        self._running: dict[int, _Running] = {}
+        self._size = created.tokens_per_block
+        self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in created.groups)
+        bus.subscribe(self._on_added, ev.SequenceAdded)
+        bus.subscribe(self._on_forked, ev.SequenceForked)
+        bus.subscribe(self._on_input, ev.EncoderAdded)
+        bus.subscribe(self._on_input_removed, ev.EncoderRemoved)
+        bus.subscribe(self._on_allocated, ev.BlocksAllocated)
+        bus.subscribe(self._on_moved, ev.BlocksMoved)
+        bus.subscribe(self._on_removed, ev.SequenceRemoved)
+
+    def take(self) -> list[RequestStats]:
+        """The records since the last call, oldest first; from any thread."""
+        taken = []
+        for _ in range(len(self._ended)):
+            try:
+                taken.append(self._ended.popleft())
+            except IndexError:  # another thread takes them, too
+                break
+        return taken
+
+    def _on_added(self, event: ev.SequenceAdded) -> None:
+        partial, missed = started_and_missed(event, self._size)
+        reused, windows = [*event.reused_primary, *event.reused_secondary], len(event.reused_primary)
+        full = sum([tokens // self._size for tokens in reused])
+        blocks = full, partial * windows, missed * windows
+        self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
+
+    def _on_input(self, event: ev.EncoderAdded) -> None:
+        """What is allocated for it counts for the request that brought it."""
+        request = self._running.get(event.sequence)
+        if request is not None:
+            full, partial, missed = request.blocks
+            more, fewer = input_blocks(event, self._size)
+            request.blocks = full + more, partial, missed + fewer
+            self._running[event.handle] = request
+
+    def _on_input_removed(self, event: ev.EncoderRemoved) -> None:
+        self._running.pop(event.handle, None)
+
+    def _on_forked(self, event: ev.SequenceForked) -> None:
+        parent = self._running.get(event.handle)
+        if parent is not None:
+            self._running[event.child] = _Running(event.request_id, parent.prompt_tokens)
+
+    def _on_allocated(self, event: ev.BlocksAllocated) -> None:
+        first = iter(self._first_uses.take(event.group, event.slots))
+        handles = array("q", event.handles)
+        for handle, count in zip(handles, array("I", event.counts) or repeat(1), strict=False):
+            new = sum(next(first, 0) for _ in range(count))
+            request = self._running.get(handle)
+            if request is not None:
+                request.allocated += count
+                request.new += new
+
+    def _on_moved(self, event: ev.BlocksMoved) -> None:
+        if event.to_level == PRIMARY:
+            self._first_uses.take(event.group, event.to_slots)
+
+    def _on_removed(self, event: ev.SequenceRemoved) -> None:
+        request = self._running.pop(event.handle, None)
+        if request is None:
+            return
+        full, partial, missed = request.blocks
+        self._ended.append(
+            RequestStats(
+                request_id=request.request_id,
+                handle=event.handle,
+                why=event.why,
+                prompt_tokens=request.prompt_tokens,
+                reused_tokens=request.reused_tokens,
+                num_tokens=event.num_tokens,
+                computed_tokens=event.computed,
+                blocks_allocated=request.allocated,
+                blocks_allocated_new=request.new,
+                blocks_reused_full=full,
+                blocks_reused_partial=partial,
+                blocks_missed=missed,
+            )
+        )

@@ -1,11 +1,25 @@
-"""A state and the record of how it came about: emit = apply and publish, flush = one batch to the log and the sinks."""
+"""A state and the record of how it came about: emit = apply and publish, flush = one batch to the log and the sinks.
+
+`EventSourced` is what a manager and a recorder are: a cache that one thread changes, by events alone.
+"""
 
 from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager, suppress
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from events.bus import EventBus
+from events.diagnostics import get_logger
 from events.ids import epoch_of, first_number
+from events.log import LogStats
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import (
     FIRST_FORMAT,
@@ -15,14 +29,30 @@ from events.types import (
     EventBatch,
     PoolShared,
     StateExported,
+    TokensAppended,
 )
+from kvcache.calls.guard import Guard, closing, exclusive
 from kvcache.config import KVCacheConfig
-from kvcache.errors import Unsupported
+from kvcache.decide.upkeep import Upkeep
+from kvcache.errors import ManagerBusy, Unsupported, UsageError
 from kvcache.fold.state import CacheState
+from kvcache.inputs import checked_integer, time_from
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
 from kvcache.record.latest_events import LatestEvents
-from kvcache.record.outputs import Outputs
+from kvcache.record.outputs import LogTarget, Outputs, ReplayedState
+from kvcache.stats import Stats
+from sinks import Sink, SinkContext, SinkRunner, SinkStats
+from sinks.histogram import STEP_SECONDS, Histogram
+
+if TYPE_CHECKING:
+    from sinks.router.feed import RouterFeed
+
+_log = get_logger(__name__)
+UNFLUSHED_STEPS = 100
+"""How often one sequence gets tokens between two flushes before that is taken for a mistake."""
+LONGEST_WAIT_SECONDS = 1e9
+"""30 years: platforms refuse to wait for much longer."""
 
 
 def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> CacheCreated:
@@ -54,7 +84,7 @@ def _numbered(first: StateExported, epoch: int) -> StateExported:
 
 
 class Journal:
-    """Starts an epoch; from then on nothing changes the state but `emit`."""
+    """Starts an epoch; from then on nothing changes the state but `emit`. Any thread may ask (`sinks.base.Probe`)."""
 
     def __init__(
         self,
@@ -75,8 +105,11 @@ class Journal:
         self.counter = StatsCounter(self.bus)
         self.latest = LatestEvents(event_buffer_max_size) if event_buffer_max_size else None
         self.outputs = outputs
+        self.step_times: Histogram | None = None
+        """What calls take of each engine step; None while no sink has asked for it."""
         self._state_due = False
-        self._next_seq = outputs.next_seq
+        self.next_seq = outputs.next_seq
+        """Number of the next batch."""
         self._exported_seq = -1
         """The last batch that holds the whole state."""
         self._start(created, first)
@@ -104,7 +137,7 @@ class Journal:
             subscriber(event)
 
     def make_good(self) -> None:
-        """Tell what was lost, and the whole state with the next flush; before each, where `outputs.may_lose`."""
+        """Record what was lost, and the whole state with the next flush; before each, where `outputs.may_lose`."""
         gap = self.outputs.take_gap()
         if gap is not None:
             self.bus.publish(gap)
@@ -112,11 +145,6 @@ class Journal:
         # The batch with the state may itself be the last that was lost.
         if gap is not None or (lost >= 0 and lost >= self._exported_seq):
             self._state_due = True
-
-    @property
-    def next_seq(self) -> int:
-        """Number of the next batch; for any thread."""
-        return self._next_seq
 
     @property
     def due(self) -> bool:
@@ -129,14 +157,243 @@ class Journal:
             self._state_due = False
             for event in (self.state.export(), *self.state.export_shared()):
                 self.bus.publish(event)  # says what is, so there is nothing to apply
-            self._exported_seq = self._next_seq
+            self._exported_seq = self.next_seq
         if not self.bus.pending:
             return None
         events = self.bus.take_events()
-        batch = EventBatch(self._next_seq, now, events)
-        self._next_seq += 1
+        batch = EventBatch(self.next_seq, now, events)
+        self.next_seq += 1
         self.counter.publish(self.state, len(events))
         self.outputs.publish(batch)
         if self.latest is not None:
             self.latest.publish(batch)
         return batch
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last flush."""
+        return self.counter.read()
+
+    def log_stats(self) -> LogStats | None:
+        """Progress of the log; None without one."""
+        return None if self.outputs.log is None else self.outputs.log.stats()
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress of the sinks."""
+        return self.outputs.sink_stats()
+
+
+class EventSourced:
+    """A cache that changes by events alone: one way to begin, to end a step and to close, whoever decides.
+
+    One thread makes all calls, except those that say otherwise.
+    """
+
+    state: CacheState
+    """As of the last event."""
+    bus: EventBus
+    """Passes each event on."""
+    _guard: Guard
+    _journal: Journal
+    _upkeep: Upkeep
+    """Decides what concerns no sequence alone."""
+
+    @contextmanager
+    def _beginning(
+        self,
+        created: CacheCreated,
+        config: KVCacheConfig,
+        log: LogTarget,
+        sinks: Items[str | Sink | SinkRunner],
+        wall_ns: Callable[[], int],
+        first: StateExported | None = None,
+        shared: PoolShared | None = None,
+    ) -> Iterator[Outputs]:
+        """Open log and sinks and begin an epoch; the body makes the parts that work on its state.
+
+        Flushes the first batch behind the body. If anything fails, what was opened is closed.
+        """
+        started, self._wall_ns = time_from(wall_ns), wall_ns
+        self._guard, self._look_at, self._warned = Guard(), UNFLUSHED_STEPS, False
+        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ReplayedState)
+        self._salts = context.salts
+        outputs = Outputs.open(log, sinks, context, config.log)
+        try:
+            self._journal = journal = Journal(created, outputs, config.event_buffer_max_size, first, shared)
+            self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
+            yield outputs
+            if outputs.offer(journal):
+                self._guard.clock, journal.step_times = time.perf_counter_ns, Histogram(STEP_SECONDS)
+            journal.make_good()
+            journal.flush(started)
+            self._acquire()
+        except BaseException:
+            outputs.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what any thread may call
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last flush; may be called from any thread."""
+        return self._journal.stats()
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress, lag and drops per sink; may be called from any thread."""
+        return self._journal.sink_stats()
+
+    def log_stats(self) -> LogStats | None:
+        """Progress, lag and losses of the log, and whether the disk refuses it; None without a log. For any thread."""
+        return self._journal.log_stats()
+
+    def wait_durable(self, timeout: float = float("inf")) -> bool:
+        """Wait until all that was flushed so far is on disk; for any thread. Without a log there is nothing to wait.
+
+        A batch that the log has lost is waited for as well: until the `Gap` that stands for it is there. False after
+        `timeout` seconds, or if the log is never synced (`log.fsync` "never"). Raises `events.LogWriteFailed` if the
+        log has ended without it.
+        """
+        seconds = checked_wait(timeout, "timeout must be a number")
+        log, last = self._journal.outputs.log, self._journal.next_seq - 1
+        return log is None or log.wait_durable(last, seconds)
+
+    def reopen_sinks(self) -> None:
+        """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""
+        self._journal.outputs.reopen()
+
+    def wait_subscribers(
+        self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`.
+
+        May be called from any thread.
+        """
+        count = checked_integer(count, "count")
+        if not callable(stop):
+            raise UsageError(f"stop must be a function, not {type(stop).__name__}")
+        seconds = checked_wait(timeout, "timeout must be a number")
+        return self._journal.outputs.wait_subscribers(count, seconds, stop)
+
+    @property
+    def feeds(self) -> tuple[RouterFeed, ...]:
+        """The sinks that feed routers."""
+        return self._journal.outputs.feeds
+
+    # -- end of a step
+
+    @exclusive
+    def flush(self) -> EventBatch | None:
+        """End an engine step: publish what happened as one batch. An empty step makes no batch.
+
+        With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
+        and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
+        """
+        return self._end_step()
+
+    @closing
+    def close(self) -> None:
+        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless.
+
+        In the middle of another call, as from a signal handler, it takes effect when that call has ended.
+        """
+        try:
+            if self._guard.failure is None:
+                self._end_last_step()
+        finally:
+            self._guard.close()
+            try:
+                self._journal.outputs.close()
+            finally:
+                self._release()
+
+    def _end_step(self) -> EventBatch | None:
+        if self.state.transfers:
+            self._record_copies()
+        if self._upkeep.due:
+            with self._guard:
+                self._upkeep.run()
+        batch, times = self._publish(), self._journal.step_times
+        self._look_at = UNFLUSHED_STEPS
+        if times is not None and batch is not None:
+            # A flush's own time counts to the next step.
+            times.add(self._guard.spent_ns)
+            self._guard.spent_ns = 0
+        self._journal.outputs.check_log()
+        return batch
+
+    def _end_last_step(self) -> None:
+        try:
+            self._finish_copies()
+            # A ticket that calls the manager says nothing about its copies, and closing asks no second time.
+            with suppress(ManagerBusy):
+                self._record_copies()
+        finally:
+            # Who does not want to wait for copies any longer still wants what has happened recorded.
+            if self._guard.failure is None:
+                with self._guard:
+                    self._upkeep.checkpoint()
+                self._journal.outputs.make_room()
+                self._publish()
+
+    def _publish(self) -> EventBatch | None:
+        journal = self._journal
+        if journal.outputs.may_lose:
+            with self._guard:
+                journal.make_good()
+        if not journal.due:
+            return None
+        # Outside the guard: with a clock that fails, everything waits for the next flush.
+        now = time_from(self._wall_ns)
+        try:
+            return journal.flush(now)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
+
+    def _record_copies(self) -> tuple[int, ...]:
+        """Record ended copies; returns those that landed. Without an engine that moves bytes all have."""
+        landed = tuple(self.state.transfers)
+        if landed:
+            with self._guard:
+                self._upkeep.land(landed)
+        return landed
+
+    def _finish_copies(self) -> None:
+        """Wait until all copies have ended."""
+
+    def _acquire(self) -> None:
+        """Take what is this cache's until it is closed, now that all else has worked."""
+
+    def _release(self) -> None:
+        """Give it back."""
+
+    def _warn_of_no_flush(self) -> None:
+        """Warn once if steps follow each other without a flush: nothing is published then, and events pile up.
+
+        Looks when so many events wait, and again when they are twice as many.
+        """
+        pending = self.bus.pending
+        if len(pending) < self._look_at or self._warned:
+            return
+        self._look_at = 2 * len(pending)
+        steps = Counter[int]()
+        for event in pending:
+            if isinstance(event, TokensAppended):
+                steps.update(array("q", event.handles))
+        if max(steps.values(), default=0) >= UNFLUSHED_STEPS:
+            self._warned = True
+            reason = "call flush() at the end of each step: log, sinks and stats() get nothing before"
+            _log.warning("flush_missing", events=len(pending), reason=reason)
+
+
+def checked_wait(wait: Any, must: str, *, per_second: int = 1) -> float:
+    """A wait from 0 to the longest one, in seconds. Raises `UsageError`, saying what it `must` be."""
+    number: Any = wait if isinstance(wait, Real) else None
+    # NaN is neither.
+    if number is not None and (number <= 0 or number > 0):
+        return float(max(0, min(number, LONGEST_WAIT_SECONDS * per_second))) / per_second
+    raise UsageError(f"{must}, not {type(wait).__name__} or NaN")

@@ -7,21 +7,277 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from events import types as ev
 from events.ids import LevelIndex
 from events.packed import names_of_keys
-from events.types import PRIMARY, SECONDARY, RequestId
+from events.types import CHUNKED, PRIMARY, SECONDARY, SLIDING, RequestId
 from kvcache.decide.full_attention import last_names
-from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
+from kvcache.errors import Contradiction, UnknownRequest, UsageError, invariant, shown
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.matching import Piece, match
+from kvcache.fold.positional import KINDS
 from kvcache.fold.prefix_tree import Node, Root, Run, common_bytes, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
-from kvcache.inputs.arguments import checked_request_id
-from kvcache.inputs.requests import CheckedRequest
-from kvcache.record.block_ids import BlockIds, Blocks
+from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, checked_request_id, listed
+
+Blocks = Items[int] | Any
+"""An engine's block ids: a list, `array` or numpy array of integers."""
+
+_FEW = 16
+"""Up to so many blocks a loop is faster than numpy."""
+
+
+Kind = Literal["full", "sliding", "chunked", "state", "uncached"]
+_WINDOWS = (SLIDING, CHUNKED)
+
+
+class LayerGroup(NamedTuple):
+    """Layers whose blocks lie in the pool of the layers with full attention."""
+
+    kind: Kind
+    """What of a prefix must be cached so that these layers can go on behind it: ``full``, all of it; ``sliding``, its
+    last `window` tokens; ``chunked``, what follows the last multiple of `window`; ``state``, its end; ``uncached``,
+    nothing, as nothing of theirs is found."""
+    tokens_per_block: int
+    window: int = 0
+    """In tokens."""
+    layers: int = 0
+    """How many, for people."""
+
+
+def pool_shared(groups: Items[LayerGroup], *, named: bool) -> ev.PoolShared | None:
+    """The event for these groups; None: there are none. Raises `UsageError`. `named`: the engine names its blocks."""
+    shared = [_checked(each) for each in listed(groups, "groups")]
+    if shared and not named:
+        raise UsageError("further groups are told by the engine's own names: give name_bytes")
+    return ev.PoolShared(tuple(shared)) if shared else None
+
+
+def _checked(group: object) -> ev.SharingGroup:
+    if not isinstance(group, LayerGroup):
+        raise UsageError(f"groups must be LayerGroups, not {type(group).__name__}")
+    if group.kind not in KINDS:
+        raise UsageError(f"a group must be one of {', '.join(KINDS)}")
+    size, window = (
+        checked_natural(group.tokens_per_block, "tokens_per_block"),
+        checked_natural(group.window, "window"),
+    )
+    if not size or (not window and group.kind in _WINDOWS):
+        raise UsageError("a group needs tokens_per_block, and one that slides or is chunked a window")
+    return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"))
+
+
+class Copies:
+    """Blocks of an engine that hold the same content, for which the log has one slot."""
+
+    __slots__ = ("first", "holders", "spares", "unnamed")
+
+    def __init__(self, first: int, holders: int) -> None:
+        self.first = first
+        """The block that sequences hold of which nothing else is noted."""
+        self.holders = {first: holders}
+        """By block, the sequences that hold it."""
+        self.spares: list[int] = []
+        """The slots that the other copies left blank."""
+        self.unnamed: set[int] = set()
+        """Copies that cannot be found any more, and are there only as long as they are held."""
+
+    @property
+    def can_be_found(self) -> bool:
+        """Whether there is another copy than these."""
+        return len(self.unnamed) < len(self.holders)
+
+
+class BlockIds:
+    """Which slot of the log stands for each block of an engine. Blocks are counted from the first id here."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self._count = first, count
+        self._slots, self._blocks = array("i", range(count)), array("i", range(count))
+        """By block its slot, and back; of a slot that several copies share, the latter says nothing."""
+        self._straight = True
+        """Whether each slot has the number of its block still."""
+        self.copies: dict[int, Copies] = {}
+        """By slot."""
+        self._held: dict[int, dict[int, int]] = {}
+        """By sequence and slot, which copy it holds, where that is not the first."""
+
+    def slots(self, blocks: Blocks) -> array[int]:
+        """Where blocks lie in the log. Raises `UsageError` for what is no id, `Contradiction` for one out of range."""
+        if not isinstance(blocks, list) or len(blocks) > _FEW:
+            return self._many(blocks)
+        slots, first, count, found = self._slots, self.first, self._count, array("i")
+        for block in blocks:
+            at = (block if type(block) is int else checked_integer(block, "a block id")) - first
+            if not 0 <= at < count:
+                raise self._unknown(at)
+            found.append(slots[at])
+        return found
+
+    def _many(self, blocks: Blocks) -> array[int]:
+        try:
+            given = np.asarray(blocks)
+        except Exception:  # noqa: BLE001  whatever it is, it is no row of numbers
+            raise UsageError(f"block ids must be integers, not {type(blocks).__name__}") from None
+        if not given.size:
+            return array("i")
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise UsageError(f"block ids must be one row of integers, not {given.ndim} of {given.dtype}")
+        low, high = int(given.min()), int(given.max())
+        if low < self.first or high >= self.first + self._count:
+            raise self._unknown((low if low < self.first else high) - self.first)
+        at = given - self.first if self.first else given
+        if self._straight:
+            return array("i", at.astype(np.int32, copy=False).tobytes())
+        return array("i", np.frombuffer(self._slots, np.int32)[at].tobytes())
+
+    def _unknown(self, at: int) -> Contradiction:
+        first, last = self.first, self.first + self._count - 1
+        return Contradiction(
+            f"there is no block {at + first}: ids go from {first} to {last}", block=at + first
+        )
+
+    def id_of(self, slot: int) -> int:
+        """The block that lies in a slot, or one of several."""
+        copies = self.copies.get(slot)
+        return self.first + (self._blocks[slot] if copies is None else next(iter(copies.holders)))
+
+    # -- copies
+
+    def share(self, handle: int, own: int, slot: int, holders: int) -> None:
+        """The block of a sequence in the slot `own` is a copy of what lies in another, which has so many holders."""
+        block = self._blocks[own]
+        copies = self.copies.get(slot)
+        if copies is None:
+            copies = self.copies[slot] = Copies(self._blocks[slot], holders)
+        copies.holders[block] = 1
+        copies.spares.append(own)
+        self._slots[block] = slot
+        self._held.setdefault(handle, {})[slot] = block
+        self._straight = False
+
+    def hold(self, handle: int, blocks: Blocks, slots: array[int]) -> None:
+        """A sequence holds these blocks, which are cached in these slots."""
+        if not self.copies:
+            return
+        for block, slot in zip(blocks, slots, strict=True):
+            copies = self.copies.get(slot)
+            if copies is not None:
+                at = int(block) - self.first
+                copies.holders[at] += 1
+                if at != copies.first:
+                    self._held.setdefault(handle, {})[slot] = at
+
+    def release(self, handle: int, table: array[int]) -> None:
+        """A sequence with this table has let go of all its blocks."""
+        held = self._held.pop(handle, {})
+        if not self.copies:
+            return
+        for slot in self.copies.keys() & set(table):
+            copies = self.copies[slot]
+            block = held.get(slot, copies.first)
+            copies.holders[block] -= 1
+            if block in copies.unnamed and not copies.holders[block]:
+                self.leave(block, slot)
+
+    def leave(self, block: int, slot: int) -> None:
+        """A copy is gone, others are left: it gets one of the slots that these do not need."""
+        copies = self.copies[slot]
+        del copies.holders[block]
+        copies.unnamed.discard(block)
+        spare = copies.spares.pop()
+        self._slots[block], self._blocks[spare] = spare, block
+        if len(copies.holders) == 1:
+            (self._blocks[slot],) = copies.holders
+            del self.copies[slot]
+
+    def forget_names(self) -> None:
+        """Nothing is cached any more: copies that nobody holds are blank."""
+        for slot, copies in list(self.copies.items()):
+            for block in list(copies.holders):
+                self._forget(block, slot)
+
+    def _forget(self, block: int, slot: int) -> None:
+        """A copy cannot be found any more: it is blank, unless it is held or there is no other one."""
+        copies = self.copies.get(slot)
+        if copies is not None:
+            copies.unnamed.add(block)
+            if not copies.holders[block]:
+                self.leave(block, slot)
+
+    def invalidate(self, blocks: Blocks, slots: array[int]) -> array[int]:
+        """These blocks cannot be found any more; returns the slots whose content cannot, either."""
+        lost = array("i")
+        for block, slot in zip(blocks, slots, strict=True):
+            copies = self.copies.get(slot)
+            self._forget(int(block) - self.first, slot)
+            if copies is None or not copies.can_be_found:
+                lost.append(slot)
+        return lost
+
+    def lose(self, slots: array[int]) -> list[int]:
+        """What these slots hold cannot be found any more; returns the blocks of which it is news."""
+        lost = list[int]()
+        for slot in slots:
+            copies = self.copies.get(slot)
+            found = [self._blocks[slot]] if copies is None else list(copies.holders.keys() - copies.unnamed)
+            lost += [block + self.first for block in found]
+            for block in found:
+                self._forget(block, slot)
+        return lost
+
+    def evictable(self, blocks: Blocks, slots: array[int]) -> tuple[list[tuple[int, int]], array[int]]:
+        """Which of these blocks leave copies, with their slots, and the slots whose content goes with them."""
+        if not self.copies:
+            return [], slots
+        leaving, going, left = list[tuple[int, int]](), array("i"), dict[int, int]()
+        for block, slot in zip(blocks, slots, strict=True):
+            copies, at = self.copies.get(slot), int(block) - self.first
+            if copies is None:
+                going.append(slot)
+                continue
+            if copies.holders[at]:
+                raise Contradiction(
+                    f"block {block} is evicted, and a running request holds it", block=int(block)
+                )
+            if (at, slot) in leaving:
+                raise Contradiction(f"block {block} is evicted twice in one call", block=int(block))
+            left[slot] = left.get(slot, len(copies.holders) - len(copies.unnamed)) - 1
+            if left[slot]:
+                leaving.append((at, slot))
+            elif copies.unnamed:
+                raise Contradiction(
+                    f"block {block} is evicted, and a running request holds a copy of it that was invalidated",
+                    block=int(block),
+                )
+            else:
+                going.append(slot)
+        return leaving, going
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if two blocks have one slot and are no copies."""
+        shared = [slot for copies in self.copies.values() for slot in copies.spares]
+        of_block = [slot for slot in self._slots if slot not in self.copies]
+        invariant(
+            sorted([*of_block, *shared, *self.copies]) == list(range(self._count)),
+            "a slot has no block, or two",
+        )
+        for copies in self.copies.values():
+            invariant(
+                len(copies.holders) == len(copies.spares) + 1 > 1, "copies have other slots than they need"
+            )
+
+
+def listed_blocks(blocks: Blocks) -> Blocks:
+    """Block ids as something that can be looked at twice."""
+    return blocks if isinstance(blocks, list | array | np.ndarray) else listed(blocks, "block ids")
 
 
 class Mirror:

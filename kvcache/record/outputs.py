@@ -15,14 +15,35 @@ from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.log.retention import Limits
 from events.size import batch_bytes
-from events.types import EpochStarted, EventBatch, Gap
+from events.types import CacheCreated, EpochStarted, EventBatch, Gap, PoolShared, StateExported
 from kvcache._version import __version__
 from kvcache.config import LogConfig
-from kvcache.errors import UsageError
+from kvcache.errors import UsageError, invariant
+from kvcache.fold.state import CacheState
 from kvcache.keep.keeper import Keeper
+from kvcache.replay import Replayed
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.base import Probe
 from sinks.router.feed import RouterFeed
+
+
+class ReplayedState:
+    """The state behind the last batch (`sinks.base.CacheFold`). For one thread."""
+
+    def __init__(self) -> None:
+        self._replayed = Replayed(CacheState())
+
+    def fold(self, batch: EventBatch) -> None:
+        """Take in a batch. Raises what `kvcache.replay` does of batches that do not fit."""
+        self._replayed.fold(batch, verify=False)
+
+    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
+        """What an epoch that goes on from here begins with."""
+        created = self._replayed.state.created
+        invariant(created is not None, "no cache has begun")
+        assert created is not None
+        return created, self._replayed.state.export(), *self._replayed.state.export_shared()
+
 
 _ROOM_SECONDS = 2.0
 _SEGMENTS_KEPT = 8

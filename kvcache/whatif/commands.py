@@ -23,9 +23,7 @@ from kvcache.errors import UsageError, invariant
 from kvcache.fold.group import Watcher
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request, namespace_of
-from kvcache.inputs.retention import Retention
+from kvcache.inputs import MultimodalItem, Request, Retention, namespace_of
 from kvcache.layout import Layout
 from kvcache.replay import Replayed, fitting
 

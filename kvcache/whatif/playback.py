@@ -33,8 +33,8 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.errors import OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.sequence import Sequence
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.whatif.commands import (
     Admit,
     Append,
@@ -311,7 +311,7 @@ class Playback:
         block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
         quiet = config.model_copy(update={"block_hash": block_hash, "event_buffer_max_size": 0})
         self._manager = manager = KVCacheManager(
-            quiet, eviction_order=order, monotonic_ns=lambda: self._clock
+            quiet, substitutes=Substitutes(eviction_order=order, monotonic_ns=lambda: self._clock)
         )
         manager.bus.subscribe(self.tally.follow, SequenceAdded, SequenceRemoved, BlocksMoved, BlocksRemoved)
         if self._hear is not None:
@@ -506,7 +506,7 @@ class Playback:
         request = prompt.request()
         if prompt.slots is None:
             return request
-        found = self.manager.demand(replace(request, reserve_tokens=1)).reused_tokens
+        found = self.manager.scheduling.demand(replace(request, reserve_tokens=1)).reused_tokens
         return replace(request, reserve_tokens=max(1, prompt.slots - found))
 
     def _wait(self, request: Played) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 from events.log import LogEnd, LogReader
 from events.structs import LEVEL_NAMES
 from kvcache.audit.fleet import deaf_children, processes
-from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
+from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, Values, merged
 from kvcache.decide.eviction_order import ORDERS
-from kvcache.settings.sources import Values, merged
 from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded
 from kvcache.whatif.playback import Playback, Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, Clairvoyant, Future, blaming, policy, with_outlook

@@ -255,7 +255,7 @@ class Engine:
         manager = self._manager
         with self._times.timed():
             return manager.num_free_blocks - sum(
-                manager.remaining_blocks_to_completion(running.request_id, running.outputs_left)
+                manager.scheduling.remaining_blocks_to_completion(running.request_id, running.outputs_left)
                 for running in self._running.values()
             )
 

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from kvcache.config import KVCacheConfig
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.layout import Layout
 from kvcache.workload.clock import StepClock
 from kvcache.workload.mooncake import TraceRequest

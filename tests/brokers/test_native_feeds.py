@@ -14,7 +14,7 @@ from events.brokers.records import StreamRecord
 from events.brokers.subscriber import NativeBrokerSubscriber, NativeRecordFollower
 from events.formats.native import PackedBatches
 from events.subscribe.continuity import Missed, ReceivedBatch, Restarted, Restated
-from kvcache.record.told_state import ToldState
+from kvcache.record.outputs import ReplayedState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers import BrokerSettings, BrokerTransport
 from sinks.router.native import NativeFeed
@@ -27,7 +27,7 @@ from tests.support.seeds import seeds
 from tests.support.servers.server import Server
 from tests.support.waiting import Clock, wait_until
 
-CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ToldState)
+CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ReplayedState)
 
 
 def feeding(server: Server, options: str = "", *, min_bytes: int | None = None, **cache: Any) -> Cache:

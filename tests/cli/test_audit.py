@@ -22,6 +22,7 @@ from kvcache.audit.history import EpochClock
 from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.totals import PARTS, Timeline, audit_batches, verdict_on
 from kvcache.errors import OutOfBlocks
+from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from kvcache.report.gathered import gather
 from tests.support.commands import Kvcache
@@ -38,7 +39,9 @@ def evicted(tmp_path: Path) -> Path:
         max_sequence_length=16, tokens_per_block=4, primary_blocks=4, enable_partial_reuse=False
     )
     clock = itertools.count(1_790_000_000 * SECOND, SECOND)
-    with KVCacheManager(config, log=tmp_path / "log", wall_ns=lambda: next(clock)) as manager:
+    with KVCacheManager(
+        config, log=tmp_path / "log", substitutes=Substitutes(wall_ns=lambda: next(clock))
+    ) as manager:
         for name, prompt in (("first", A), ("other", B)):
             manager.add_sequence(name, prompt)
             manager.store_context_blocks(name, 13)
@@ -192,7 +195,7 @@ def served_one_after_the_other(place: Path, prompts: list[list[int]], **settings
     given = {"max_sequence_length": 16, "tokens_per_block": 4, "enable_partial_reuse": False, **settings}
     clock = itertools.count(1_790_000_000 * SECOND, SECOND)
     with KVCacheManager(
-        KVCacheConfig.model_validate(given), log=place, wall_ns=lambda: next(clock)
+        KVCacheConfig.model_validate(given), log=place, substitutes=Substitutes(wall_ns=lambda: next(clock))
     ) as manager:
         for number, prompt in enumerate(prompts):
             manager.add_sequence(number, prompt)
@@ -315,11 +318,11 @@ class TestEpochs:
     @pytest.fixture
     def twice(self, tmp_path: Path) -> Path:
         for _ in range(2):
-            clock = itertools.count(1_790_000_000 * SECOND, SECOND)
+            stamps = Substitutes(wall_ns=itertools.count(1_790_000_000 * SECOND, SECOND).__next__)
             config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=8)
             with (
                 LogWriter(tmp_path / "log", resume=(tmp_path / "log").exists()) as log,
-                KVCacheManager(config, log=log, wall_ns=lambda clock=clock: next(clock)) as manager,  # type: ignore[misc]
+                KVCacheManager(config, log=log, substitutes=stamps) as manager,
             ):
                 for number in range(5):
                     manager.add_sequence(number, A)
@@ -462,7 +465,9 @@ def test_joined_parts_know_when_each_block_was_stored(tmp_path: Path, kvcache: K
     """A prompt of two blocks, then one that decoding fills in batch 5: one part, in batches 1 to 5."""
     config = KVCacheConfig(max_sequence_length=32, tokens_per_block=4, primary_blocks=9)
     clock = itertools.count(1_790_000_000 * SECOND, SECOND)
-    with KVCacheManager(config, log=tmp_path / "log", wall_ns=lambda: next(clock)) as manager:
+    with KVCacheManager(
+        config, log=tmp_path / "log", substitutes=Substitutes(wall_ns=lambda: next(clock))
+    ) as manager:
         manager.add_sequence("chat", range(8))
         manager.store_context_blocks("chat", 8)
         manager.flush()

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from events.log import LogReader, LogWriter
 from events.types import AllocateReason, BlocksAllocated, EventBatch, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
+from kvcache.manager import Substitutes
 from tests.support.commands import Kvcache, run_log, segments
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
@@ -112,7 +113,9 @@ def test_fields(kvcache: Kvcache, tmp_path: Path) -> None:
     """Where the lines are the same, the fields that differ are named; tokens are in neither."""
     config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8)
     for name, token in (("a", 123456789), ("b", 987654321)):
-        with KVCacheManager(config, log=tmp_path / name, wall_ns=lambda: 5) as manager:
+        with KVCacheManager(
+            config, log=tmp_path / name, substitutes=Substitutes(wall_ns=lambda: 5)
+        ) as manager:
             manager.add_sequences([Request("r", [token] * 9)])
             manager.flush()
             manager.remove_sequence("r")

@@ -23,8 +23,8 @@ from events.types import CROSS_WINDOW, SequenceAdded
 from kvcache.config import LogConfig
 from kvcache.errors import CapacityError
 from kvcache.fold.state import resident_names
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from sinks.render import Known, render_event
 from tests.support.commands import Kvcache
@@ -55,7 +55,9 @@ def play(directory: Path, seed: int, *, encoder: bool, record_tokens: bool = Tru
         log=LogConfig(fsync="never", overflow="block", record_tokens=record_tokens),
     )
     copier = LateCopier(NoBytes(), 2)
-    manager = KVCacheManager(settings, copier=copier, log=directory, wall_ns=Ticking())
+    manager = KVCacheManager(
+        settings, copier=copier, log=directory, substitutes=Substitutes(wall_ns=Ticking())
+    )
     running: list[int] = []
     for number in range(60):
         command = rng.choice(["add", "add", "compute", "decode", "fork", "remove", "pin", "clear", "flush"])

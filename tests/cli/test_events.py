@@ -37,7 +37,7 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from sinks.render import Known, render_batch
 from tests.support.columns import pack_i32, pack_i64, pack_u32

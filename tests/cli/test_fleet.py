@@ -30,6 +30,7 @@ from kvcache.audit.fleet import (
 )
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
+from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from tests.support.commands import Kvcache
 
@@ -46,7 +47,9 @@ def worker(directory: Path, steps: Sequence[tuple[int, str, list[int]]], **setti
     )
     now = [0]
     with KVCacheManager(
-        config, log=directory, wall_ns=lambda: 1_790_000_000 * SECOND + now[0] * SECOND
+        config,
+        log=directory,
+        substitutes=Substitutes(wall_ns=lambda: 1_790_000_000 * SECOND + now[0] * SECOND),
     ) as manager:
         for second, name, prompt in steps:
             now[0] = second
@@ -100,7 +103,9 @@ def test_what_a_log_begins_with_was_not_there_before(tmp_path: Path) -> None:
     worker(tmp_path / "before", [(0, "a", A)])
     state, now = replay(tmp_path / "before").state, 1_790_000_005 * SECOND
     (tmp_path / "fleet").mkdir()
-    KVCacheManager.resume(state, log=tmp_path / "fleet" / "east", wall_ns=lambda: now).close()
+    KVCacheManager.resume(
+        state, log=tmp_path / "fleet" / "east", substitutes=Substitutes(wall_ns=lambda: now)
+    ).close()
     worker(tmp_path / "fleet" / "west", [(4, "a", A), (6, "b", B), (7, "again", A)])
     found = together(audit_worker(tmp_path / "fleet" / name) for name in ("east", "west"))
     assert found.elsewhere == [0, 12]

@@ -28,6 +28,7 @@ from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
 from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
+from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.beside import add_curve, add_whatif
@@ -348,7 +349,7 @@ def test_a_lane_tells_of_waiting_computing_decoding_and_preemption(tmp_path: Pat
     clock = Clock()
     start = clock()
     config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=4)
-    with KVCacheManager(config, log=tmp_path / "log", wall_ns=clock) as manager:
+    with KVCacheManager(config, log=tmp_path / "log", substitutes=Substitutes(wall_ns=clock)) as manager:
 
         def step() -> None:
             manager.flush()

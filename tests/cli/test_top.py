@@ -30,6 +30,7 @@ from kvcache.cli.output import Output
 from kvcache.cli.top import Followed, show, to_json
 from kvcache.errors import OutOfBlocks
 from kvcache.keep.prune import make_snapshot
+from kvcache.manager import Substitutes
 from kvcache.publish.errors import LogReplaced
 from tests.support.answers import answer, assert_documented
 from tests.support.commands import Kvcache, Start, run_log
@@ -133,7 +134,7 @@ class Engine:
         self.manager = KVCacheManager(
             config,
             log=LogWriter(log, resume=resume, fsync="never"),
-            wall_ns=lambda: START + int(clock.now * SECOND),
+            substitutes=Substitutes(wall_ns=lambda: START + int(clock.now * SECOND)),
         )
 
     def refused(self, name: str, tokens: int) -> None:

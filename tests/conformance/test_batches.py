@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.support.engines.rig import UNKNOWN, Rig, prompt
 
 START = prompt(0, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.errors import DuplicateRequest, OutOfBlocks
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.support.engines.rig import Rig
 
 

@@ -11,8 +11,7 @@ import structlog
 
 from events.types import BlocksRemoved, BlocksStored
 from kvcache.errors import Unsupported
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
+from kvcache.inputs import MultimodalItem, Request
 from tests.support.engines.rig import Rig, prompt
 
 UP, DOWN = (1, 0), (0, 1)

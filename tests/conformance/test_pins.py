@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.support.engines.rig import Rig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs import MultimodalItem
 from tests.support.engines.rig import Rig, prompt
 
 SPECIAL = [*prompt(100, 106), 0, 1, 2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.support.engines.rig import GONE, Rig
 
 
@@ -240,9 +240,9 @@ def test_s_4_what_a_scheduler_is_told_beside_a_sequence_that_has_let_go_of_block
     assert [manager.can_add([Request("1", prompt(count, 2000))]) for count in (12, 13)] == [1, 0]
     three = [Request(number, prompt(5, 1000 * number)) for number in (2, 3, 4)]
     assert manager.can_add(three) == 1
-    growth = [manager.remaining_blocks_to_completion("0", count) for count in (0, 1, 4, 5, 8)]
+    growth = [manager.scheduling.remaining_blocks_to_completion("0", count) for count in (0, 1, 4, 5, 8)]
     assert growth == [0, 1, 1, 1, 1]  # from then on each new block is paid with one that leaves the window
-    simulation = manager.simulate()
+    simulation = manager.scheduling.simulate()
     assert (simulation.remove("0"), simulation.has_free(5)) == ({8: 2}, True)
     rig.add("1", prompt(12, 2000))
     assert (rig.free, manager.can_add([Request("2", [1])])) == (0, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from events.types import BlocksMoved, BlocksRemoved
 from kvcache.errors import OutOfBlocks, UnknownRequest
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of

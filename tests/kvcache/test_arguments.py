@@ -16,8 +16,8 @@ from events.log import LogReader
 from kvcache import errors
 from kvcache.device import memory
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request
+from kvcache.manager import KVCacheManager, Substitutes
 from tests.support.engines import strategies
 
 
@@ -58,7 +58,7 @@ BY_ID: dict[str, Callable[[KVCacheManager, Any], Any]] = {
     "can_add": lambda m, each: m.can_add([Request(each, [1])]),
     "store_context_blocks": lambda m, each: m.store_context_blocks(each, 1),
     "remove_sequence": lambda m, each: m.remove_sequence(each),
-    "remaining_blocks": lambda m, each: m.remaining_blocks_to_completion(each, 1),
+    "remaining_blocks": lambda m, each: m.scheduling.remaining_blocks_to_completion(each, 1),
     "fork": lambda m, each: m.fork(each, "new"),
     "fork into": lambda m, each: m.fork("a", each),
     "rewind": lambda m, each: m.rewind(each, 1),
@@ -129,7 +129,7 @@ def test_an_id_that_equals_others_names_its_own_request() -> None:
     for _ in range(3):
         manager.add_tokens([Alike("a")], [3])
     manager.add_tokens([Alike("b")], [3])
-    assert manager.sequence_lengths(["a", "b"]).tolist() == [6, 2]
+    assert manager.tables.sequence_lengths(["a", "b"]).tolist() == [6, 2]
 
 
 def test_integers_of_numpy_are_ids() -> None:
@@ -153,10 +153,10 @@ CALLS: list[tuple[str, Callable[[KVCacheManager], Any]]] = [
     ("counts as a number", lambda m: m.add_tokens(["a"], [1], 1)),  # type: ignore[arg-type]
     ("counts as bytes", lambda m: m.add_tokens(["a"], [1], b"\1")),
     ("a fraction as count", lambda m: m.add_tokens(["a"], [1], [1.0])),  # type: ignore[list-item]
-    ("rest of a fraction", lambda m: m.remaining_blocks_to_completion("a", float("nan"))),  # type: ignore[arg-type]
-    ("rest of nothing", lambda m: m.remaining_blocks_to_completion("a", None)),  # type: ignore[arg-type]
-    ("rest of less than nothing", lambda m: m.remaining_blocks_to_completion("a", -(2**70))),
-    ("rest of minus one", lambda m: m.remaining_blocks_to_completion("a", -1)),
+    ("rest of a fraction", lambda m: m.scheduling.remaining_blocks_to_completion("a", float("nan"))),  # type: ignore[arg-type]
+    ("rest of nothing", lambda m: m.scheduling.remaining_blocks_to_completion("a", None)),  # type: ignore[arg-type]
+    ("rest of less than nothing", lambda m: m.scheduling.remaining_blocks_to_completion("a", -(2**70))),
+    ("rest of minus one", lambda m: m.scheduling.remaining_blocks_to_completion("a", -1)),
     ("store of an array", lambda m: m.store_context_blocks("a", np.array([3]))),  # type: ignore[arg-type]
     ("store of a failure", lambda m: m.store_context_blocks("a", Odd(fail))),  # type: ignore[arg-type]
     ("window of arrays", lambda m: m.block_table("a", np.array([1, 2]))),  # type: ignore[arg-type]
@@ -238,16 +238,15 @@ def test_numbers_are_converted_before_anything_is_looked_up() -> None:
         {"log": b"log"},
         {"log": "a\0b"},
         {"log": "\ud800"},
-        {"state": 5},
-        {"state": []},
         {"sinks": None},
         {"sinks": 5},
         {"sinks": "stdout:"},
         {"sinks": [None]},
         {"sinks": [5]},
         {"sinks": [b"stdout:"]},
-        {"wall_ns": 5},
-        {"wall_ns": lambda: 1 / 0},
+        {"substitutes": 5},
+        {"substitutes": Substitutes(wall_ns=5)},  # type: ignore[arg-type]
+        {"substitutes": Substitutes(wall_ns=lambda: 1 // 0)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -276,7 +275,9 @@ def test_a_clock_that_fails_delays_the_batch(tmp_path: Path, wrong: Any) -> None
             raise now
         return now
 
-    manager = KVCacheManager(strategies.config(), log=tmp_path / "log", wall_ns=clock)
+    manager = KVCacheManager(
+        strategies.config(), log=tmp_path / "log", substitutes=Substitutes(wall_ns=clock)
+    )
     manager.add_sequence("a", [1, 2, 3])
     refused(manager, manager.flush)
     manager.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from events.types import CacheCleared
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvcache.config import KVCacheConfig, LogConfig
+from kvcache.config import _HERE, KVCacheConfig, LogConfig, closest
 from kvcache.errors import ConfigError
-from kvcache.settings.problems import _HERE, closest
 from tests.support.commands import RunPython
 
 

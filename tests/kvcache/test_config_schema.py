@@ -12,7 +12,6 @@ import pytest
 
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError
-from tests.support.commands import RunPython
 
 SCHEMA = KVCacheConfig.model_json_schema()
 SAYS_ONLY = {"$defs", "default", "description", "title"}
@@ -218,15 +217,6 @@ def test_every_field_is_described() -> None:
     assert {name: text.partition("accepted: ")[2] + "." for name, text in errors.items()} | {
         "log": "How the event log is written."
     } == told
-
-
-def test_descriptions_cost_imports_nothing(run_python: RunPython) -> None:
-    """The source is read for a schema only: importing the settings does not load what reads it."""
-    code = (
-        "import sys, kvcache.config; before = 'kvcache.settings.schema' in sys.modules\n"
-        "kvcache.config.KVCacheConfig.model_json_schema(); print(before, 'kvcache.settings.schema' in sys.modules)"
-    )
-    assert run_python(code).stdout.split() == ["False", "True"]
 
 
 def test_schema_without_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
 from kvcache.fold.full_group import FullGroup
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.results import Replacement
 from tests.support.engines import strategies

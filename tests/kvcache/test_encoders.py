@@ -24,7 +24,7 @@ from kvcache.errors import (
     UsageError,
 )
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import EncoderInput, Request
+from kvcache.inputs import EncoderInput, Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
 from tests.support.columns import pack_i32
@@ -132,7 +132,7 @@ def test_inputs_are_offloaded_and_brought_back() -> None:
     manager.remove_sequence("a")
     add(manager, "b", [1] * 12)
     manager.remove_sequence("b")
-    demand = manager.demand(Request("c", PROMPT, encoder_tokens=READ))
+    demand = manager.scheduling.demand(Request("c", PROMPT, encoder_tokens=READ))
     assert (demand.reused_encoder_tokens, demand.reusable[CROSS_WINDOW], demand.held[CROSS_WINDOW]) == (
         5,
         3,
@@ -191,11 +191,11 @@ def test_branches_read_what_their_parents_read() -> None:
     assert table(manager, "b") == table(manager, "a")
     manager.rewind("b", 2)
     assert len(table(manager, "b")) == 3
-    assert manager.simulate().remove("a")[CROSS_WINDOW] == 0
+    assert manager.scheduling.simulate().remove("a")[CROSS_WINDOW] == 0
     manager.remove_sequence("a")
     assert (len(table(manager, "b")), ended) == (3, [])
     assert manager.num_free_blocks_per_window()[CROSS_WINDOW] == free
-    assert manager.simulate().remove("b")[CROSS_WINDOW] == 3
+    assert manager.scheduling.simulate().remove("b")[CROSS_WINDOW] == 3
     manager.remove_sequence("b")
     assert len(ended) == 1
     assert manager.num_free_blocks_per_window()[CROSS_WINDOW] == free + 3
@@ -207,7 +207,7 @@ def test_a_simulation_counts_an_input_with_its_last_reader() -> None:
     manager = cache()
     add(manager, "a")
     manager.fork("a", "b")
-    simulation = manager.simulate()
+    simulation = manager.scheduling.simulate()
     assert [simulation.remove(name)[CROSS_WINDOW] for name in "ba"] == [0, 3]
 
 
@@ -272,7 +272,9 @@ def test_decoding_takes_nothing_for_cross_attention() -> None:
     manager.add_tokens(["a", "b"], [1, 1])
     manager.add_tokens(["a", "b"], [1, 1])
     assert len(table(manager, "a")) == 3
-    assert manager.next_step_blocks_per_window("a") == manager.remaining_blocks_per_window("a", 1)
+    assert manager.scheduling.next_step_blocks_per_window(
+        "a"
+    ) == manager.scheduling.remaining_blocks_per_window("a", 1)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +302,8 @@ def test_wrong_inputs_are_refused(given: dict[str, Any], error: type[KVCacheErro
         lambda: manager.add_sequence("b", [1], **given),
         lambda: manager.add_sequences([Request("c", [1], encoder_tokens=READ), Request("b", [1], **given)]),
         lambda: manager.can_add([Request("b", [1], **given)]),
-        lambda: manager.demand(Request("b", [1], **given)),
-        lambda: manager.computing(Request("b", [1], **given)),
+        lambda: manager.scheduling.demand(Request("b", [1], **given)),
+        lambda: manager.scheduling.computing(Request("b", [1], **given)),
         lambda: manager.match([1], **given),
         lambda: manager.count_reusable([1], **given),
     )

@@ -17,7 +17,7 @@ from kvcache.errors import InvariantViolated, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import Run
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.inside import blocks_of
@@ -277,7 +277,11 @@ class LeastOftenUsed(LeastRecentlyUsed):
 )
 def test_another_order_can_be_tried(tmp_path: Path, order: type[LeastRecentlyUsed], kept: list[int]) -> None:
     """An order decides what goes, by the state or by what it has heard; the log replays without it."""
-    manager = KVCacheManager(strategies.config(primary_blocks=8), log=tmp_path / "log", eviction_order=order)
+    manager = KVCacheManager(
+        strategies.config(primary_blocks=8),
+        log=tmp_path / "log",
+        substitutes=Substitutes(eviction_order=order),
+    )
     for prompt in (1, 1, 2, 3):
         run(manager, [prompt] * 4)
         manager.check()
@@ -302,5 +306,7 @@ def test_an_order_that_was_not_told_is_found_out() -> None:
 def test_what_is_no_order_is_refused(tmp_path: Path, order: Any) -> None:
     """It is said so before a log is opened."""
     with pytest.raises(UsageError, match="eviction_order must be"):
-        KVCacheManager(strategies.config(), log=tmp_path / "log", eviction_order=order)
+        KVCacheManager(
+            strategies.config(), log=tmp_path / "log", substitutes=Substitutes(eviction_order=order)
+        )
     assert not (tmp_path / "log").exists()

@@ -31,9 +31,8 @@ from events.types import (
 )
 from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, UsageError
 from kvcache.fold.state import CacheState
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import MultimodalItem, Request
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.commands import COMMANDS, cache, call
@@ -74,7 +73,7 @@ def test_a_clock_may_not_flush() -> None:
             manager.flush()
         return 7
 
-    manager = KVCacheManager(strategies.config(), wall_ns=clock)
+    manager = KVCacheManager(strategies.config(), substitutes=Substitutes(wall_ns=clock))
     manager.add_sequence("a", PROMPT)
     meddles = True
     with pytest.raises(UsageError, match="raised ManagerBusy"):

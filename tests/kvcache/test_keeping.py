@@ -24,6 +24,7 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.keep.keeper import Keeper
+from kvcache.manager import Substitutes
 from kvcache.record import outputs
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
@@ -170,7 +171,9 @@ def test_a_program_that_forgets_to_close_says_nothing(tmp_path: Path, run_python
 def test_a_clock_that_is_set_back_does_not_keep_what_is_old(tmp_path: Path) -> None:
     """By the log's own clock, which stands still then, segments end and go as before."""
     log, now = tmp_path / "log", [TIME]
-    manager = KVCacheManager(config(retain_seconds=60), log=log, wall_ns=lambda: now[0])
+    manager = KVCacheManager(
+        config(retain_seconds=60), log=log, substitutes=Substitutes(wall_ns=lambda: now[0])
+    )
     for number in range(200):
         now[0] += 2 * 10**9 if number != 100 else -24 * 3600 * 10**9
         work(manager, number, 1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from events.log import LogWriter
 from events.types import Gap
 from kvcache.fold.prefix_tree import runs_below
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
+from kvcache.inputs import MultimodalItem, Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines.inside import journal_of
@@ -161,5 +161,8 @@ def test_blocks_without_names_are_not_told(tmp_path: Path) -> None:
         manager.store_context_blocks(busy_ids, 4)
     state = replay(tmp_path / "log").state
     assert state.created is not None
-    manager = KVCacheManager(manager.config.model_copy(update={"event_buffer_max_size": 5}), state=state)
+    state.created = structs.replace(
+        state.created, config=manager.config.model_copy(update={"event_buffer_max_size": 5}).model_dump_json()
+    )
+    manager = KVCacheManager.resume(state)
     assert [event["data"]["type"] for event in manager.get_latest_events()] == ["created"]

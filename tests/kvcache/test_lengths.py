@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.config import KVCacheConfig
 from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong, UsageError
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.workload.waiting import Limits
 
@@ -158,8 +158,8 @@ def test_what_a_sequence_still_needs_is_told_of_each_window() -> None:
     """The window that needs the most may be another one than that with the fewest free blocks."""
     cache = manager(primary_blocks=(6, 16))
     cache.add_sequence("a", [1] * 64)
-    assert cache.remaining_blocks_per_window("a", 192) == {64: 1, 256: 12}
-    assert cache.remaining_blocks_to_completion("a", 192) == 12
+    assert cache.scheduling.remaining_blocks_per_window("a", 192) == {64: 1, 256: 12}
+    assert cache.scheduling.remaining_blocks_to_completion("a", 192) == 12
     assert cache.num_free_blocks == 2
     assert cache.num_free_blocks_per_window() == {64: 2, 256: 12}
     for _ in range(192):

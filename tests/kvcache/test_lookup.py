@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvcache.decide.lookup import lookup
-from kvcache.inputs.requests import namespace_of
-from kvcache.inputs.tokens import pack_tokens
+from kvcache.inputs import namespace_of, pack_tokens
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies

@@ -11,6 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from events.types import AdmissionRefused, SequenceRemoved, TokensAppended
+from kvcache.calls.scheduling import Scheduling
+from kvcache.calls.tables import BlockTables
 from kvcache.errors import (
     CapacityError,
     DuplicateRequest,
@@ -24,8 +26,8 @@ from kvcache.errors import (
     UsageError,
     WrongThread,
 )
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.commands import COMMANDS, cache, call
@@ -85,7 +87,7 @@ MISTAKES: list[tuple[str, type[KVCacheError], Call]] = [
     ("table of unknown", UnknownRequest, lambda m: m.block_table("c")),
     ("tables of unknown", UnknownRequest, lambda m: m.block_tables(["a", "c"])),
     ("table of no window", UsageError, lambda m: m.block_table("a", 7)),
-    ("rest of unknown", UnknownRequest, lambda m: m.remaining_blocks_to_completion("c", 1)),
+    ("rest of unknown", UnknownRequest, lambda m: m.scheduling.remaining_blocks_to_completion("c", 1)),
     ("match of text", InvalidTokens, lambda m: m.match("text")),
 ]
 
@@ -223,13 +225,15 @@ ANY_THREAD = {
     "wait_durable",
     "wait_subscribers",
 }
+MADE_FROM_OTHERS = {"close", "open", "resume", "tables.of_admission", "tables.one", "tables.several"}
 FIXED = {"max_encoder_tokens", "max_tokens", "max_prompt_tokens"}
 
 
 def test_the_list_of_commands_is_complete() -> None:
     """Whatever a manager offers is among the commands, or may be called at any time."""
-    public = {name for name in dir(KVCacheManager) if not name.startswith("_")}
-    assert public == {name for name, _ in COMMANDS} | ANY_THREAD | FIXED | {"close", "open", "resume"}
+    parts = {"": KVCacheManager, "tables.": BlockTables, "scheduling.": Scheduling}
+    public = {part + name for part, kind in parts.items() for name in dir(kind) if not name.startswith("_")}
+    assert public == {name for name, _ in COMMANDS} | ANY_THREAD | FIXED | MADE_FROM_OTHERS
 
 
 @pytest.mark.parametrize(("name", "arguments"), [*COMMANDS, ("close", ())])
@@ -355,8 +359,18 @@ def test_block_tables_are_padded_copies() -> None:
 def test_remaining_blocks_count_from_what_is_held() -> None:
     """What a sequence still needs is counted in whole blocks beyond its table."""
     manager = cache()
-    assert [manager.remaining_blocks_to_completion("a", more) for more in (0, 1, 2, 3)] == [0, 0, 1, 1]
-    assert [manager.remaining_blocks_to_completion("b", more) for more in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    assert [manager.scheduling.remaining_blocks_to_completion("a", more) for more in (0, 1, 2, 3)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert [manager.scheduling.remaining_blocks_to_completion("b", more) for more in (0, 1, 2, 3)] == [
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_request_ids_return() -> None:
@@ -385,7 +399,7 @@ def test_empty_calls_make_no_events() -> None:
 def test_flush_numbers_batches_without_holes() -> None:
     """Each flush with something in it makes the next batch, stamped by the given clock."""
     times = iter(range(100, 200))
-    manager = KVCacheManager(strategies.config(), wall_ns=lambda: next(times))
+    manager = KVCacheManager(strategies.config(), substitutes=Substitutes(wall_ns=lambda: next(times)))
     seen = []
     for number in range(3):
         manager.add_sequence(number, [1, 2])

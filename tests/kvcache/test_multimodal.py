@@ -29,8 +29,7 @@ from kvcache.errors import (
     UsageError,
 )
 from kvcache.fold.state import CacheState
-from kvcache.inputs.multimodal import rich_tokens
-from kvcache.inputs.requests import namespace_of
+from kvcache.inputs import namespace_of, rich_tokens
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of

@@ -25,7 +25,7 @@ from events.types import (
     StateExported,
     SymbolsForgotten,
 )
-from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs import MultimodalItem
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.oracles.naive_audit import REASONS, Admission, naive_audit

@@ -13,7 +13,7 @@ from events.log import LogReader, LogWriter
 from events.types import EpochStarted, SequenceAdded, StateExported
 from kvcache.errors import OutOfNumbers
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines.traffic import Traffic, config, recorded

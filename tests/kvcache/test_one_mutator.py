@@ -93,7 +93,7 @@ def ask(manager: KVCacheManager) -> None:
         manager.check,
     ]
     for request_id in list(manager.state.handles):
-        questions.append(partial(manager.remaining_blocks_to_completion, request_id, 3))
+        questions.append(partial(manager.scheduling.remaining_blocks_to_completion, request_id, 3))
         questions.append(partial(manager.block_tables, [request_id]))
     for question in questions:
         with suppress(KVCacheError):

@@ -18,7 +18,7 @@ from kvcache.audit import Log, open_log
 from kvcache.audit.reasons import Reason
 from kvcache.audit.tables import BlockLife, tables_of
 from kvcache.errors import CapacityError
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import Unreplayable, replay
 from tests.oracles.raw_log import Life, RawLog
 from tests.support.commands import RunPython, run_log
@@ -363,7 +363,9 @@ def test_behind_lost_batches() -> None:
 
 def test_a_block_that_came_back_unseen() -> None:
     """What was gone, and is cached again behind lost batches, begins a life there, whose storing nobody has seen."""
-    manager = KVCacheManager(strategies.config(), wall_ns=iter(range(100, 1000, 100)).__next__)
+    manager = KVCacheManager(
+        strategies.config(), substitutes=Substitutes(wall_ns=iter(range(100, 1000, 100)).__next__)
+    )
     assert manager.state.created is not None
     batches: list[EventBatch | None] = [EventBatch(0, 0, (manager.state.created,))]
     for _ in range(2):

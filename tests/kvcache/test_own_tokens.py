@@ -15,7 +15,7 @@ from events.log import LogReader
 from events.types import Namespace, SequenceAdded, SequenceRemoved, TransferFailed
 from kvcache.cli.summary import _requests
 from kvcache.manager import KVCacheManager
-from kvcache.record import own_tokens
+from kvcache.record import counting
 from kvcache.record.counting import StatsCounter
 from kvcache.stats import Stats
 from kvcache.workload.summary import RunResult, StepTimes
@@ -164,7 +164,7 @@ def test_other_request_of_the_same_id_does_not_return(tokens: list[int], options
 
 def test_removed_requests_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many removed requests are remembered, and no more."""
-    monkeypatch.setattr(own_tokens, "REMEMBERED", 2)
+    monkeypatch.setattr(counting, "REMEMBERED", 2)
     manager = cache()
     for name in ("a", "b", "c"):
         compute(manager, name, [ord(name)] * 3)

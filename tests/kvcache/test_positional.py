@@ -180,7 +180,6 @@ def test_what_cannot_be_true(call: Any, error: str) -> None:
         lambda r: r.named("a", [2], KEY[:-1], [4], group=1),
         lambda r: r.unnamed([2], KEY, group=1, why="for fun"),
         lambda r: r.deferred("c", group=0),
-        lambda r: r.allocated("a", [4], group=1),
     ],
 )
 def test_what_no_engine_says(call: Any) -> None:

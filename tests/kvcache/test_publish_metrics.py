@@ -13,7 +13,7 @@ import pytest
 
 from events.log import LogReader
 from events.log.reader import beginnings
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from tests.support.feeds.publishing import Collector, Running, sinks, write
 from tests.support.feeds.scraping import (
     Samples,
@@ -48,7 +48,11 @@ class MeasuredProgram(Program):
     def outputs(self) -> dict[str, Any]:
         """With times that differ."""
         clock = itertools.count(10**9, 77_000_000)
-        return {"log": self.log, "wall_ns": clock.__next__, "sinks": ["prometheus://127.0.0.1:0"]}
+        return {
+            "log": self.log,
+            "substitutes": Substitutes(wall_ns=clock.__next__),
+            "sinks": ["prometheus://127.0.0.1:0"],
+        }
 
     def lose(self) -> None:
         """What is not in the log cannot be compared."""

@@ -486,7 +486,6 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "moved to one twice": (lambda r: r.moved([9, 8], [1, 1]), Contradiction, "secondary block 1 is not free"),
     "moved though a copy is left": (lambda r: r.moved([6], [0]), Unsupported, "moving block 6"),
     "moved for nobody": (lambda r: r.moved([9], [0], "c"), UnknownRequest, "not running"),
-    "another group": (lambda r: r.allocated("a", [10], group=1), Unsupported, "group 1 is not supported"),
 }
 """By what is wrong: a call, its error, and what the error says."""
 TOLD_BEFORE = {"computed beyond its slots": 2, "appended beyond its slots, one by one": 1}

@@ -12,6 +12,7 @@ from events.log import LogReader
 from events.types import BlocksFilled, BlocksStored, BlocksUpdated, SequenceAdded, SequenceRemoved
 from kvcache import KVCacheManager, Retention, RetentionRange
 from kvcache.errors import UsageError
+from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.inside import blocks_of
@@ -123,7 +124,9 @@ def test_step_ends_the_times_of_a_bounded_number_of_blocks(
             rig.ticks.now += strategies.MS  # every third one ends with the one before
         prompt = [name // 2 % 4, *([5] * 3), *([name] * 4)]
         rig.run(name, prompt, keep((0, None, 60 + 10 * (name % 2), 10)))
-    resumed = KVCacheManager.resume(rig.manager.state, monotonic_ns=(ticks := strategies.Ticks()))
+    resumed = KVCacheManager.resume(
+        rig.manager.state, substitutes=Substitutes(monotonic_ns=(ticks := strategies.Ticks()))
+    )
     steps = expired(rig.manager, rig.ticks)
     assert {block[-1] for block in strategies.cached_blocks(rig.manager.state).values()} == {35}
     sizes = [sum(len(slots) for _, slots in step) for step in steps]
@@ -149,7 +152,7 @@ def test_time_goes_on_after_a_resume(tmp_path: Path) -> None:
     ticks = strategies.Ticks()
     config = strategies.config(tokens_per_block=4)
     ticks.now = 50 * strategies.MS
-    manager = KVCacheManager(config, log=tmp_path, monotonic_ns=ticks)
+    manager = KVCacheManager(config, log=tmp_path, substitutes=Substitutes(monotonic_ns=ticks))
     manager.add_sequence("a", [1] * 9, retention=keep((0, None, 80, 10)))
     manager.store_context_blocks("a", 9)
     manager.remove_sequence("a")
@@ -159,7 +162,7 @@ def test_time_goes_on_after_a_resume(tmp_path: Path) -> None:
     manager.close()
     later = strategies.Ticks()
     later.now = 10**15
-    resumed = KVCacheManager.resume(replay(tmp_path).state, monotonic_ns=later)
+    resumed = KVCacheManager.resume(replay(tmp_path).state, substitutes=Substitutes(monotonic_ns=later))
     later.now += 3 * strategies.MS
     resumed.flush()
     assert 80 in {block[-1] for block in strategies.cached_blocks(resumed.state).values()}
@@ -186,7 +189,7 @@ def test_time_begins_when_a_clock_answers_that_raised_at_first() -> None:
     """What it shows then is no time that has passed."""
     ticks = strategies.Ticks()
     rig, ticks.now = Rig(8), None  # type: ignore[assignment]
-    rig.manager = KVCacheManager(rig.manager.config, monotonic_ns=ticks)
+    rig.manager = KVCacheManager(rig.manager.config, substitutes=Substitutes(monotonic_ns=ticks))
     rig.run("a", [1] * 8, keep((0, None, 80, 10)))
     ticks.now = 10**15
     rig.manager.flush()
@@ -203,7 +206,9 @@ def test_a_clock_that_jumps_out_of_all_bounds_stops_at_the_last_time(
 ) -> None:
     """What was kept for a time is over, no call fails, and the log replays."""
     rig, longest = Rig(16, windows=windows), 2**62 // strategies.MS
-    rig.manager = KVCacheManager(rig.manager.config, log=tmp_path, monotonic_ns=rig.ticks)
+    rig.manager = KVCacheManager(
+        rig.manager.config, log=tmp_path, substitutes=Substitutes(monotonic_ns=rig.ticks)
+    )
     rig.run("a", [1] * 8, keep((0, None, 80, 10)))
     rig.ticks.now = now  # type: ignore[assignment]
     rig.manager.flush()
@@ -223,7 +228,9 @@ def test_log_with_times_replays_with_and_without_tokens(tmp_path: Path) -> None:
         log = {"record_tokens": recorded, "fsync": "never", "overflow": "block"}
         ticks = strategies.Ticks()
         config = strategies.config(tokens_per_block=4, log=log, num_layers=2, max_attention_window=(8, 24))
-        manager = KVCacheManager(config, log=tmp_path / str(recorded), monotonic_ns=ticks)
+        manager = KVCacheManager(
+            config, log=tmp_path / str(recorded), substitutes=Substitutes(monotonic_ns=ticks)
+        )
         for number in range(4):
             manager.add_sequence(
                 number, [number] * 17, retention=keep((0, 8, 90, 5), (8, None, 20, 1), decode=7)

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import pytest
 from events.tokens import symbols
 from events.types import BlocksReused, Event
 from kvcache.errors import DuplicateRequest, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of
@@ -55,14 +56,16 @@ class Watched:
         if len(requests) > 1:
             return self._manager.add_sequences(requests)
         manager, (request,) = self._manager, requests
-        demand = self.unchanged(lambda: manager.demand(request, 3))
+        demand = self.unchanged(lambda: manager.scheduling.demand(request, 3))
         before, self._events[:] = self.free, []
         held = [
             {name for name, block in strategies.cached_blocks(manager.state, index).items() if block[1]}
             for index in range(len(before))
         ]
         fits = all(blocks <= before[window] for window, blocks in demand.needed.items())
-        assert fits == (manager.can_add(requests) == 1) == manager.simulate().has_free(demand.needed)
+        assert (
+            fits == (manager.can_add(requests) == 1) == manager.scheduling.simulate().has_free(demand.needed)
+        )
         if not fits:
             self._seen["refused"] += 1
             with pytest.raises(OutOfBlocks):
@@ -72,7 +75,7 @@ class Watched:
         assert {window: before[window] - blocks for window, blocks in self.free.items()} == demand.needed
         assert admitted[0].reused_tokens == demand.reused_tokens
         self.check_reused(demand, held)
-        left = manager.remaining_blocks_per_window(request.request_id, 3, request.reserve_tokens)
+        left = manager.scheduling.remaining_blocks_per_window(request.request_id, 3, request.reserve_tokens)
         assert demand.to_completion == {w: demand.needed[w] + left[w] for w in left}
         return admitted
 
@@ -96,7 +99,7 @@ class Watched:
         manager = self._manager
         if self._rng.random() < 0.6 or not manager.config.enable_block_reuse:
             return
-        said = self.unchanged(lambda: manager.computing(request))
+        said = self.unchanged(lambda: manager.scheduling.computing(request))
         now, reach = self.reusable(manager, request), {}
         for request_id in manager.state.handles:
             twin = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
@@ -139,11 +142,13 @@ class Watched:
     def add_tokens(self, ids: list[int], tokens: list[int], counts: list[int] | None = None) -> Any:
         manager = self._manager
         needs = {
-            request_id: self.unchanged(lambda: manager.next_step_blocks_per_window(request_id, count - 1))  # noqa: B023
+            request_id: self.unchanged(
+                partial(manager.scheduling.next_step_blocks_per_window, request_id, count - 1)
+            )
             for request_id, count in zip(ids, counts or [1] * len(ids), strict=True)
         }
         total = {w: sum(each[w] for each in needs.values()) for w in manager.num_free_blocks_per_window()}
-        fits = manager.simulate().has_free(total)
+        fits = manager.scheduling.simulate().has_free(total)
         before = {request_id: self.lengths(request_id) for request_id in ids}
         try:
             done = manager.add_tokens(ids, tokens, counts)
@@ -177,7 +182,7 @@ class Program(random_logs.Program):
 
     def end(self) -> None:
         """Several at a time: as they are removed one by one, so much is free as the simulation has said."""
-        simulation, ids = self.manager.simulate(), self.some()
+        simulation, ids = self.manager.scheduling.simulate(), self.some()
         fingerprint = self.manager.fingerprint()
         expected = [(simulation.remove(each), dict(simulation.free_blocks_per_window)) for each in ids]
         assert self.manager.fingerprint() == fingerprint
@@ -270,7 +275,10 @@ def test_a_branch_takes_no_more_than_remains_to_its_completion(
     manager.remove_sequence("parent", store=False)
     manager.fork("child", "other")
     manager.store_context_blocks("child", 9)
-    had, most = manager.num_free_blocks_per_window(), manager.remaining_blocks_per_window("child", new)
+    had, most = (
+        manager.num_free_blocks_per_window(),
+        manager.scheduling.remaining_blocks_per_window("child", new),
+    )
     assert all(blocks <= most[window] for window, blocks in grown(manager, "child", new, had).items())
 
 
@@ -290,7 +298,7 @@ def test_nothing_takes_more_than_its_demand_up_to_completion(
     if before != "running":
         manager.remove_sequence("before")
     prompt, new = [1] * 9, 8
-    demand = manager.demand(Request("a", prompt), new)
+    demand = manager.scheduling.demand(Request("a", prompt), new)
     had = manager.num_free_blocks_per_window()
     run(manager, "a", prompt)
     taken = grown(manager, "a", new, had)
@@ -353,10 +361,10 @@ class Promised:
         prompt, new = [1] * r.randint(1, 28), r.randint(1, 12)
         request = Request("asked", prompt, reserve_tokens=r.choice([None, None, 1, 3, 7, 14]))
         try:
-            promised = manager.demand(request, new).to_completion
+            promised = manager.scheduling.demand(request, new).to_completion
         except PromptTooLong:
             return "too long"
-        if not self.leave(promised) or manager.demand(request, new).to_completion != promised:
+        if not self.leave(promised) or manager.scheduling.demand(request, new).to_completion != promised:
             return "no room"
         manager.add_sequences([request])
         chunk = request.reserve_tokens or len(prompt)
@@ -377,7 +385,7 @@ class Promised:
 
     def ask_again(self, new: int, chunk: int | None) -> None:
         """What remains is promised as well."""
-        left = self.manager.remaining_blocks_per_window("asked", new, chunk)
+        left = self.manager.scheduling.remaining_blocks_per_window("asked", new, chunk)
         free = self.manager.num_free_blocks_per_window()
         assert all(blocks <= free[window] for window, blocks in left.items())
         if self.random.random() < 0.2:
@@ -399,24 +407,24 @@ def test_who_computes_a_prefix_is_told_until_it_is_stored() -> None:
     manager.add_sequence("short", [1, 2, 3])
     manager.add_sequence("other", [1, 2, 3, 4, 5, 6], cache_salt="tenant")
     second = Request("second", [1, 2, 3, 4, 5, 6])
-    assert manager.computing(second) == ("first", 4)
-    assert manager.computing(Request("salted", second.tokens, cache_salt="tenant")) == ("other", 4)
-    assert manager.computing(Request("else", [2, 2, 3])) is None
+    assert manager.scheduling.computing(second) == ("first", 4)
+    assert manager.scheduling.computing(Request("salted", second.tokens, cache_salt="tenant")) == ("other", 4)
+    assert manager.scheduling.computing(Request("else", [2, 2, 3])) is None
     manager.store_context_blocks("first", 2)
-    assert manager.computing(second) == ("first", 4)
+    assert manager.scheduling.computing(second) == ("first", 4)
     manager.store_context_blocks("first", 4)
-    assert manager.computing(second) is None
+    assert manager.scheduling.computing(second) is None
     assert manager.add_sequence("second", second.tokens).reused_tokens == 4
     manager.add_tokens(["short"], [9])  # sampled, and computed in the next step
-    assert manager.computing(Request("third", [1, 2, 3, 9, 5])) == ("short", 4)
+    assert manager.scheduling.computing(Request("third", [1, 2, 3, 9, 5])) == ("short", 4)
 
 
 def test_nobody_computes_anything_for_others_without_reuse() -> None:
     """Nothing is stored, so waiting is of no use; and a prompt takes all of its blocks."""
     manager = cache(enable_block_reuse=False)
     manager.add_sequence("a", [1, 2, 3, 4, 5])
-    assert manager.computing(Request("b", [1, 2, 3, 4, 5])) is None
-    assert manager.demand(Request("b", [1, 2, 3, 4, 5])).needed == {16: 3}
+    assert manager.scheduling.computing(Request("b", [1, 2, 3, 4, 5])) is None
+    assert manager.scheduling.demand(Request("b", [1, 2, 3, 4, 5])).needed == {16: 3}
 
 
 def test_simulation_gives_shared_blocks_back_with_the_last_holder() -> None:
@@ -424,7 +432,7 @@ def test_simulation_gives_shared_blocks_back_with_the_last_holder() -> None:
     manager = cache()
     run(manager, "a", [1, 2, 3, 4, 5])
     run(manager, "b", [1, 2, 3, 4, 6])
-    simulation = manager.simulate()
+    simulation = manager.scheduling.simulate()
     assert simulation.free_blocks_per_window == {16: 4}
     assert simulation.has_free(4)
     assert not simulation.has_free({16: 5})
@@ -441,26 +449,26 @@ def test_questions_that_make_no_sense_are_refused() -> None:
     manager = cache()
     run(manager, "a", [1, 2, 3])
     for call in (
-        lambda: manager.demand(Request("b", [1]), -1),
-        lambda: manager.demand("b"),  # type: ignore[arg-type]
-        lambda: manager.next_step_blocks_per_window("a", -1),
-        lambda: manager.next_step_blocks_per_window("a", True),
-        lambda: manager.simulate().has_free(-1),
-        lambda: manager.simulate().has_free({17: 1}),
+        lambda: manager.scheduling.demand(Request("b", [1]), -1),
+        lambda: manager.scheduling.demand("b"),  # type: ignore[arg-type]
+        lambda: manager.scheduling.next_step_blocks_per_window("a", -1),
+        lambda: manager.scheduling.next_step_blocks_per_window("a", True),
+        lambda: manager.scheduling.simulate().has_free(-1),
+        lambda: manager.scheduling.simulate().has_free({17: 1}),
     ):
         with pytest.raises(UsageError):
             call()
     with pytest.raises(UnknownRequest):
-        manager.next_step_blocks_per_window("b")
+        manager.scheduling.next_step_blocks_per_window("b")
     with pytest.raises(DuplicateRequest):
-        manager.demand(Request("a", [1]))
+        manager.scheduling.demand(Request("a", [1]))
     with pytest.raises(PromptTooLong):
-        manager.computing(Request("b", [1] * 17))
-    simulation = manager.simulate()
+        manager.scheduling.computing(Request("b", [1] * 17))
+    simulation = manager.scheduling.simulate()
     simulation.remove("a")
     with pytest.raises(UsageError, match="removed from this simulation before"):
         simulation.remove("a")
-    later = manager.simulate()
+    later = manager.scheduling.simulate()
     manager.add_sequence("b", [1, 2])
     for ask in (
         lambda: later.remove("a"),

@@ -10,7 +10,7 @@ from events.types import StateExported
 from kvcache.errors import CapacityError, InvariantViolated
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.traffic import Traffic, config

@@ -17,8 +17,7 @@ from events.log import LogReader
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from kvcache.record.counting import StatsCounter
-from kvcache.record.request_counting import RequestCounter
+from kvcache.record.counting import RequestCounter, StatsCounter
 from kvcache.stats import BlockStats, RequestStats, Stats
 from tests.support.engines import strategies
 from tests.support.logs.random_logs import random_log

@@ -44,8 +44,8 @@ from kvcache.errors import (
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence as RunningSequence
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import Replayed, replay
 from kvcache.results import StoreResult
 from tests.oracles import agreement
@@ -91,7 +91,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.config = settings
         self.ticks = strategies.Ticks()
         log = strategies.log_directory(self.directory)
-        self.manager = KVCacheManager(settings, log=log, monotonic_ns=self.ticks)
+        self.manager = KVCacheManager(settings, log=log, substitutes=Substitutes(monotonic_ns=self.ticks))
         self.ticks.now = strategies.MS
         self.fingerprints[0] = self.manager.fingerprint()
         self.mirror = strategies.mirror_of(self.manager)

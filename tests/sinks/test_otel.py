@@ -21,7 +21,7 @@ from events.log import LogReader
 from events.types import CacheCreated, EventBatch, Gap
 from kvcache.audit import open_log
 from kvcache.errors import CapacityError
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.publish.publisher import Publisher
 from sinks import open_sink
 from sinks.base import SinkContext, SinkError, SinkURLError
@@ -160,7 +160,7 @@ def test_refusals_are_told_when_the_request_is_admitted() -> None:
     kept = Kept()
     clock = iter(range(10**18, 10**19, 10**9))
     sink = OtelSink(lambda: kept, "")
-    with KVCacheManager(cache(), sinks=[sink], wall_ns=clock.__next__) as manager:
+    with KVCacheManager(cache(), sinks=[sink], substitutes=Substitutes(wall_ns=clock.__next__)) as manager:
         manager.add_sequence("long", [1] * 14)
         for _ in range(3):
             with pytest.raises(CapacityError):

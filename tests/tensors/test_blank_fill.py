@@ -10,7 +10,7 @@ import torch
 
 from cuda_ops.simulated import LateCopier
 from kvcache.errors import TransfersPending
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools

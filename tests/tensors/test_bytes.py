@@ -9,7 +9,7 @@ import torch
 
 from events.types import BlocksCopied, BlocksMoved, MoveReason, Namespace
 from kvcache.errors import TransfersPending
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.byte_engine import Driver, Wrap, at_once, failing, late, late_and_failing

@@ -14,7 +14,7 @@ import torch
 from cuda_ops.copier import CopyFailed
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import CROSS_WINDOW, KVCacheManager, Layout
-from kvcache.calls.handed_out import HandedOut
+from kvcache.calls.tables import HandedOut
 from kvcache.errors import (
     ComputationLost,
     StaleTables,
@@ -40,12 +40,12 @@ Ask = Callable[[KVCacheManager], Any]
 OF_BLOCKS: dict[str, Ask] = {
     "block_table": lambda m: m.block_table("a"),
     "block_tables": lambda m: m.block_tables(["a", "b"]),
-    "padded_tables": lambda m: m.padded_tables(("a", "b")),
+    "padded_tables": lambda m: m.tables.padded(("a", "b")),
 }
 OF_STEPS: dict[str, Ask] = {
-    "paged_tables": lambda m: m.paged_tables(["a", "b"]),
-    "slot_mapping": lambda m: m.slot_mapping(["a", "b"], starts=[2, 3], stops=[3, 4]),
-    "sequence_lengths": lambda m: m.sequence_lengths(["a"]),
+    "paged_tables": lambda m: m.tables.paged(["a", "b"]),
+    "slot_mapping": lambda m: m.tables.slot_mapping(["a", "b"], starts=[2, 3], stops=[3, 4]),
+    "sequence_lengths": lambda m: m.tables.sequence_lengths(["a"]),
 }
 CHANGES: dict[str, Callable[[KVCacheManager], object]] = {
     "append into a new block": lambda m: m.add_tokens(["a"], [7, 8], [2]),
@@ -62,13 +62,13 @@ def test_tables_older_than_a_change_are_found(ask: str, change: str) -> None:
     """Made before a call that gave a sequence other blocks, a table is refused; made again, it is not."""
     manager = cache()
     tables = OF_BLOCKS[ask](manager)
-    manager.check_tables(tables)
+    manager.tables.check(tables)
     CHANGES[change](manager)
     with pytest.raises(StaleTables, match="'a'") as raised:
-        manager.check_tables(tables)
+        manager.tables.check(tables)
     assert raised.value.request_id == "a"
     if change != "remove":
-        manager.check_tables(OF_BLOCKS[ask](manager))
+        manager.tables.check(OF_BLOCKS[ask](manager))
 
 
 @pytest.mark.parametrize("ask", OF_BLOCKS | OF_STEPS)
@@ -80,7 +80,7 @@ def test_what_concerns_others_makes_nothing_stale(ask: str) -> None:
     manager.store_context_blocks("c", 4)
     manager.remove_sequence("c")
     manager.flush()
-    manager.check_tables(tables)
+    manager.tables.check(tables)
 
 
 @pytest.mark.parametrize("ask", OF_STEPS)
@@ -88,12 +88,12 @@ def test_tables_of_a_step_are_stale_when_it_was_told(ask: str) -> None:
     """The token goes into a block that is there, but the step's tokens are others."""
     manager = cache()
     tables = OF_STEPS[ask](manager)
-    manager.check_tables(tables)
+    manager.tables.check(tables)
     kept = manager.block_table("a")
     manager.add_tokens(["a"], [7])
-    manager.check_tables(kept)
+    manager.tables.check(kept)
     with pytest.raises(StaleTables):
-        manager.check_tables(tables)
+        manager.tables.check(tables)
 
 
 def test_a_table_that_points_at_another_ones_block_now() -> None:
@@ -101,12 +101,12 @@ def test_a_table_that_points_at_another_ones_block_now() -> None:
     manager = cache()
     for name in ("c", "d"):
         manager.add_sequence(name, [9, 9, 9])
-    tables = manager.padded_tables(["c", "d"])
+    tables = manager.tables.padded(["c", "d"])
     manager.store_context_blocks("c", 3)
-    manager.check_tables(tables)
+    manager.tables.check(tables)
     assert manager.store_context_blocks("d", 3).replaced
     with pytest.raises(StaleTables, match="'d'"):
-        manager.check_tables(tables)
+        manager.tables.check(tables)
 
 
 def test_windows_that_slide_and_inputs_of_encoders_have_tables_too() -> None:
@@ -119,27 +119,27 @@ def test_windows_that_slide_and_inputs_of_encoders_have_tables_too() -> None:
     manager.store_context_blocks("w", 3)
     short, long, cross = (manager.block_table("w", window) for window in (2, 16, CROSS_WINDOW))
     manager.store_context_blocks("w", 6)
-    manager.check_tables(long, cross)
+    manager.tables.check(long, cross)
     with pytest.raises(StaleTables):
-        manager.check_tables(short)
+        manager.tables.check(short)
     manager.remove_sequence("w")
     with pytest.raises(StaleTables):
-        manager.check_tables(cross)
+        manager.tables.check(cross)
 
 
 def test_buffers_and_rows_of_tables_are_known() -> None:
     """A buffer that is used again stands for what was written last; tables of an admission come as a tuple."""
     manager = cache()
     for out in (np.zeros((2, 8), np.int32), torch.zeros((2, 8), dtype=torch.int32)):
-        manager.padded_tables(["a", "b"], out=out)
-        manager.check_tables(out)
+        manager.tables.padded(["a", "b"], out=out)
+        manager.tables.check(out)
         manager.add_tokens(["a"], [7, 8], [2])
         with pytest.raises(StaleTables):
-            manager.check_tables(out)
-        again = manager.padded_tables(["a", "b"], out=out)
-        manager.check_tables(out, again)
+            manager.tables.check(out)
+        again = manager.tables.padded(["a", "b"], out=out)
+        manager.tables.check(out, again)
     admission = manager.add_sequence("c", [5, 5, 5])
-    manager.check_tables(manager.paged_tables(["a"]), admission.block_tables)
+    manager.tables.check(manager.tables.paged(["a"]), admission.block_tables)
 
 
 @pytest.mark.parametrize("table", [np.zeros(2, np.int32), torch.zeros(2, dtype=torch.int32), 5])
@@ -147,7 +147,7 @@ def test_what_was_not_given_out_is_refused(table: Any) -> None:
     """A copy on a device, or anything else, cannot be checked: the error says what can."""
     manager = cache()
     with pytest.raises(UsageError, match="not given out by this manager: pass tables as they were"):
-        manager.check_tables(table)
+        manager.tables.check(table)
 
 
 def test_nothing_is_kept_of_tables_that_are_gone() -> None:
@@ -166,7 +166,7 @@ def test_off_by_default() -> None:
     manager = cache(debug_check_tables=False)
     tables = manager.block_table("a")
     manager.remove_sequence("a")
-    manager.check_tables(tables, object())  # type: ignore[arg-type]
+    manager.tables.check(tables, object())  # type: ignore[arg-type]
 
 
 def offloaded(wrap: Any, **settings: Any) -> KVCacheManager:
@@ -193,15 +193,15 @@ def test_a_forward_pass_before_the_copies_are_started_or_done(wait: Callable[[An
     with pytest.raises(TransfersPending):
         manager.block_table("c")
     ticket = manager.start_transfers()
-    tables = manager.padded_tables(["c"])
+    tables = manager.tables.padded(["c"])
     with pytest.raises(TransfersNotAwaited, match="ticket"):
-        manager.check_tables(tables)
+        manager.tables.check(tables)
     wait(ticket)
-    manager.check_tables(tables)
+    manager.tables.check(tables)
     manager.remove_sequence("c")
     manager.add_sequence("d", [1, 1, 7])
     with pytest.raises(TransfersPending):
-        manager.check_tables(manager.padded_tables([]))
+        manager.tables.check(manager.tables.padded([]))
 
 
 @pytest.mark.parametrize("steps", [None, 3])
@@ -219,14 +219,14 @@ def test_a_dropped_ticket_is_found_however_quick_the_copies_are(steps: int | Non
     manager.poll()
     for _ in range(1 if late is None else 2):
         with pytest.raises(TransfersNotAwaited):
-            manager.check_tables(manager.block_table("c"))
+            manager.tables.check(manager.block_table("c"))
     if late is not None:
         for _ in range(3):
             late.tick()
         with pytest.raises(TransfersNotAwaited):
-            manager.check_tables(manager.block_table("c"))
+            manager.tables.check(manager.block_table("c"))
     # Once that was said, what is over harms nobody: a later step with a ticket of its own is right.
-    manager.check_tables(manager.block_table("c"))
+    manager.tables.check(manager.block_table("c"))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -239,7 +239,7 @@ def test_an_engine_may_ask_the_ticket_itself(fails: bool) -> None:
     assert ticket is not None
     with pytest.raises(CopyFailed) if fails else nullcontext():
         assert ticket.done()
-    manager.check_tables(manager.block_table("c"))
+    manager.tables.check(manager.block_table("c"))
 
 
 def test_tables_behind_a_failed_copy() -> None:
@@ -249,4 +249,4 @@ def test_tables_behind_a_failed_copy() -> None:
     tables = manager.block_table("c")
     manager.flush()
     with pytest.raises((ComputationLost, StaleTables)):
-        manager.check_tables(tables)
+        manager.tables.check(tables)

@@ -15,9 +15,9 @@ import pytest
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from events.types import PRIMARY, SECONDARY, TransferFailed
 from kvcache.config import KVCacheConfig
-from kvcache.device.checking import CHANGED, CheckingCopier
+from kvcache.device.transfers import CHANGED, CheckingCopier
 from kvcache.errors import ComputationLost, ConfigError
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.oracles.survivors import flip
 from tests.support.engines import strategies
 from tests.support.engines.byte_engine import at_once, late, late_and_failing

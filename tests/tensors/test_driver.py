@@ -17,7 +17,7 @@ from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.config import KVCacheConfig
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.pools import Pools
 from kvcache.workload import summary
 from kvcache.workload.clock import StepClock
@@ -81,7 +81,9 @@ class Stage:
         if bytes_too:
             self.pools = Pools(Layout.of(parsed), "cpu")
             used = self.pools.copier() if copier is None else copier(self.pools.copier())
-        self.manager = KVCacheManager(parsed, pools=self.pools, copier=used, wall_ns=self.clock.wall_ns)
+        self.manager = KVCacheManager(
+            parsed, pools=self.pools, copier=used, substitutes=Substitutes(wall_ns=self.clock.wall_ns)
+        )
         self.recorder = Recorder(self.manager)
 
     def play(self, trace: Any, options: DriveOptions | None = None, **changes: Any) -> RunResult:

@@ -17,7 +17,7 @@ from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.upkeep import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies

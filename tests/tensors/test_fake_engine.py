@@ -11,7 +11,7 @@ import pytest
 from events.types import FULL, PRIMARY, SECONDARY, GroupCreated
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.prefix_tree import PrefixTree, Root
-from kvcache.inputs.requests import Request, namespace_of
+from kvcache.inputs import Request, namespace_of
 from tests.support.engines.fake_engine import DETACHED, WRONG, FakeEngine, places
 
 PROMPT = [0, 1, 0, 1, 1, 0, 1]

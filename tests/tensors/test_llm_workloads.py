@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cuda_ops.copier import Copier, Copy, Ticket
 from kvcache import KVCacheManager
+from kvcache.calls.tables import BlockTables
 from kvcache.fold import matching, prefix_tree
 from kvcache.results import Admission
 from tests.support.engines.inside import sequence_of
@@ -118,13 +119,13 @@ def swap_k_and_v(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def shift_a_table(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The slots of the sliding window's tables stand one place further on."""
-    padded = KVCacheManager.padded_tables
+    padded = BlockTables.padded
 
     def shifted(manager: Any, names: Any, window: int, **how: Any) -> Any:
         tables: Any = padded(manager, names, window, **how)
         return tables.copy_(tables.roll(1, dims=-1)) if window == LLM.WINDOWS[0] else tables
 
-    patch.setattr(KVCacheManager, "padded_tables", shifted)
+    patch.setattr(BlockTables, "padded", shifted)
     return {}
 
 

@@ -18,7 +18,7 @@ from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.pools import Pools, PoolSizes
 from sinks import SinkURLError
 from tests.support.engines.inside import blocks_of
@@ -205,7 +205,7 @@ class TestOneManagerAtATime:
     def test_who_cannot_be_made_does_not_keep_them(self, config: KVCacheConfig, pools: Pools) -> None:
         """A constructor that fails leaves the pools to the next, also while its error is looked at."""
         with pytest.raises(UsageError) as raised:
-            KVCacheManager(config, pools=pools, wall_ns=iter([1.5, 2.5]).__next__)  # type: ignore[arg-type]
+            KVCacheManager(config, pools=pools, substitutes=Substitutes(wall_ns=iter([1.5, 2.5]).__next__))  # type: ignore[arg-type]
         with pytest.raises(SinkURLError):
             KVCacheManager(config, pools=pools, sinks=["nonsense:"])
         KVCacheManager(config, pools=pools).close()
@@ -222,7 +222,9 @@ class TestOneManagerAtATime:
             return 0
 
         with pytest.raises(UsageError, match="not closed"):
-            KVCacheManager(config, pools=pools, log=tmp_path / "log", wall_ns=make_another)
+            KVCacheManager(
+                config, pools=pools, log=tmp_path / "log", substitutes=Substitutes(wall_ns=make_another)
+            )
         LogWriter(tmp_path / "log", resume=True).close()
         others[0].add_sequence("a", [1])
 

@@ -20,7 +20,7 @@ import xxhash
 
 from events.errors import UnsafeFile
 from kvcache.config import KVCacheConfig
-from kvcache.device.secondary_errors import (
+from kvcache.device.secondary_file import (
     NotASecondaryFile,
     SecondaryFileDamaged,
     SecondaryFileError,
@@ -178,7 +178,7 @@ def test_a_file_in_use_is_refused_until_it_is_given_back(tmp_path: Path, run_pyt
         pools(tmp_path / "s")
     done = run_python(
         "import pathlib, pickle\n"
-        "from kvcache.device.secondary_errors import SecondaryFileLocked\n"
+        "from kvcache.device.secondary_file import SecondaryFileLocked\n"
         "from kvcache.device.secondary_file import SecondaryFile\n"
         f"layout = pickle.loads({pickle.dumps(Layout.of(config()))!r})\n"
         f"try: SecondaryFile(pathlib.Path({str(tmp_path / 's')!r}), layout, pin=False)\n"

@@ -16,6 +16,7 @@ import torch
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import KVCacheManager, Layout
+from kvcache.calls.tables import BlockTables
 from kvcache.pools import Pools
 from tests.support.examples import load
 
@@ -167,10 +168,10 @@ def test_what_is_wrong_shows(mutate: str, monkeypatch: pytest.MonkeyPatch) -> No
     rig.manager.remove_sequence("first")
     reused = rig.add("second", tokens)
     if mutate == "shift a table":
-        padded = KVCacheManager.padded_tables
+        padded = BlockTables.padded
         monkeypatch.setattr(
-            KVCacheManager,
-            "padded_tables",
+            BlockTables,
+            "padded",
             lambda *of, **how: padded(*of, **how).roll(1, dims=-1),  # type: ignore[attr-defined]
         )
     elif mutate == "swap K and V":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcache.errors import InvalidTokens, PromptTooLong
-from kvcache.inputs.tokens import pack_counts, pack_tokens
+from kvcache.inputs import pack_counts, pack_tokens
 
 PACKED = bytes([1, 0, 0, 0, 2, 0, 0, 0, 255, 255, 255, 127])
 TOKENS = [1, 2, 2**31 - 1]

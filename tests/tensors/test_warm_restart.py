@@ -15,13 +15,12 @@ from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.fold.surviving import surviving
-from kvcache.inputs.requests import Request
-from kvcache.inputs.retention import Retention, RetentionRange
+from kvcache.inputs import Request, Retention, RetentionRange
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
+from kvcache.record.restart import LogOfOtherCache
 from kvcache.replay import replay
-from kvcache.restart.errors import LogOfOtherCache
 from tests.oracles.survivors import flip, held_by, survivors
 from tests.support.engines import strategies
 from tests.support.engines.byte_engine import Driver, Wrap, at_once, failing, late, late_and_failing

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 from kvcache.config import KVCacheConfig
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import read_trace

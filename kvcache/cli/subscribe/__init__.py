@@ -123,7 +123,7 @@ def _show_table(listening: Listening, stop: StopSignals, args: argparse.Namespac
 def _read_prompt(args: argparse.Namespace) -> Prompt | None:
     """What `--prompt` says, if it is given. Raises `UsageError` and `InvalidTokens`."""
     # Not at the top: listening needs no numpy.
-    from kvcache.inputs.tokens import pack_tokens
+    from kvcache.inputs import pack_tokens
 
     if args.prompt is None:
         return None

@@ -18,7 +18,7 @@ from kvcache.errors import (
     UsageError,
     WrongThread,
 )
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.integrations.transformers.copies import Copies
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.step import Span, Step

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from events.types import PRIMARY
 from kvcache.errors import UsageError
-from kvcache.inputs.arguments import checked_natural
+from kvcache.inputs import checked_natural
 from kvcache.integrations.transformers.batch import Batch
 from kvcache.integrations.transformers.copies import Copies
 from kvcache.integrations.transformers.request import PagedRequest

@@ -59,7 +59,7 @@ class Step:
 
     def _place(self, window: int, first_column: int, device: torch.device) -> Places:
         manager, names, span = self._manager, self._names, self.span
-        writes = manager.slot_mapping(names, window, starts=span.begins, stops=span.ends)
+        writes = manager.tables.slot_mapping(names, window, starts=span.begins, stops=span.ends)
         tables = torch.as_tensor(manager.block_tables(names, window)).to(torch.int64)
         positions = self._rows.positions(first_column, span.stop)
         size = manager.config.tokens_per_block

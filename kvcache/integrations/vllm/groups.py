@@ -13,7 +13,7 @@ from typing import Any
 from kvcache import LayerGroup, Recorder
 from kvcache.errors import Unsupported
 from kvcache.integrations.vllm.recording import Recording, name_of
-from kvcache.record.positional import Kind
+from kvcache.record.mirror import Kind
 
 _HASH_END = 4
 """Bytes at the end of a name that are the number of its group."""

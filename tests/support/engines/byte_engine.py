@@ -11,7 +11,7 @@ from zlib import crc32
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.errors import CapacityError, ComputationLost, UsageError
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import FakeEngine
 from tests.support.engines.inside import sequence_of

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 
@@ -35,19 +36,19 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("pins", ()),
     ("unpin", (1,)),
     ("remove_sequence", ("a",)),
-    ("remaining_blocks_to_completion", ("a", 1)),
-    ("remaining_blocks_per_window", ("a", 1)),
-    ("demand", (Request("c", [1]),)),
-    ("next_step_blocks_per_window", ("a",)),
-    ("simulate", ()),
-    ("computing", (Request("c", [1]),)),
+    ("scheduling.remaining_blocks_to_completion", ("a", 1)),
+    ("scheduling.remaining_blocks_per_window", ("a", 1)),
+    ("scheduling.demand", (Request("c", [1]),)),
+    ("scheduling.next_step_blocks_per_window", ("a",)),
+    ("scheduling.simulate", ()),
+    ("scheduling.computing", (Request("c", [1]),)),
     ("block_table", ("a",)),
     ("block_tables", (["a"],)),
-    ("padded_tables", (["a"],)),
-    ("paged_tables", (["a"],)),
-    ("slot_mapping", (["a"],)),
-    ("sequence_lengths", (["a"],)),
-    ("check_tables", ()),
+    ("tables.padded", (["a"],)),
+    ("tables.paged", (["a"],)),
+    ("tables.slot_mapping", (["a"],)),
+    ("tables.sequence_lengths", (["a"],)),
+    ("tables.check", ()),
     ("clear", ()),
     ("flush", ()),
     ("poll", ()),
@@ -62,5 +63,5 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
 
 
 def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) -> Any:
-    found = getattr(manager, name)
+    found = attrgetter(name)(manager)
     return found if arguments is None else found(*arguments)

@@ -27,7 +27,7 @@ from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksM
 from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.surviving import LostPrefix
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import KVCacheBlockPool, Pools

@@ -17,7 +17,7 @@ import numpy as np
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UnknownRequest, UsageError
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.results import PollResult
 from tests.support.engines.fake_engine import FakeEngine, RequestId, expected
 from tests.support.engines.inside import sequence_of, slots_of
@@ -206,7 +206,7 @@ class FreeEngine(FakeEngine):
             assert found == right[begin:start].tolist(), (
                 "a token sees K/V of other tokens, or that nobody wrote"
             )
-            mapping = self.manager.slot_mapping([name], window=window, starts=[start], stops=[stop])
+            mapping = self.manager.tables.slot_mapping([name], window=window, starts=[start], stops=[stop])
             slots, offsets = np.divmod(np.asarray(mapping), self.size)
             self.memories[group].write(slots, offsets, right[start:stop])
         line.known = stop

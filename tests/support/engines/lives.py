@@ -15,9 +15,8 @@ from cuda_ops.simulated import FailingCopier, LateCopier
 from events import types as ev
 from events.types import PRIMARY, CacheCreated, Event
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
-from kvcache.inputs.requests import Request
-from kvcache.inputs.retention import Retention, RetentionRange
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import Request, Retention, RetentionRange
+from kvcache.manager import KVCacheManager, Substitutes
 from tests.support.columns import pack_i32
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of
@@ -150,7 +149,9 @@ class Program:
         """Whether the model has an encoder, which reads one of a few inputs for each request."""
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
         self.ticks = strategies.Ticks()
-        self.manager = KVCacheManager(settings, copier=self.copier, monotonic_ns=self.ticks)
+        self.manager = KVCacheManager(
+            settings, copier=self.copier, substitutes=Substitutes(monotonic_ns=self.ticks)
+        )
         # Requests begin in a few ways, so that they meet.
         self.beginnings = [rng.choices(range(2), k=4 * settings.tokens_per_block) for _ in range(3)]
         self.running: list[int] = []

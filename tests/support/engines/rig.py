@@ -7,7 +7,7 @@ from typing import Any
 
 from events.types import PRIMARY, Event
 from kvcache import Retention, RetentionRange
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from tests.support.engines import strategies
 
 UNKNOWN = 2**20
@@ -49,7 +49,7 @@ class Rig:
                 tokens_per_block=size,
                 **({"max_sequence_length": 128} | settings),
             ),
-            monotonic_ns=self.ticks,
+            substitutes=Substitutes(monotonic_ns=self.ticks),
         )
         self.events: list[Event] = []
         self.manager.bus.subscribe(self.events.append)

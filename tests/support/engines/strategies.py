@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from events.codec import decode_batch, encode_batch
 from events.structs import RUN_COLUMNS
 from events.types import PRIMARY, SECONDARY, EventBatch
+from kvcache import inputs
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.state import CacheState
-from kvcache.inputs import retention as inputs
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import MultimodalItem, Request
+from kvcache.manager import KVCacheManager, Substitutes
 from tests.oracles.window_model import Retention
 from tests.support.places import slides
 
@@ -392,7 +391,7 @@ class Ticks:
     def resume(self, state: CacheState) -> KVCacheManager:
         """A manager that goes on from a state as if no time had passed between the two."""
         self._ahead = state.clock - self.now
-        manager = KVCacheManager.resume(state, monotonic_ns=self)
+        manager = KVCacheManager.resume(state, substitutes=Substitutes(monotonic_ns=self))
         self._ahead = 0
         return manager
 

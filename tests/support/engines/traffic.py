@@ -11,7 +11,7 @@ from events.types import Gap
 from kvcache.config import KVCacheConfig
 from kvcache.errors import CapacityError
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.inputs.requests import Request
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.inside import journal_of, sequence_of

@@ -74,7 +74,7 @@ class Cache:
     @property
     def last_seq(self) -> int:
         """The last batch that was flushed."""
-        return self.manager._journal._next_seq - 1
+        return self.manager._journal.next_seq - 1
 
     @property
     def fingerprint(self) -> bytes:

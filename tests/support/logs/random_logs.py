@@ -18,10 +18,8 @@ from events.tokens import symbols
 from events.types import EventBatch, Gap
 from kvcache.config import KVCacheConfig
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
-from kvcache.inputs.retention import Retention, RetentionRange
-from kvcache.manager import KVCacheManager
+from kvcache.inputs import MultimodalItem, Request, Retention, RetentionRange
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes, Seldom
@@ -132,7 +130,7 @@ class Program:
 
     def outputs(self) -> dict[str, Any]:
         """Where a manager's events go, and its clock."""
-        return {"log": self.log, "wall_ns": self.clock.__next__}
+        return {"log": self.log, "substitutes": Substitutes(wall_ns=self.clock.__next__)}
 
     def run(self, steps: int) -> None:
         """Work, and end in order."""

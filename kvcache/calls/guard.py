@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from threading import get_ident
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from events.errors import type_and_place
 from kvcache.errors import CapacityError, KVCacheError, ManagerBusy, ManagerClosed, Poisoned, WrongThread
@@ -156,16 +156,3 @@ def closing(method: Callable[[S], None]) -> Callable[[S], None]:
                 guard.busy, guard.deferred = False, None
 
     return guarded
-
-
-def forwarded_to(part: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Makes methods of a part, which is an attribute of this name, methods of the whole."""
-
-    def forwarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        @wraps(method)
-        def forward(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            return method(getattr(self, part), *args, **kwargs)
-
-        return forward
-
-    return forwarded

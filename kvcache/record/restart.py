@@ -1,4 +1,4 @@
-"""Opening a cache again: the log says what secondary held, and the checksums in it which of that is still there."""
+"""Warm restarts: the log says what secondary held, and the checksums in it which of that is still there."""
 
 from __future__ import annotations
 
@@ -7,24 +7,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from events.log import LogWriter
 from events.types import PRIMARY, SECONDARY, CacheCreated, StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import served_layout
-from kvcache.device.secondary_header import DEPENDS_ON
+from kvcache.device.secondary_file import DEPENDS_ON
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.fold.surviving import Recompute, Survey, surviving
 from kvcache.record.journal import cache_created
 from kvcache.record.outputs import LogTarget, log_directory, open_log
 from kvcache.replay import replay
-from kvcache.restart.errors import LogOfOtherCache
 
 if TYPE_CHECKING:
     from kvcache.device.secondary_file import SecondaryFile
     from kvcache.pools import Pools
+
+
+@dataclass(eq=False, repr=False)
+class LogOfOtherCache(UsageError):
+    """The log is of a cache with other settings: what its blocks hold means something else here. Nothing was changed.
+
+    `what` says in what they differ.
+    """
+
+    path: Path
+    what: str
+    text = (
+        "{path} is the log of another cache: {what}; give the settings with which it was made, or another log and "
+        "another secondary_path"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +79,8 @@ def config_of(state: object) -> KVCacheConfig:
 @contextmanager
 def reopened(
     config: KVCacheConfig, log: LogTarget, pools: Pools | None, recompute: Recompute | None
-) -> Iterator[dict[str, Any]]:
-    """What a manager continues: its `log`, open to be continued, and what is `restored`; None if nothing can be.
+) -> Iterator[tuple[LogWriter, Restored | None]]:
+    """What a manager continues: its log, open to be continued, and what was found again; None if nothing can be.
 
     Raises what `KVCacheManager.open` does. If anything fails, also in the body, a log that was opened here is closed.
     """
@@ -78,7 +92,7 @@ def reopened(
         restored = None
         if file is not None and writer.next_seq:
             restored = _restored(config, writer.directory, file, recompute)
-        yield {"log": writer, "restored": restored}
+        yield writer, restored
     except BaseException:
         if writer is not log:
             with suppress(Exception):
@@ -99,7 +113,7 @@ def _file_of(config: KVCacheConfig, pools: Pools | None) -> SecondaryFile | None
             "pools are needed, since the blocks lie in a file: give "
             "Pools(Layout.of(config), secondary_path=config.secondary_path)"
         )
-    return getattr(pools, "secondary_file", None)
+    return pools.secondary_file
 
 
 def _restored(

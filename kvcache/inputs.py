@@ -1,0 +1,695 @@
+"""What callers pass, turned into plain values and checked before anything looks at the state.
+
+Foreign objects may do anything when they are converted: raise, quote a token, or call the manager. So all of them are
+converted first, and whatever goes wrong becomes a `UsageError` that shows only types: no token, extra id or digest,
+which are parts of prompts.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace as structs_replace
+
+from events import structs
+from events.packed import TOKEN_BYTES
+from events.tokens.names import input_digests, salt_digest
+from events.tokens.rich import DIGEST_BYTES, ExtraIds, ItemSpan, RichTokens
+from events.tokens.symbols import SymbolTable
+from events.types import Namespace, RequestId
+from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
+from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
+
+if TYPE_CHECKING:
+    from kvcache.config import KVCacheConfig
+    from kvcache.layout import Layout
+
+Choice = TypeVar("Choice", bound=StrEnum)
+LONGEST_ID = 1024
+"""Characters of a request id, which events and error texts repeat."""
+
+
+def checked_integer(value: object, what: str) -> int:
+    """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
+    if type(value) is int:
+        number = value
+    elif isinstance(value, bool):
+        raise UsageError(f"{what} must be an integer, not bool")
+    else:
+        try:
+            number = index(value)  # type: ignore[arg-type]
+        except UsageError:
+            raise
+        except Exception:  # noqa: BLE001
+            raise UsageError(f"{what} must be an integer, not {type(value).__name__}") from None
+    if not -(2**63) <= number < 2**64:
+        raise UsageError(f"{what} must fit 64 bits")
+    return number
+
+
+def checked_natural(value: object, what: str) -> int:
+    """A plain int from 0 on."""
+    number = checked_integer(value, what)
+    if number < 0:
+        raise UsageError(f"{what} must not be negative")
+    return number
+
+
+def checked_range(start: object, stop: object, longest: int) -> tuple[int, int]:
+    """The bounds of a row of tokens: 0 <= start <= stop; None and what is beyond `longest` mean up to the end."""
+    first = checked_integer(start, "start")
+    last = checked_integer(stop, "stop") if stop is not None else max(first, longest)
+    if not 0 <= first <= last:
+        raise UsageError(f"0 <= start <= stop must hold: start is {first}, stop is {last}")
+    return min(first, longest), min(last, longest)
+
+
+def checked_text(value: object, what: str) -> str:
+    """A plain str that the log can hold, as UTF-8."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what} must be a string, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} has characters that are no Unicode text (lone surrogates)") from None
+    return str.__str__(value)
+
+
+def checked_flag(value: object, what: str) -> bool:
+    """True or False, and nothing that is merely true or false in an `if`."""
+    if value is not True and value is not False:
+        raise UsageError(f"{what} must be True or False, not {type(value).__name__}")
+    return value
+
+
+def checked_choice(value: object, choices: type[Choice], what: str) -> Choice:
+    """One of a few words."""
+    if isinstance(value, str) and value in choices._value2member_map_:
+        return choices(value)
+    shown = "" if isinstance(value, str) else f", not {type(value).__name__}"
+    raise UsageError(f"{what} must be one of {', '.join(choices)}{shown}")
+
+
+def checked_request_id(value: object) -> RequestId:
+    """A plain str or int of bounded size. A flag is neither: to Python True is 1, and would name that request."""
+    if type(value) is int and -(2**63) <= value < 2**64:
+        return value
+    if isinstance(value, str):
+        text = checked_text(value, "a request id")
+        if len(text) > LONGEST_ID:
+            raise UsageError(f"a request id must have at most {LONGEST_ID} characters, not {len(text)}")
+        return text
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return checked_integer(value, "an integer request id")
+    raise UsageError(f"a request id must be a string or an integer, not {type(value).__name__}")
+
+
+def time_from(wall_ns: Callable[[], int]) -> int:
+    """What a clock of the caller's says, as the log can hold it."""
+    try:
+        now = wall_ns()
+    except Exception as error:
+        raise UsageError(f"wall_ns, the clock, raised {type(error).__name__}") from error
+    if type(now) is int and 0 <= now < 2**63:
+        return now
+    number = checked_integer(now, "what wall_ns returns")
+    if number >= 2**63:
+        raise UsageError("what wall_ns returns must fit 63 bits and a sign")
+    return number
+
+
+def listed(values: Any, what: str) -> list[Any]:
+    """The items of a sequence or iterator; a text is one thing, not a row of letters."""
+    if isinstance(values, list):
+        return values
+    try:
+        if not isinstance(values, str | bytes | bytearray):
+            return list(values)
+    except UsageError:
+        raise  # of who made the items, as by a call that is not allowed meanwhile
+    except Exception:  # noqa: BLE001
+        raise UsageError(f"{what} must be a list, not {type(values).__name__}") from None
+    raise UsageError(f"{what} must be a list, not one {type(values).__name__}")
+
+
+Tokens = Items[int] | Any
+"""A list or tuple of ints, `array`, numpy array, CPU torch tensor, or any buffer of integers. No iterator: how many
+there are must be known before any is looked at."""
+
+_LIMIT = 2**31
+_FEW = 100
+
+
+def pack_tokens(tokens: Tokens, limit: int | None = None) -> bytes:
+    """The tokens as int32 LE; raises `InvalidTokens` if they are not one row of numbers in [0, 2**31).
+
+    More than `limit` tokens raise `PromptTooLong`, those that are only described (ranges, repeated views) before they
+    take any memory.
+    """
+    if isinstance(tokens, list | tuple):
+        return _pack_list(tokens)
+    if isinstance(tokens, str | bytes | bytearray):
+        raise InvalidTokens("text or bytes were given: pass token ids as integers (a list, array, or tensor)")
+    return _pack_buffer(tokens, limit)
+
+
+def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
+    try:
+        # As unsigned numbers, which refuses negative ones; three times as fast as `array`.
+        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+        # True and False pack as 1 and 0; the second byte of few other tokens is 0.
+        flagged = 0 in packed[1::4] and _has_flag(tokens, packed)
+    except Exception:  # noqa: BLE001  whatever an item's __index__ raised may quote a token
+        raise InvalidTokens(*_first_wrong(tokens)) from None
+    # A number is below 2**31 if the highest of its bytes is below 128, that is ASCII.
+    if flagged or not packed[3::4].isascii():
+        raise InvalidTokens(*_first_wrong(tokens))
+    return packed
+
+
+def _has_flag(tokens: Items[Any], packed: bytes) -> bool:
+    """Whether True or False is among the tokens. To look at the type of each takes longer than to pack it."""
+    if len(tokens) > _FEW:
+        small = np.flatnonzero(np.frombuffer(packed, "<u4") < 2)
+        tokens = [tokens[position] for position in small.tolist()]
+    return bool in map(type, tokens)
+
+
+def _first_wrong(tokens: Iterable[Any]) -> tuple[str, int | None]:
+    """Why a token cannot be packed, and its position."""
+    for position, token in enumerate(tokens):
+        try:
+            number = index(token)
+        except Exception:  # noqa: BLE001
+            return "a token id must be an integer", position
+        if type(token) is bool:
+            return "a token id must be an integer, not True or False", position
+        if number < 0:
+            return "a token id must not be negative", position
+        if number >= _LIMIT:
+            return "a token id must be below 2**31", position
+    return "they change while they are read", None
+
+
+def _pack_buffer(tokens: Any, limit: int | None) -> bytes:
+    try:
+        length = len(tokens)
+        values = np.asarray(tokens) if limit is None or length <= limit else None
+    except Exception:  # noqa: BLE001
+        raise InvalidTokens(_unreadable(tokens)) from None
+    if values is None:
+        raise PromptTooLong(length, limit or 0)
+    if values.ndim != 1:
+        raise InvalidTokens(f"one row of token ids is needed, not an array of {values.ndim} dimensions")
+    if values.size == 0:
+        return b""
+    if values.dtype.kind not in "iu":
+        raise InvalidTokens(f"token ids must be integers, not {values.dtype}")
+    if values.dtype != np.int32 and int(values.max()) >= _LIMIT:
+        raise InvalidTokens("a token id must be below 2**31", int((values >= _LIMIT).argmax()))
+    if int(values.min()) < 0:
+        raise InvalidTokens("a token id must not be negative", int((values < 0).argmax()))
+    return values.astype("<i4", copy=False).tobytes()
+
+
+def _unreadable(tokens: Any) -> str:
+    """Why numpy cannot read something, and of a torch tensor what to do."""
+    if ("torch", "Tensor") not in {(kind.__module__, kind.__name__) for kind in type(tokens).__mro__}:
+        return f"{type(tokens).__name__} cannot be read as an array of integers"
+    of = f"a tensor of {tokens.dtype} on {tokens.device}"
+    if tokens.is_meta:
+        return f"{of} has no values: pass the token ids themselves"
+    if tokens.is_floating_point():
+        return f"token ids must be integers, not {of}, which rounds them: keep them as integers, and pass tokens.cpu()"
+    return f"{of} cannot be read: pass tokens.cpu()"
+
+
+def pack_counts(counts: Any, num_sequences: int, num_tokens: int) -> array[int]:
+    """How many of `num_tokens` tokens belong to each sequence, as uint32; raises `InvalidTokens`."""
+    packed = _packed_counts(counts, num_sequences)
+    if packed is None or min(packed, default=1) < 1 or sum(packed) != num_tokens:
+        raise InvalidTokens(
+            f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens"
+        )
+    return packed
+
+
+def pack_naturals(counts: Any, num_sequences: int) -> array[int]:
+    """A number of tokens for each sequence, from 0 on, as uint32; raises `InvalidTokens`."""
+    packed = _packed_counts(counts, num_sequences)
+    if packed is None:
+        raise InvalidTokens(
+            f"counts must give each of {num_sequences} sequences a number of tokens, 0 or more"
+        )
+    return packed
+
+
+def _packed_counts(counts: Any, num_sequences: int) -> array[int] | None:
+    """A number from 0 on for each sequence; None: these are no such numbers."""
+    try:
+        # The bytes of bytes would be taken for packed numbers.
+        fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
+        return array("I", counts) if fitting and bool not in map(type, counts) else None
+    except Exception:  # noqa: BLE001
+        return None
+
+
+_EXTRA_LIMIT = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, a sound, ... that `length` tokens of a prompt stand for, from the token `position` on.
+
+    `digest` is 32 bytes that no other content has. What follows equal tokens and equal items is shared, so two
+    prompts that hold different lengths of one item share its common beginning. `uuid` is a name of the engine's for
+    the item; it appears in TensorRT-LLM's dicts instead of the digest, and decides nothing.
+    """
+
+    digest: bytes
+    position: int
+    length: int
+    uuid: str | None = None
+
+
+def rich_tokens(tokens: bytes, multimodal: Any, extra_ids: Any) -> RichTokens | None:
+    """A prompt (packed int32) with its items and extra ids; None if it has neither.
+
+    Raises `UsageError`, or `InvalidTokens` for extra ids.
+    """
+    if extra_ids is None and type(multimodal) is tuple and not multimodal:
+        return None  # nearly always
+    items = () if multimodal is None else _spans(listed(multimodal, "multimodal"), len(tokens) // 4)
+    if not items and extra_ids is None:
+        return None
+    packed = None if extra_ids is None else _packed_extra(extra_ids, len(tokens) // 4)
+    return RichTokens(tokens, packed, items)
+
+
+def _spans(items: Items[Any], num_tokens: int) -> tuple[ItemSpan, ...]:
+    spans = [_span(number, item, num_tokens) for number, item in enumerate(items)]
+    spans.sort(key=lambda span: span.begin)
+    for before, after in pairwise(spans):
+        if after.begin < before.end:
+            raise UsageError(
+                f"two multimodal items overlap at token {after.begin}: each token is of one at most"
+            )
+    return tuple(spans)
+
+
+def _span(number: int, item: Any, num_tokens: int) -> ItemSpan:
+    what = f"multimodal item {number}"
+    if not isinstance(item, MultimodalItem):
+        raise UsageError(f"{what} must be a MultimodalItem, not {type(item).__name__}")
+    digest: object = item.digest
+    if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+        raise UsageError(f"the digest of {what} must be {DIGEST_BYTES} bytes")
+    begin = checked_integer(item.position, f"the position of {what}")
+    length = checked_integer(item.length, f"the length of {what}")
+    if begin < 0 or length < 1 or begin + length > num_tokens:
+        raise UsageError(
+            f"{what} covers {length} tokens from {begin} on: it must have one at least, "
+            f"and end with the prompt's {num_tokens}"
+        )
+    uuid = None if item.uuid is None else checked_text(item.uuid, f"the uuid of {what}")
+    return ItemSpan(begin, begin + length, bytes(digest), 0, uuid)
+
+
+def _packed_extra(extra_ids: Any, num_tokens: int) -> ExtraIds:
+    """The extra ids as uint64."""
+    if isinstance(extra_ids, str | bytes | bytearray):
+        raise InvalidTokens("text or bytes were given as extra ids: pass integers (a list, array, or tensor)")
+    try:
+        length = len(extra_ids)
+    except Exception:  # noqa: BLE001
+        raise InvalidTokens(f"extra ids must be a list of integers, not {type(extra_ids).__name__}") from None
+    if length != num_tokens:
+        raise InvalidTokens(f"{length} extra ids were given for {num_tokens} tokens: one each is needed")
+    if isinstance(extra_ids, list | tuple):
+        return _packed_extra_list(extra_ids)
+    return _packed_extra_buffer(extra_ids)
+
+
+def _packed_extra_list(extra_ids: Items[Any]) -> ExtraIds:
+    try:
+        # Packed, True would be 1.
+        packed = array("Q", extra_ids) if bool not in map(type, extra_ids) else None
+    except Exception:  # noqa: BLE001  whatever an item's __index__ raised may quote it
+        packed = None
+    if packed is None:
+        raise InvalidTokens(
+            "an extra id must be an integer from 0 to 2**64 - 1", _first_wrong_extra(extra_ids)
+        )
+    return np.frombuffer(packed, np.uint64)
+
+
+def _first_wrong_extra(extra_ids: Items[Any]) -> int | None:
+    for position, extra_id in enumerate(extra_ids):
+        try:
+            fits = 0 <= index(extra_id) < _EXTRA_LIMIT and type(extra_id) is not bool
+        except Exception:  # noqa: BLE001
+            fits = False
+        if not fits:
+            return position
+    return None
+
+
+def _packed_extra_buffer(extra_ids: Any) -> ExtraIds:
+    try:
+        values = np.asarray(extra_ids)
+    except Exception:  # noqa: BLE001
+        raise InvalidTokens(f"{type(extra_ids).__name__} cannot be read as an array of integers") from None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InvalidTokens(
+            f"extra ids must be one row of integers, not {values.ndim} dimensions of {values.dtype}"
+        )
+    if values.size and int(values.min()) < 0:
+        raise InvalidTokens("an extra id must not be negative", int((values < 0).argmax()))
+    return values.astype(np.uint64)
+
+
+_NS_PER_MS = 1_000_000
+_LONGEST_MS = 2**62 // _NS_PER_MS
+"""Some 146 years."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """How to keep the blocks whose first token is one of a prompt's tokens [start, stop)."""
+
+    start: int
+    stop: int | None = None
+    """None: up to the end of the prompt; only in the last range."""
+    priority: int = DEFAULT_PRIORITY
+    """0 to 100; lower ones are evicted first."""
+    duration_ms: int | None = None
+    """For how long the priority holds from when the last sequence lets go of a block; then it is 35, and the block goes
+    after all others of that priority. None: for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How to keep the blocks of a request.
+
+    A new block takes the range of its first token, or, in none, the default: priority 35, for good. One that was cached
+    already takes what its range states, and stays as it is in none. Ranges are given in order and do not overlap.
+    """
+
+    ranges: Items[RetentionRange] = ()
+    decode_priority: int = DEFAULT_PRIORITY
+    """Of blocks that begin with a sampled token."""
+    decode_duration_ms: int | None = None
+
+    @classmethod
+    def stated(cls, recorded: structs.StatedRetention) -> Retention:
+        """As an event has it."""
+        ranges = [
+            RetentionRange(each.start, each.stop, each.priority, each.duration // _NS_PER_MS or None)
+            for each in recorded.ranges
+        ]
+        return cls(ranges, recorded.priority, recorded.duration // _NS_PER_MS or None)
+
+
+def checked_retention(value: Any) -> structs.StatedRetention | None:
+    """As events have it; None where nothing else than the default is stated. Raises `UsageError`."""
+    if value is None:
+        return None
+    if not isinstance(value, Retention):
+        raise UsageError(f"retention must be a Retention, not {type(value).__name__}")
+    ranges, end = [], 0
+    for each in listed(value.ranges, "the ranges of a retention"):
+        checked = _checked_range(each)
+        if end < 0:
+            raise UsageError("only the last range of a retention may have no stop")
+        if checked.start < end:
+            raise UsageError(
+                f"the ranges of a retention must be in order and not overlap: one starts at {checked.start}, "
+                f"the one before stops at {end}"
+            )
+        ranges.append(checked)
+        end = -1 if checked.stop is None else checked.stop
+    priority, duration = _checked_keeping(value.decode_priority, value.decode_duration_ms, "decode_")
+    if not ranges and (priority, duration) == (DEFAULT_PRIORITY, 0):
+        return None
+    return structs.StatedRetention(tuple(ranges), priority, duration)
+
+
+def _checked_range(value: object) -> structs.StatedRange:
+    if not isinstance(value, RetentionRange):
+        raise UsageError(f"a range of a retention must be a RetentionRange, not {type(value).__name__}")
+    start = checked_integer(value.start, "start")
+    stop = None if value.stop is None else checked_integer(value.stop, "stop")
+    if not 0 <= start < (2**63 if stop is None else min(stop, 2**63)):
+        raise UsageError(
+            f"a range of a retention must have 0 <= start < stop: start is {start}, stop is {stop}"
+        )
+    return structs.StatedRange(start, stop, *_checked_keeping(value.priority, value.duration_ms))
+
+
+def _checked_keeping(priority: object, duration_ms: object, prefix: str = "") -> tuple[int, int]:
+    """A priority, and a duration in nanoseconds."""
+    number = checked_integer(priority, f"{prefix}priority")
+    if not 0 <= number <= PRIORITY_MAX:
+        raise UsageError(f"{prefix}priority must be from 0 to {PRIORITY_MAX}, not {number}")
+    if duration_ms is None:
+        return number, 0
+    duration = checked_integer(duration_ms, f"{prefix}duration_ms")
+    if not 0 < duration <= _LONGEST_MS:
+        raise UsageError(f"{prefix}duration_ms must be from 1 to {_LONGEST_MS}, not {duration}")
+    return number, duration * _NS_PER_MS
+
+
+_PLAIN = Namespace()
+"""Of most requests."""
+
+
+def namespace_of(
+    lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
+) -> Namespace:
+    """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
+    if lora_id is None and lora_name is None and cache_salt is None and not uses_extra_ids:
+        return _PLAIN
+    number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
+    name = None if lora_name is None else checked_text(lora_name, "a lora_name")
+    salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
+    return Namespace(number, name, salt, uses_extra_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt.
+
+    `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
+    (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
+    extra ids, be they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at
+    most 1024 characters.
+    """
+
+    request_id: RequestId
+    tokens: Tokens
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    multimodal: Items[MultimodalItem] = ()
+    extra_ids: Tokens | None = None
+    resumed: bool = False
+    """It ran before, was preempted, and goes on; its prompt is then all that it had. What it finds of what it computed
+    itself counts as reused, but not as hits (`Stats.reused_tokens_own`)."""
+    retention: Retention | None = None
+    """How its blocks are to be kept; None: those that are new get the default priority, 35, others stay as they are."""
+    reserve_tokens: int | None = None
+    """For how many tokens beyond what is reused there shall be slots at first, at least 1: an engine that computes the
+    prompt in chunks has the others with `reserve`, chunk by chunk. None: for the whole prompt."""
+    encoder_tokens: Tokens | None = None
+    """For encoder-decoder models, which need it (`cross_kv_cache_fraction`): what the encoder reads, or numbers that
+    stand for it, one for each place that has K/V. What is computed depends on all of it, so requests share blocks only
+    where it is equal."""
+
+
+_fields = attrgetter(*Request.__dataclass_fields__)
+
+
+class EncoderInput(NamedTuple):
+    """What an encoder reads, validated."""
+
+    namespace: Namespace
+    num_tokens: int
+    tokens: bytes
+    """Packed int32, filled up to whole blocks: it never grows, so its last block is as good as full."""
+
+
+class CheckedRequest(NamedTuple):
+    """A validated request."""
+
+    request_id: RequestId
+    namespace: Namespace
+    symbols: bytes
+    """The prompt as packed int32; `UNKNOWN` for what has no symbol yet."""
+    rich: RichTokens | None = None
+    """What it stands for, if it has items or extra ids."""
+    resumed: bool = False
+    retention: structs.StatedRetention | None = None
+    reserve_tokens: int | None = None
+    encoder: EncoderInput | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.symbols) // TOKEN_BYTES
+
+    def with_symbols(self, table: SymbolTable) -> CheckedRequest:
+        """The same with the symbols of this table."""
+        return self if self.rich is None else self._replace(symbols=table.symbols_of(self.rich))
+
+
+class RequestChecker:
+    """Validates the requests for one manager: `running` are the ids that are taken, `symbols` its alphabet."""
+
+    def __init__(
+        self,
+        running: Container[RequestId],
+        symbols: SymbolTable,
+        layout: Layout,
+        config: KVCacheConfig,
+        *,
+        block_hash: str,
+        log_has_tokens: bool,
+    ) -> None:
+        self._running, self._symbols = running, symbols
+        self.longest_sequence, self.longest_prompt = (
+            layout.longest_sequence(config),
+            layout.longest_prompt(config),
+        )
+        self.longest_input = layout.longest_input(config)
+        self.max_tokens = self.longest_sequence.tokens
+        """Tokens of the longest sequence that can be held."""
+        self._knows_lora_ids_only = block_hash == "v1_block_key"
+        self._names_tell_all = not log_has_tokens
+        self._block_bytes = config.tokens_per_block * TOKEN_BYTES
+
+    def check(self, requests: Items[Any]) -> list[CheckedRequest]:
+        """Validate a batch.
+
+        Raises `UsageError`, `InvalidTokens`, `PromptTooLong`, `DuplicateRequest` or `Unsupported`.
+        """
+        for request in requests:
+            if not isinstance(request, Request):
+                raise UsageError(f"each request must be a Request, not {type(request).__name__}")
+        batch = [self._checked(*_fields(request)) for request in requests]
+        seen: set[RequestId] = set()
+        for request in batch:
+            if request.request_id in self._running or request.request_id in seen:
+                raise DuplicateRequest(request.request_id, in_batch=request.request_id not in self._running)
+            seen.add(request.request_id)
+        if self._knows_lora_ids_only:
+            self._refuse_ambiguous(batch)
+        return batch
+
+    def check_one(self, *request: Any) -> CheckedRequest:
+        """Validate one request, given by the fields of a `Request`, in their order. Raises as `check`."""
+        checked = self._checked(*request)
+        if checked.request_id in self._running:
+            raise DuplicateRequest(checked.request_id, in_batch=False)
+        if self._knows_lora_ids_only:
+            self._refuse_ambiguous([checked])
+        return checked
+
+    def refuse_running(self, request_id: RequestId) -> None:
+        """Raise `DuplicateRequest` for an id that is taken."""
+        if request_id in self._running:
+            raise DuplicateRequest(request_id, in_batch=False)
+
+    def _checked(
+        self,
+        request_id: Any,
+        tokens: Any,
+        lora_id: Any,
+        lora_name: Any,
+        cache_salt: Any,
+        multimodal: Any,
+        extra_ids: Any,
+        resumed: Any,
+        retention: Any,
+        reserve_tokens: Any,
+        encoder_tokens: Any,
+    ) -> CheckedRequest:
+        request_id = checked_request_id(request_id)
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, encoder = self.with_encoder(own, encoder_tokens)
+        if reserve_tokens is not None and checked_natural(reserve_tokens, "reserve_tokens") < 1:
+            raise UsageError("reserve_tokens must be at least 1, or None for the whole prompt")
+        # Whoever gets slots chunk by chunk need not have all of them at once.
+        limit = self.longest_prompt if reserve_tokens is None else self.longest_sequence
+        try:
+            symbols = pack_tokens(tokens, limit.tokens)
+        except PromptTooLong as error:
+            raise limit.exceeded_by(error.length) from None
+        if not symbols:
+            raise InvalidTokens("the prompt is empty: at least one token is needed")
+        if len(symbols) > limit.tokens * TOKEN_BYTES:
+            raise limit.exceeded_by(len(symbols) // TOKEN_BYTES)
+        rich = rich_tokens(symbols, multimodal, extra_ids)
+        if rich is not None:
+            symbols = self._symbols.symbols_of(rich)
+        return CheckedRequest(
+            request_id,
+            namespace,
+            symbols,
+            rich,
+            checked_flag(resumed, "resumed"),
+            checked_retention(retention),
+            reserve_tokens,
+            encoder,
+        )
+
+    def with_encoder(
+        self, namespace: Namespace, tokens: Tokens | None
+    ) -> tuple[Namespace, EncoderInput | None]:
+        """The namespace of a request whose encoder reads these tokens, and that input.
+
+        Raises as `check`, also for an input where the model has no encoder, and for none where it has one.
+        """
+        longest = self.longest_input
+        if longest is None:
+            if tokens is not None:
+                instead = "leave encoder_tokens out, or give cross_kv_cache_fraction when the manager is made"
+                raise Unsupported("an encoder's input in a cache without cross attention", instead)
+            return namespace, None
+        if tokens is None:
+            raise UsageError(
+                "encoder_tokens are missing: with cross_kv_cache_fraction each request has an encoder's input"
+            )
+        try:
+            packed = pack_tokens(tokens, longest.tokens)
+        except PromptTooLong as error:
+            raise longest.exceeded_by(error.length) from None
+        if not packed:
+            raise InvalidTokens("the encoder's input is empty: at least one token is needed")
+        num_tokens = len(packed) // TOKEN_BYTES
+        if num_tokens > longest.tokens:
+            raise longest.exceeded_by(num_tokens)
+        own, of_input = input_digests(namespace.salt_digest, packed)
+        padded = packed + bytes(-len(packed) % self._block_bytes)
+        encoder = EncoderInput(
+            structs_replace(namespace, salt_digest=of_input, uses_extra_ids=False), num_tokens, padded
+        )
+        return structs_replace(namespace, salt_digest=own), encoder
+
+    def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
+        """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""
+        instead = "use the default block_hash, v2_sha256_64"
+        if any(request.namespace.lora_name is not None for request in batch):
+            raise Unsupported(
+                "a lora_name with v1_block_key, which knows LoRA ids only", f"{instead}, or lora_id"
+            )
+        if self._names_tell_all and any(request.rich is not None and request.rich.items for request in batch):
+            raise Unsupported("multimodal items with v1_block_key in a log without tokens", instead)

@@ -1,1 +1,0 @@
-"""What callers pass, checked, as plain values."""

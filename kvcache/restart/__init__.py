@@ -1,1 +1,0 @@
-"""Warm restarts: what a cache finds again when its process has died."""
