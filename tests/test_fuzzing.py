@@ -35,7 +35,7 @@ from kvcache.keep.compress import compress
 from kvcache.keep.verify import verify
 from kvcache.publish.start import Position, PositionFile
 from kvcache.replay import replay
-from kvcache.report.given import Curve, NotUnderstood, WhatIf, read
+from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, read
 from kvcache.tap.lines import LineListener
 from kvcache.workload.mooncake import TraceError, read_trace
 from sinks.base import SinkError
@@ -358,7 +358,7 @@ READERS: dict[str, Reader] = {
         (ConfigError,),
     ),
     "curves": Reader(
-        partial(in_file, lambda path: read(path, Curve)), lambda _: [b"{}", b"[]"], (NotUnderstood,)
+        partial(in_file, lambda path: read(path, GivenCurve)), lambda _: [b"{}", b"[]"], (NotUnderstood,)
     ),
     "what-ifs": Reader(
         partial(in_file, lambda path: read(path, WhatIf)), lambda _: [b"{}"], (NotUnderstood,)

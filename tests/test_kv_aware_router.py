@@ -35,7 +35,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.prefixes.publisher import WorkerRank
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.waiting import Waiting
-from kvcache.workload.watching import Step
+from kvcache.workload.watching import WatchedStep
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program
 from tests.support.servers.browser import Browser
@@ -81,9 +81,9 @@ class TestTime:
     def test_a_step_takes_what_is_computed_and_read(self) -> None:
         """The weights, 25,000 prompt tokens a second, and the K and V of the context; an idle step takes nothing."""
         costs = StepCosts()
-        assert costs.of(Step({})) == 0
-        assert costs.of(Step({}, prefill_tokens=2000)) == 85
-        assert costs.of(Step({}, decoding=10, context_tokens=100_000)) == 9
+        assert costs.of(WatchedStep({})) == 0
+        assert costs.of(WatchedStep({}, prefill_tokens=2000)) == 85
+        assert costs.of(WatchedStep({}, decoding=10, context_tokens=100_000)) == 9
 
     def test_a_step_ends_no_sooner_than_the_trace_is_there(self) -> None:
         """A worker waits in a step that ends later, which is as good as idle for who waits for the worker."""

@@ -177,13 +177,6 @@ def test_what_loads_a_library_is_seen() -> None:
     assert loading(("torch",), edges) == {"a", "b", "c", "e"}
 
 
-NAMED_TWICE = {
-    "Continuity", "Copies", "Curve", "Group", "Kept", "Limits", "Place", "Places", "Recorder", "Removed", "Span",
-    "Step", "Trial", "_Running", "_Teller",
-}  # fmt: skip
-"""Names of classes in more modules than one, which are to become different; nothing is added here."""
-
-
 def classes(paths_and_sources: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     """The classes of some files, those inside others too: name to the files that have one."""
     found = defaultdict(set)
@@ -199,7 +192,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     product = [file for package in PACKAGES for file in files(package)]
     sources = [(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in product]
     twice = {name: sorted(paths) for name, paths in classes(sources).items() if len(paths) > 1}
-    assert {name: paths for name, paths in twice.items() if name not in NAMED_TWICE} == {}
+    assert twice == {}
 
 
 def test_classes_of_one_name_are_found() -> None:

@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedParts:
     """What has been removed."""
 
     segments: int
@@ -70,7 +70,7 @@ class Removed:
     bytes: int
 
 
-class Kept:
+class LogParts:
     """A log directory's segments and snapshots. Reading them raises LogDamaged, LogTooNew, OSError."""
 
     def __init__(self, directory: Path) -> None:
@@ -99,7 +99,7 @@ class Kept:
         newest = self.snapshots[-1].seq if self.snapshots else -1
         return sum(part.bytes for part in self.parts[:-1] if part.first > newest)
 
-    def remove(self, first: int) -> Removed:
+    def remove(self, first: int) -> RemovedParts:
         """Remove what is before batch `first`, up to a snapshot. Raises OSError."""
         wanted = sum(part.first < first for part in self.parts)
         fitting = (
@@ -109,13 +109,13 @@ class Kept:
             return self._remove(self.parts[: self._before(snapshot)])
         # What an interrupted removal has left.
         old = self.discard_old_snapshots(self.parts) if self.parts else []
-        return Removed(0, len(old), sum(old))
+        return RemovedParts(0, len(old), sum(old))
 
     def _before(self, snapshot: Snapshot) -> int:
         """How many segments stand before it."""
         return sum(part.first <= snapshot.seq for part in self.parts)
 
-    def _remove(self, parts: Sequence[Part]) -> Removed:
+    def _remove(self, parts: Sequence[Part]) -> RemovedParts:
         size = 0
         for part in parts:
             remove_segment(part.path)
@@ -123,7 +123,7 @@ class Kept:
             sync_directory(self._directory)
             size += part.bytes
         old = self.discard_old_snapshots(self.parts[len(parts) :])
-        return Removed(len(parts), len(old), size + sum(old))
+        return RemovedParts(len(parts), len(old), size + sum(old))
 
     def discard_old_snapshots(self, parts: Sequence[Part]) -> list[int]:
         """Remove all but the last one of those before these segments; returns their sizes. Raises OSError."""

@@ -1,7 +1,7 @@
 """The log's writing end: a queue that the engine fills, and a thread that empties it to disk.
 
 The engine thread pays for a few comparisons and a deque append; encoding, checksums, writing and
-syncing happen on the thread (`Recorder`). There is no lock around the queue: each counter is written by
+syncing happen on the thread (`LogThread`). There is no lock around the queue: each counter is written by
 one of the two threads only, and what is queued is the difference of two counters.
 
 What the engine hands over is written in order, or the log says what is missing: a full queue makes the engine
@@ -88,7 +88,7 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-class Recorder:
+class LogThread:
     """The log's thread: takes batches from the queue to the disk, and tries again where the disk refuses.
 
     It sleeps while there is nothing to do; woken, it lets batches gather for a moment, so that one write and one sync
@@ -402,7 +402,7 @@ class LogWriter:
             segment_seconds=segment_seconds,
             segment_begun=segment_begun,
         )
-        self._recorder = Recorder(self.directory, output, fsync_seconds if fsync == "interval" else 0, clock)
+        self._recorder = LogThread(self.directory, output, fsync_seconds if fsync == "interval" else 0, clock)
         self._start()
 
     def _open(self, resume: bool, kind: Kind) -> tuple[Chain, bool]:

@@ -20,8 +20,8 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.state import resident_names
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.tokens import output_tokens
-from kvcache.workload.waiting import Limits, Waiting
-from kvcache.workload.watching import Step
+from kvcache.workload.waiting import Waiting, WaitingLimits
+from kvcache.workload.watching import WatchedStep
 from sinks.router.transport import ZMQTransport
 
 OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)
@@ -112,12 +112,12 @@ class Serving:
 
     def _run(self) -> None:
         with KVCacheManager(self._config, sinks=[self._sink]) as self._manager:
-            self._limits = Limits.of(self._config, self._manager.layout)
+            self._limits = WaitingLimits.of(self._config, self._manager.layout)
             engine = Engine(self._manager, self._inbox, OPTIONS, clock=self._clock, watch=self._stepped)
             self._ready.set()
             engine.run()
 
-    def _stepped(self, step: Step) -> None:
+    def _stepped(self, step: WatchedStep) -> None:
         """A step is over: let its time pass, and tell what it brought."""
         cost = self._costs.of(step)
         self._busy_ms += cost

@@ -9,7 +9,7 @@ from typing import Any
 from events.errors import NotALog
 from events.log.leases import leased
 from events.log.recovery import Recovery, repair
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.log.segments import Segment, is_closed, is_log, segment_paths
 from events.units import parse_bytes
 from kvcache.cli.options import add_shared, positive, seconds
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _info(args: argparse.Namespace, out: Output) -> None:
-    kept, paths = Kept(args.log), segment_paths(args.log)
+    kept, paths = LogParts(args.log), segment_paths(args.log)
     found = _files(kept) | _identity(args.log, paths) | {"needed_from": leased(args.log)}
     if args.json:
         out.json(found)
@@ -127,7 +127,7 @@ def _info(args: argparse.Namespace, out: Output) -> None:
     )
 
 
-def _files(kept: Kept) -> dict[str, Any]:
+def _files(kept: LogParts) -> dict[str, Any]:
     segments = [
         pick(part, "bytes", "ts", first_seq="first", compressed="is_compressed") for part in kept.parts
     ]

@@ -12,13 +12,13 @@ from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.export.export import replacing
 from kvcache.phrases import size
-from kvcache.report.given import Curve, WhatIf, read, refuse_other
+from kvcache.report.given import GivenCurve, WhatIf, read, refuse_other
 from kvcache.report.report import report
 
 PAGE_HEADER = b"<!doctype html>"
 """How a page begins: nothing else is overwritten."""
 
-_Form = TypeVar("_Form", Curve, WhatIf)
+_Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log twice, and write the page."""
-    curve = _given(args.log, args.curve, Curve, out)
+    curve = _given(args.log, args.curve, GivenCurve, out)
     whatif = _given(args.log, args.whatif, WhatIf, out)
     # What is wrong with the place is said before a long log is read.
     with (

@@ -43,7 +43,7 @@ from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import read_trace
 from kvcache.workload.pattern import PoolPattern
 from kvcache.workload.summary import RunResult
-from kvcache.workload.waiting import Limits
+from kvcache.workload.waiting import WaitingLimits
 from sinks import SinkContext, SinkURL, SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.kv_events import kv_events_sink
@@ -230,7 +230,7 @@ def _require_room(config: KVCacheConfig, source: RunSource) -> None:
     if config.cross_kv_cache_fraction is not None:
         instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
         raise Unsupported("an encoder-decoder model", instead)
-    obstacle = Limits.of(config, Layout.of(config)).obstacle(source.sizes.shortest)
+    obstacle = WaitingLimits.of(config, Layout.of(config)).obstacle(source.sizes.shortest)
     if obstacle is not None:
         raise UsageError(f"none of the requests fits: {obstacle}")
 

@@ -21,7 +21,7 @@ import msgspec
 
 from events.diagnostics import get_logger
 from events.errors import LogBeingKept, LogError, type_and_place
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from kvcache.keep.prune import prune
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.keeper import main; main(*sys.argv[2:])"
@@ -120,7 +120,7 @@ class Keeper:
 
     def _exceeds(self, limits: Limits) -> bool:
         try:
-            return Kept(self._directory).wanted(limits) > 0
+            return LogParts(self._directory).wanted(limits) > 0
         except (LogError, OSError):
             return True  # Whoever reads it says why it cannot be.
 

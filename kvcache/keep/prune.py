@@ -10,7 +10,7 @@ from pathlib import Path
 from events.errors import NotALog
 from events.log import LogReader
 from events.log.durable import sync_file
-from events.log.retention import Kept, Limits, Removed
+from events.log.retention import Limits, LogParts, RemovedParts
 from events.log.segments import Segment, first_seq, is_closed, is_log, segment_paths
 from events.log.snapshots import UNFINISHED_SUFFIX, About, Snapshot, write_snapshot
 from events.types import AnyEvent, EpochStarted, EventBatch
@@ -26,8 +26,8 @@ class Pruned:
     """What was done."""
 
     made: tuple[Snapshot, ...]
-    removed: Removed
-    kept: Kept
+    removed: RemovedParts
+    kept: LogParts
     """What there is now."""
 
 
@@ -42,19 +42,19 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
     if not is_log(directory):
         raise NotALog(directory)
     with alone(directory):
-        kept, made = Kept(directory), list[Snapshot | None]()
+        kept, made = LogParts(directory), list[Snapshot | None]()
         if len(kept.parts) > 1 and _is_due(kept):
             made.append(make_snapshot(directory, kept.parts[-1].first, progress))
-            kept = Kept(directory)
+            kept = LogParts(directory)
         first = kept.wanted(limits)
         if first and not kept.has_snapshot_before(first):
             made.append(make_snapshot(directory, first, progress))
-            kept = Kept(directory)
+            kept = LogParts(directory)
         removed = kept.remove(first)
-        return Pruned(tuple(each for each in made if each is not None), removed, Kept(directory))
+        return Pruned(tuple(each for each in made if each is not None), removed, LogParts(directory))
 
 
-def _is_due(kept: Kept) -> bool:
+def _is_due(kept: LogParts) -> bool:
     return not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
 
 

@@ -81,7 +81,7 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
 
 
 def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
-    done, continuity = Salvaged(), Continuity()
+    done, continuity = Salvaged(), SalvagedOrder()
 
     def note(damage: LogDamaged) -> None:
         done.damage.append(damage)
@@ -140,7 +140,7 @@ class _Snapshots:
         self._paths = snapshot_paths(log)
         self._newest = max([first_seq(path) for path in segment_paths(log)], default=0)
 
-    def go_on(self, copy: _Copy, continuity: Continuity, header: SegmentHeader | None = None) -> None:
+    def go_on(self, copy: _Copy, continuity: SalvagedOrder, header: SegmentHeader | None = None) -> None:
         """Add that which stands before this segment (None: the newest one), if batches are missing there."""
         for path in reversed(self._paths):
             with suppress(LogError, OSError):
@@ -171,7 +171,7 @@ class _Copy:
         self.last_seq: int | None = None
         self.batches = 0
 
-    def restore(self, snapshot: Snapshot, state: EventBatch, continuity: Continuity) -> None:
+    def restore(self, snapshot: Snapshot, state: EventBatch, continuity: SalvagedOrder) -> None:
         """Go on with a snapshot that stands for segments which are not kept."""
         if self.last_seq is None:
             continuity.begin(snapshot)
@@ -295,7 +295,7 @@ class Loss:
     """Those of them that are whole, but of no use without the others."""
 
 
-class Continuity:
+class SalvagedOrder:
     """Takes what is whole, and leaves out what does not continue it."""
 
     def __init__(self) -> None:

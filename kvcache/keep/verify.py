@@ -13,7 +13,7 @@ from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.subscribe.workers import FeedState
 from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
 from kvcache.fold.state import CacheState
-from kvcache.keep.salvage import Continuity
+from kvcache.keep.salvage import SalvagedOrder
 from kvcache.replay import Replayed, fold_told
 
 
@@ -68,7 +68,7 @@ class _Fold:
         self._found = found
         self.snapshots = snapshots
         """That are still to be met, by their batches."""
-        self.continuity = Continuity()
+        self.continuity = SalvagedOrder()
         self._cache, self._feed = Replayed(CacheState()), FeedState()
         self._is_feed: bool | None = None
 

@@ -368,7 +368,7 @@ def _window(counts: list[int], begin: int) -> dict[str, Any]:
     return values
 
 
-class _Running:
+class _CountedRequest:
     """What is known of a request so far."""
 
     __slots__ = ("allocated", "blocks", "new", "prompt_tokens", "request_id", "reused_tokens")
@@ -395,7 +395,7 @@ class RequestCounter:
 
     def __init__(self, bus: EventBus, created: ev.CacheCreated, keep: int) -> None:
         self._ended: deque[RequestStats] = deque(maxlen=keep)
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _CountedRequest] = {}
         self._size = created.tokens_per_block
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in created.groups)
         bus.subscribe(self._on_added, ev.SequenceAdded)
@@ -421,7 +421,9 @@ class RequestCounter:
         reused, windows = [*event.reused_primary, *event.reused_secondary], len(event.reused_primary)
         full = sum([tokens // self._size for tokens in reused])
         blocks = full, partial * windows, missed * windows
-        self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
+        self._running[event.handle] = _CountedRequest(
+            event.request_id, event.num_tokens, event.reused, blocks
+        )
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
         """What is allocated for it counts for the request that brought it."""
@@ -438,7 +440,7 @@ class RequestCounter:
     def _on_forked(self, event: ev.SequenceForked) -> None:
         parent = self._running.get(event.handle)
         if parent is not None:
-            self._running[event.child] = _Running(event.request_id, parent.prompt_tokens)
+            self._running[event.child] = _CountedRequest(event.request_id, parent.prompt_tokens)
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
         first = iter(self._first_uses.take(event.group, event.slots))

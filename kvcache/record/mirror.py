@@ -74,7 +74,7 @@ def _checked(group: object) -> ev.SharingGroup:
     return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"))
 
 
-class Copies:
+class MirroredCopies:
     """Blocks of an engine that hold the same content, for which the log has one slot."""
 
     __slots__ = ("first", "holders", "spares", "unnamed")
@@ -104,7 +104,7 @@ class BlockIds:
         """By block its slot, and back; of a slot that several copies share, the latter says nothing."""
         self._straight = True
         """Whether each slot has the number of its block still."""
-        self.copies: dict[int, Copies] = {}
+        self.copies: dict[int, MirroredCopies] = {}
         """By slot."""
         self._held: dict[int, dict[int, int]] = {}
         """By sequence and slot, which copy it holds, where that is not the first."""
@@ -156,7 +156,7 @@ class BlockIds:
         block = self._blocks[own]
         copies = self.copies.get(slot)
         if copies is None:
-            copies = self.copies[slot] = Copies(self._blocks[slot], holders)
+            copies = self.copies[slot] = MirroredCopies(self._blocks[slot], holders)
         copies.holders[block] = 1
         copies.spares.append(own)
         self._slots[block] = slot

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvcache.phrases import count, share
 from kvcache.report.charts import hit_rates
-from kvcache.report.given import Curve, Trial, WhatIf, setting
+from kvcache.report.given import GivenCurve, GivenTrial, WhatIf, setting
 from kvcache.report.markup import folded, paragraph, table
 from kvcache.report.sections import Parts
 
 
-def add_curve(parts: Parts, curve: Curve) -> None:
+def add_curve(parts: Parts, curve: GivenCurve) -> None:
     """Hit rates by size of the cache."""
     sizes = sorted(curve.sizes, key=lambda size: size.blocks)
     best = [
@@ -67,7 +67,7 @@ def add_whatif(parts: Parts, whatif: WhatIf) -> None:
     )
 
 
-def _row(name: str, trial: Trial, settings: list[str], refused: list[str]) -> list[str]:
+def _row(name: str, trial: GivenTrial, settings: list[str], refused: list[str]) -> list[str]:
     return [
         name,
         *(setting(trial, each) for each in settings),

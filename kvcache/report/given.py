@@ -48,7 +48,7 @@ class Size(msgspec.Struct):
     best_hits: _Count | None = None
 
 
-class Curve(msgspec.Struct):
+class GivenCurve(msgspec.Struct):
     """Hit rates by size."""
 
     command: ClassVar[str] = "curve"
@@ -64,7 +64,7 @@ class Curve(msgspec.Struct):
             raise ValueError("`best_hits` exceed `block_requests`")
 
 
-class Trial(msgspec.Struct):
+class GivenTrial(msgspec.Struct):
     """One cache that was tried, or the recorded one."""
 
     hit_rate: _Part
@@ -84,8 +84,8 @@ class WhatIf(msgspec.Struct):
     """What was recorded, and what was tried."""
 
     command: ClassVar[str] = "whatif"
-    recorded: Trial
-    trials: list[Trial]
+    recorded: GivenTrial
+    trials: list[GivenTrial]
     log_id: str | None = None
 
     def differing(self) -> list[str]:
@@ -100,7 +100,7 @@ class WhatIf(msgspec.Struct):
         return [way for way in ways if any(getattr(trial, way) for trial in (self.recorded, *self.trials))]
 
 
-_Form = TypeVar("_Form", Curve, WhatIf)
+_Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def understood(given: object, form: type[_Form], what: str) -> _Form:
@@ -127,13 +127,13 @@ def _first_line(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
 
 
-def refuse_other(log_id: str | None, given: Curve | WhatIf, what: str) -> None:
+def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> None:
     """Raise `OtherLog` if what is given says that it is about another log than this one."""
     if log_id is not None and given.log_id is not None and given.log_id != log_id:
         raise OtherLog(what, given.command)
 
 
-def setting(trial: Trial, name: str) -> str:
+def setting(trial: GivenTrial, name: str) -> str:
     """A setting of a trial, for people."""
     value = dict(_flat(trial.config)).get(name, "")
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

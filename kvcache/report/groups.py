@@ -19,7 +19,7 @@ BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW = (
 GREY, PALE = "#8c8c8c", "#c4c4c4"
 
 
-class Group(NamedTuple):
+class GroupRow(NamedTuple):
     """Reasons of which a picture says the same."""
 
     name: str
@@ -28,21 +28,21 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("reused from primary", BLUE, (Reason.PRIMARY, Reason.PARTIAL)),
-    Group("reused from secondary", SKY, (Reason.SECONDARY,)),
-    Group("loaded from outside", GREEN, (Reason.EXTERNAL,)),
-    Group(
+    GroupRow("reused from primary", BLUE, (Reason.PRIMARY, Reason.PARTIAL)),
+    GroupRow("reused from secondary", SKY, (Reason.SECONDARY,)),
+    GroupRow("loaded from outside", GREEN, (Reason.EXTERNAL,)),
+    GroupRow(
         "computed again: evicted",
         VERMILION,
         EVICTIONS,
     ),
-    Group(
+    GroupRow(
         "computed again: cleared or lost",
         PURPLE,
         LOSSES,
     ),
-    Group("being computed by another", ORANGE, (Reason.SAME_STEP, Reason.BEING_COMPUTED)),
-    Group(
+    GroupRow("being computed by another", ORANGE, (Reason.SAME_STEP, Reason.BEING_COMPUTED)),
+    GroupRow(
         "could not be served",
         YELLOW,
         (
@@ -55,8 +55,8 @@ GROUPS = (
             Reason.UNKNOWN,
         ),
     ),
-    Group("never seen before", GREY, (Reason.NEVER_SEEN,)),
-    Group("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),
+    GroupRow("never seen before", GREY, (Reason.NEVER_SEEN,)),
+    GroupRow("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),
 )
 """Every reason is in one of them."""
 

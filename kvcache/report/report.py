@@ -11,17 +11,17 @@ from events.log import LogEnd
 from kvcache.audit import open_log
 from kvcache.report.beside import add_curve, add_whatif
 from kvcache.report.gathered import Progress, gather
-from kvcache.report.given import Curve, WhatIf, refuse_other, understood
+from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import page, plotly_js
 from kvcache.report.sections import add_requests, overview_of
 
-_Form = TypeVar("_Form", Curve, WhatIf)
+_Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def report(
     log: str | PathLike[str],
     *,
-    curve: Mapping[str, Any] | Curve | None = None,
+    curve: Mapping[str, Any] | GivenCurve | None = None,
     whatif: Mapping[str, Any] | WhatIf | None = None,
     progress: Progress = lambda _: None,
     ended: Callable[[LogEnd], None] = lambda _: None,
@@ -35,7 +35,7 @@ def report(
     """
     plotly = plotly_js()
     directory = Path(log)
-    own_curve = _own(directory, curve, Curve)
+    own_curve = _own(directory, curve, GivenCurve)
     own_whatif = _own(directory, whatif, WhatIf)
     found = gather(directory, progress)
     ended(found.end)

@@ -33,11 +33,11 @@ from kvcache.results import Admission, BlockTable
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.mooncake import TraceRequest
-from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
+from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
-from kvcache.workload.waiting import Limits, Line, Waiting, WaitingLine
-from kvcache.workload.watching import Step, Watch
+from kvcache.workload.waiting import Line, Waiting, WaitingLimits, WaitingLine
+from kvcache.workload.watching import Watch, WatchedStep
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -149,7 +149,7 @@ class Engine:
         """False while the first request in line waits for a running one to end."""
 
     def _line_of(self, trace: Iterable[TraceRequest]) -> WaitingLine:
-        limits = Limits.of(self._manager.config, self._manager.layout)
+        limits = WaitingLimits.of(self._manager.config, self._manager.layout)
         return WaitingLine(trace, limits, self._clock, self._options.seed, self._result.refuse)
 
     def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
@@ -173,7 +173,7 @@ class Engine:
         self._check_reused(admitted)
         self._note_held()
         chunks = self._plan()
-        step = Step({running.request_id: running.admission for running in admitted})
+        step = WatchedStep({running.request_id: running.admission for running in admitted})
         for chunk in chunks:
             step.note(chunk.begin, chunk.end, decoding=bool(chunk.running.sampled))
         self._compute(chunks)
@@ -338,9 +338,9 @@ class Engine:
                 span = self._span(running, 0, running.computed)
                 self._result.checked_blocks += self._pattern.check(running.request_id, span)
 
-    def _span(self, running: _Running, begin: int, end: int) -> Span:
+    def _span(self, running: _Running, begin: int, end: int) -> PatternSpan:
         assert running.digests is not None
-        return Span(tuple(map(np.asarray, self._tables(running))), running.digests, begin, end)
+        return PatternSpan(tuple(map(np.asarray, self._tables(running))), running.digests, begin, end)
 
     # -- reporting it
 

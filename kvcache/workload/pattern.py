@@ -60,7 +60,7 @@ class PatternMismatch(InternalError):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PatternSpan:
     """Consecutive tokens of one sequence."""
 
     tables: tuple[Int32s, ...]
@@ -89,7 +89,7 @@ class PoolPattern:
         self._windows = tuple(group.window for group in pools.layout.groups)
         self._block = pools.layout.tokens_per_block
 
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Sequence[PatternSpan]) -> None:
         """Fill the rows of all tokens of the spans."""
         if not spans:
             return
@@ -105,10 +105,10 @@ class PoolPattern:
         name = lost.namespace
         if name.salt_digest is None:
             digests = prefix_digests(lost.tokens, (name.lora_id, name.lora_name, None))
-            self.write([Span((lost.slots,), digests, lost.first_token, len(lost.tokens))])
+            self.write([PatternSpan((lost.slots,), digests, lost.first_token, len(lost.tokens))])
         return name.salt_digest is None
 
-    def check(self, request_id: str | int, span: Span) -> int:
+    def check(self, request_id: str | int, span: PatternSpan) -> int:
         """Compare the rows of a span, in each window without the blocks that it has let go of.
 
         Returns how many blocks that were, over all groups. Raises PatternMismatch for the first block that differs,
@@ -128,7 +128,7 @@ class PoolPattern:
             blocks += -(-span.end // self._block) - begin // self._block
         return blocks
 
-    def _first_kept(self, group: int, span: Span) -> int:
+    def _first_kept(self, group: int, span: PatternSpan) -> int:
         """The first token of a span whose block a window still has."""
         table = span.tables[group]
         gone = int(np.argmax(table >= 0))

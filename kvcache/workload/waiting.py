@@ -23,7 +23,7 @@ from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WaitingLimits:
     """What the largest possible sequence is: one with all its blocks at once in each window, as if it began again."""
 
     max_sequence_length: int
@@ -105,7 +105,7 @@ class WaitingLine(Line):
     def __init__(
         self,
         trace: Iterable[TraceRequest],
-        limits: Limits,
+        limits: WaitingLimits,
         clock: StepClock,
         seed: int,
         refuse: Callable[[int, str], None],

@@ -9,7 +9,7 @@ from kvcache.results import Admission
 
 
 @dataclass(slots=True)
-class Step:
+class WatchedStep:
     """One step; requests by their ids."""
 
     admitted: dict[int, Admission]
@@ -32,4 +32,4 @@ class Step:
         self.prefill_tokens += 0 if decoding else end - begin
 
 
-Watch = Callable[[Step], None]
+Watch = Callable[[WatchedStep], None]

@@ -34,7 +34,7 @@ from kvcache.report import page as page_module
 from kvcache.report.beside import add_curve, add_whatif
 from kvcache.report.charts import hit_rates
 from kvcache.report.gathered import gather
-from kvcache.report.given import Curve, WhatIf, understood
+from kvcache.report.given import GivenCurve, WhatIf, understood
 from kvcache.report.groups import GROUPS
 from kvcache.report.lanes import Phase
 from kvcache.report.report import report
@@ -654,7 +654,7 @@ class TestBeside:
         parts = Parts()
         try:
             if good is CURVE:
-                add_curve(parts, understood(changed, Curve, "x"))
+                add_curve(parts, understood(changed, GivenCurve, "x"))
             else:
                 add_whatif(parts, understood(changed, WhatIf, "x"))
         except UsageError:

@@ -20,7 +20,7 @@ from events import EventBatch, LogDamaged, LogWriteFailed
 from events.log import LogReader, LogWriter, zstd
 from events.log import writer as recorder
 from events.log.reader import LogHead
-from events.log.retention import Kept
+from events.log.retention import LogParts
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
 from tests.support.logs.held_disk import HoldDisk
@@ -487,4 +487,4 @@ def test_compressing_meanwhile(tmp_path: Path, refusing: Callable[..., Disk]) ->
             settle(log)
     assert disk.in_vain == 0
     assert read_log(tmp_path / "log")[0] == CONTENT
-    assert sum(part.is_compressed for part in Kept(tmp_path / "log").parts) > 3
+    assert sum(part.is_compressed for part in LogParts(tmp_path / "log").parts) > 3

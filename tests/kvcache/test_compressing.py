@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from events.errors import LogBeingKept, ZstdMissing
 from events.log import LogReader, LogWriter, zstd
 from events.log.durable import take_lock
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
@@ -53,7 +53,9 @@ def test_the_frames_are_the_same(plain: Path, whole: Path) -> None:
     """Each segment but the last is compressed, has its name, and holds what it held."""
     assert names(plain) == names(whole)
     assert frames_of(plain) == frames_of(whole)
-    assert [part.is_compressed for part in Kept(whole).parts] == [True] * (len(segments(whole)) - 1) + [False]
+    assert [part.is_compressed for part in LogParts(whole).parts] == [True] * (len(segments(whole)) - 1) + [
+        False
+    ]
 
 
 def test_every_reader_reads_the_same(plain: Path, whole: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_power_cut_anywhere_leaves_the_log(tmp_path: Path, seed: int) -> None:
                 assert verify(log).damage == []
                 compress(log)
                 assert frames_of(log) == expected
-                assert [part.is_compressed for part in Kept(log).parts] == [True, True, True, False]
+                assert [part.is_compressed for part in LogParts(log).parts] == [True, True, True, False]
                 assert not list(log.glob("*.new"))
                 shutil.rmtree(tmp_path / "left")
     print(f"{len(recording.steps)} steps, {len(known)} states")
@@ -176,7 +178,7 @@ def test_a_writer_goes_on_behind_either(plain: Path, whole: Path, tmp_path: Path
         options: Any = {"compression": compression}
         with LogWriter(log, resume=True, **options) as writer:
             writer.append(batch(writer.next_seq))
-        assert Kept(log).parts[-1].is_compressed == (compression == "zstd")
+        assert LogParts(log).parts[-1].is_compressed == (compression == "zstd")
         seqs = [each.seq for each in LogReader(source)]
         assert [each.seq for each in LogReader(log)] == [*seqs, writer.next_seq]
 

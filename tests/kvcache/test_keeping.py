@@ -17,7 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from events.log import LogReader, LogWriter
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from kvcache import KVCacheConfig, KVCacheManager
@@ -178,7 +178,7 @@ def test_a_clock_that_is_set_back_does_not_keep_what_is_old(tmp_path: Path) -> N
         now[0] += 2 * 10**9 if number != 100 else -24 * 3600 * 10**9
         work(manager, number, 1)
     manager.close()
-    kept = Kept(log)
+    kept = LogParts(log)
     assert (kept.parts[-1].ts - kept.parts[1].ts) / 1e9 <= 60
     assert now[0] - kept.parts[0].ts < 90 * 10**9
     assert replay(log).fingerprint == fingerprint(manager.state)

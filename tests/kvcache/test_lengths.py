@@ -10,7 +10,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong, UsageError
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
-from kvcache.workload.waiting import Limits
+from kvcache.workload.waiting import WaitingLimits
 
 
 def manager(**settings: Any) -> KVCacheManager:
@@ -149,7 +149,7 @@ def test_tables_are_asked_for_by_a_window_as_it_was_given() -> None:
 def test_a_trace_is_refused_by_window() -> None:
     """`kvcache run` refuses what could not begin again, and says in which window."""
     cache = manager()
-    limits = Limits.of(cache.config, cache.layout)
+    limits = WaitingLimits.of(cache.config, cache.layout)
     assert limits.obstacle(96) is None
     assert limits.obstacle(97) == "97 tokens need 7 blocks, primary has 6 for window 64"
 

@@ -18,7 +18,7 @@ from events.errors import LogBeingKept, LogDamaged
 from events.log import LogReader, LogWriter, durable, leases
 from events.log.durable import Lock, take_lock
 from events.log.leases import Lease, leased
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
 from events.types import Gap
@@ -39,9 +39,9 @@ NO_LIMITS = Limits()
 def test_keeps_what_the_limits_allow(tmp_path: Path, seed: int, limits: Limits) -> None:
     """The oldest segment stands behind a snapshot, older ones are gone, and every state since is what it was."""
     log = random_log(seed, tmp_path)
-    states, before = states_of(log), Kept(log).parts
+    states, before = states_of(log), LogParts(log).parts
     pruned = prune(log, limits)
-    kept = Kept(log)
+    kept = LogParts(log)
     assert pruned.removed.segments == len(before) - len(kept.parts) > 0
     assert first_seq(snapshot_paths(log)[0]) < kept.parts[0].first
     begins = next(snapshots(log)).seq
@@ -120,7 +120,7 @@ def test_damaged_snapshots_are_passed_over(tmp_path: Path, first: int) -> None:
     for size in (0, 64):
         snapshot_paths(log)[0].write_bytes(content[:size])
     assert replay(log).snapshot_seq is None
-    assert Kept(log).remove(first_seq(newest)).segments == 0
+    assert LogParts(log).remove(first_seq(newest)).segments == 0
     assert segment_paths(log) == paths
 
 
@@ -129,7 +129,7 @@ def test_the_next_snapshot_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
     log = random_log(2, tmp_path)
     states, paths = states_of(log), segment_paths(log)
     made = [make_snapshot(log, first_seq(path)) for path in paths[2:5]]
-    Kept(log).remove(first_seq(paths[2]))
+    LogParts(log).remove(first_seq(paths[2]))
     assert segment_paths(log) == paths[2:]
     assert made[0] is not None
     made[0].path.write_bytes(made[0].path.read_bytes()[:-1])

@@ -10,7 +10,7 @@ import pytest
 
 from events.log import LogReader
 from events.log.leases import leased
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshots
 from events.types import EpochStarted
@@ -124,11 +124,11 @@ def test_a_follower_that_hangs_keeps_its_place_up_to_twice_the_limits(
     with Running(log, "x:a", state_dir=tmp_path / "state"):
         wait_until(lambda: bool(list((log / "leases").glob("*"))), "there is no lease")
         write(log, 40, first=10, **SMALL)
-        count = len(Kept(log).parts)
+        count = len(LogParts(log).parts)
         prune(log, Limits(segments=count // 2 + 1))
-        assert len(Kept(log).parts) == count
+        assert len(LogParts(log).parts) == count
         begins = cut(log, 3)
-        assert len(Kept(log).parts) == 6
+        assert len(LogParts(log).parts) == 6
         last = [batch.seq for batch in LogReader(log)][-1]
         hanging.gate.set()
         wait_until(lambda: bool(hanging.seqs) and hanging.seqs[-1] == last, "it does not go on")

@@ -20,7 +20,7 @@ from events import AnyEvent
 from events.errors import LogOutdated
 from events.log import LogReader, LogWriter
 from events.log.frames import VERSION
-from events.log.retention import Kept, Limits
+from events.log.retention import Limits, LogParts
 from events.types import (
     FEED_EVENTS,
     FIRST_FORMAT,
@@ -86,7 +86,7 @@ def test_it_holds_all_kinds_of_events() -> None:
 def test_compressed_or_not_the_batches_are_the_same() -> None:
     """Those of `log_2` are `log_1`'s."""
     assert list(LogReader(GOLDEN / "log_1")) == list(LogReader(GOLDEN / "log_2"))
-    assert all(part.is_compressed for part in Kept(GOLDEN / "log_2").parts[:-1])
+    assert all(part.is_compressed for part in LogParts(GOLDEN / "log_2").parts[:-1])
 
 
 @pytest.mark.parametrize("use", [lambda log: list(LogReader(log)), verify, replay])

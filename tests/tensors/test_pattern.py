@@ -16,7 +16,7 @@ from kvcache.errors import InvariantViolated
 from kvcache.layout import Layout
 from kvcache.pools import Pools
 from kvcache.workload import pattern
-from kvcache.workload.pattern import PatternMismatch, PoolPattern, Span, prefix_digests
+from kvcache.workload.pattern import PatternMismatch, PatternSpan, PoolPattern, prefix_digests
 from tests.support.commands import RunPython
 
 BLOCK = 4
@@ -31,9 +31,11 @@ def pools(**changes: Any) -> Pools:
 
 def span(
     tokens: Any = TOKENS, table: Any = TABLE, begin: int = 0, end: int | None = None, namespace: Any = ()
-) -> Span:
+) -> PatternSpan:
     tokens, table = np.asarray(tokens, dtype=np.int32), np.asarray(table, dtype=np.int32)
-    return Span((table,), prefix_digests(tokens, namespace), begin, len(tokens) if end is None else end)
+    return PatternSpan(
+        (table,), prefix_digests(tokens, namespace), begin, len(tokens) if end is None else end
+    )
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,9 +54,9 @@ SHAPES = [
 ]
 
 
-def spans(held: Pools, **changes: Any) -> Span:
+def spans(held: Pools, **changes: Any) -> PatternSpan:
     one = span(**changes)
-    return Span(one.tables * len(held.groups), one.digests, one.begin, one.end)
+    return PatternSpan(one.tables * len(held.groups), one.digests, one.begin, one.end)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -130,7 +132,7 @@ class TestWindows:
             held.groups[0][0].primary[spoilt] = 0
         whole = spans(held, tokens=self.TOKENS, table=self.TABLE, end=end)
         table = np.array([*[-2] * gone, *self.TABLE[gone:]], np.int32)
-        return checker.check("r", Span((table, whole.tables[1]), whole.digests, 0, end))
+        return checker.check("r", PatternSpan((table, whole.tables[1]), whole.digests, 0, end))
 
     def test_blocks_that_are_gone_are_left_out(self) -> None:
         """Only what the small window still has is compared there, and all of the large one."""

@@ -25,7 +25,7 @@ _LONGEST_NAME = 512
 _id_of = attrgetter("block_id")
 
 
-class _Running:
+class _RecordedRequest:
     """What was told of a running request."""
 
     __slots__ = (
@@ -75,10 +75,10 @@ class Recording:
         """What the allocation in progress has evicted."""
         self._evictions: list[tuple[list[int], str]] = []
         """What was evicted for a request, which is not told yet."""
-        self._running: dict[str, _Running] = {}
-        self._prefilling: dict[str, _Running] = {}
+        self._running: dict[str, _RecordedRequest] = {}
+        self._prefilling: dict[str, _RecordedRequest] = {}
         """Those of which not all is computed that they had when they were admitted."""
-        self._loading: dict[str, _Running] = {}
+        self._loading: dict[str, _RecordedRequest] = {}
         """Those with tokens from outside."""
         self._counts = [0, 0]
         """Tokens that vLLM has looked up, and those of them that it has found, but for the statistics that it keeps."""
@@ -233,7 +233,7 @@ class Recording:
     def _hit(self, tokens: int, blocks: Any) -> Any:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
 
-    def _admit(self, request: Any, hit: int, hit_blocks: Any, external: int) -> _Running:
+    def _admit(self, request: Any, hit: int, hit_blocks: Any, external: int) -> _RecordedRequest:
         if request.resumable:
             raise Unsupported("streaming input", "record an engine whose prompts are complete when they come")
         if request.prompt_embeds is not None:
@@ -247,7 +247,7 @@ class Recording:
         if request.skip_reading_prefix_cache:
             # vLLM does not count it.
             self._counts[0] += request.num_tokens
-        running = _Running(request, reused, len(reused) * self._size, external)
+        running = _RecordedRequest(request, reused, len(reused) * self._size, external)
         self.recorder.admitted(
             running.name,
             request.all_token_ids[:],
@@ -281,7 +281,7 @@ class Recording:
             for each in self._running.values()
         ]
 
-    def _arrive(self, running: _Running) -> None:
+    def _arrive(self, running: _RecordedRequest) -> None:
         """Look whether what was to be loaded is there: vLLM sets a request back to where something is missing."""
         if running.loads and running.request.status.name == _LOADING:
             return
@@ -292,7 +292,7 @@ class Recording:
             running.loaded_to -= missing
             self.recorder.not_loaded(running.name, missing)
 
-    def _compute(self, running: _Running, upto: int) -> None:
+    def _compute(self, running: _RecordedRequest, upto: int) -> None:
         """So many tokens of a prompt are computed when what is scheduled has run."""
         upto = min(upto, running.prompt)
         if upto > running.computed:
@@ -343,7 +343,7 @@ class Recording:
         for each in due:
             self._store(each)
 
-    def _store(self, running: _Running) -> None:
+    def _store(self, running: _RecordedRequest) -> None:
         """Tell what vLLM has named of a request."""
         last = self._named.get(running.id, 0)
         if last > running.stored:
@@ -351,14 +351,14 @@ class Recording:
             self.recorder.stored(running.name, last, keys)
             self._stored(running, last)
 
-    def _keys(self, running: _Running, last: int) -> bytes:
+    def _keys(self, running: _RecordedRequest, last: int) -> bytes:
         """VLLM's names of the blocks that were not told yet; each is that of the last hash of a block."""
         step = self._hashes_per_block
         if not step:
             return b""
         return b"".join(running.request.block_hashes[(running.stored + 1) * step - 1 : last * step : step])
 
-    def _stored(self, running: _Running, last: int) -> None:
+    def _stored(self, running: _RecordedRequest, last: int) -> None:
         for block in running.table[running.stored : last]:
             self._cached[block] = 1
         running.stored = last

@@ -25,7 +25,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
-from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
+from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.tokens import Int32s
 from tests.oracles.survivors import survivors
 from tests.support.waiting import wait_until
@@ -71,8 +71,10 @@ def serve(directory: Path, seed: int) -> None:
             ticket.wait()
         tables, digests = (np.asarray(manager.block_table(request)),), prefix_digests(tokens)
         if admission.reused_tokens:
-            report["checked"] += pattern.check(request, Span(tables, digests, 0, admission.reused_tokens))
-        pattern.write([Span(tables, digests, admission.reused_tokens, len(tokens))])
+            report["checked"] += pattern.check(
+                request, PatternSpan(tables, digests, 0, admission.reused_tokens)
+            )
+        pattern.write([PatternSpan(tables, digests, admission.reused_tokens, len(tokens))])
         manager.store_context_blocks(request, len(tokens))
         manager.remove_sequence(request)
         manager.flush()
