@@ -297,21 +297,32 @@ def _request(history: HistoryFold, number: int) -> RequestId | None:
     return history.requests[number] if number >= 0 else None
 
 
+_MOST_ALIKE = 4
+
+
 def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Explanation]:
     """Explain a request of a log: several, if the engine used the id both as a number and as text.
 
-    Raises `UsageError` if the log knows no such request.
+    Raises `UsageError` if the log knows no such request; it names some whose ids begin so, as those of vLLM begin with
+    what its clients got.
     """
+    alike = dict[str, None]()
 
     def wanted(other: RequestId) -> bool:
-        return str(other) == request_id
+        name = str(other)
+        if name.startswith(request_id) and len(alike) < _MOST_ALIKE:
+            alike[name] = None
+        return name == request_id
 
     watch = Explanations(wanted)
     history = HistoryFold(watch, details=wanted)
     for batch in batches:
         history.fold(batch)
     if not watch.found:
-        raise UsageError(f"no request {shown(request_id)} was admitted or refused in the log, or ran in it")
+        hint = f"; there is {', '.join(map(shown, alike))}" if alike else ""
+        raise UsageError(
+            f"no request {shown(request_id)} was admitted or refused in the log, or ran in it{hint}"
+        )
     return list(watch.found.values())
 
 

@@ -162,6 +162,17 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
         explain_request(LogReader(log), "nobody")
 
 
+def test_ids_that_begin_like_the_one_asked_for_are_named(tmp_path: Path) -> None:
+    """As those of vLLM, which are the ones that its clients got with something added; a few of them."""
+    with KVCacheManager(strategies.config(), log=tmp_path) as manager:
+        for number in range(6):
+            manager.add_sequence(f"cmpl-7-{number}", [1, 2, 3])
+            manager.remove_sequence(f"cmpl-7-{number}")
+        manager.flush()
+    with pytest.raises(UsageError, match=r"; there is 'cmpl-7-0', 'cmpl-7-1', 'cmpl-7-2', 'cmpl-7-3'$"):
+        explain_request(LogReader(tmp_path), "cmpl-7")
+
+
 def test_an_earlier_life_is_not_that_of_what_was_stored_in_a_gap(tmp_path: Path) -> None:
     """Stored, evicted, and stored again in batches that were lost: nobody knows by whom, and it was not used before."""
     writer, prompt = LossyLog(tmp_path, fsync="never"), [1, 2, 3, 4, 5]
