@@ -72,13 +72,11 @@ class Model:
         names, counts = [part.name for part in parts], [len(part.tokens) for part in parts]
         starts = [part.start for part in parts]
         stops = [start + count for start, count in zip(starts, counts, strict=True)]
-        slots, tables = {}, {}
+        given, slots, tables = manager.tables, {}, {}
         for window in set(WINDOWS):
-            slots[window] = torch.as_tensor(
-                manager.tables.slot_mapping(names, window, starts=starts, stops=stops)
-            )
-            tables[window] = torch.as_tensor(manager.tables.padded(names, window))
-        manager.tables.check(*slots.values(), *tables.values())
+            slots[window] = torch.as_tensor(given.slot_mapping(names, window, starts=starts, stops=stops))
+            tables[window] = torch.as_tensor(given.padded(names, window))
+        given.check(*slots.values(), *tables.values())
         positions = torch.cat([torch.arange(*row) for row in zip(starts, stops, strict=True)])
         state = self.embedding[torch.tensor([token for part in parts for token in part.tokens])]
         for number, (layer, heads, window) in enumerate(zip(self.layers, KV_HEADS, WINDOWS, strict=True)):
