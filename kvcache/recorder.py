@@ -108,7 +108,7 @@ class Recorder(EventSourced):
     `config` says what its cache is: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and
     if it keeps blocks in host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is who decides, as in
     "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
-    `name_bytes`: it names blocks itself, by so many bytes each (8, 16 or 32); None: names are made here, as
+    `name_bytes`: it names blocks itself, by names of that many bytes (8, 16 or 32); None: names are made here, as
     `config.block_hash` says. `drops_last_hit`: it computes the last block of each hit again by design, as speculative
     decoding with EAGLE does. `groups`: further layers, whose blocks lie in the same pool. One thread makes all calls.
     """
@@ -209,7 +209,7 @@ class Recorder(EventSourced):
         """A request was admitted with all its tokens so far, and reuses these cached blocks, from its first one on.
 
         After those of primary may come `onboarded` ones, ids of secondary blocks that are copied to the free primary
-        blocks `onto`. `external`: so many tokens after these are to be loaded from outside of the cache; `computed`
+        blocks `onto`. `external`: the number of tokens after these to be loaded from outside of the cache; `computed`
         says when they are there, `not_loaded` that they do not come. At least one token is left to be computed.
         `resumed`: it ran before, and was preempted. The other arguments are those of a `Request`. What else it takes,
         `allocated` says.
@@ -290,7 +290,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def refused(self, request_id: RequestId, needed: int, available: int | None = None) -> None:
-        """A request was not admitted for want of room: it needed so many blocks.
+        """A request was not admitted for want of room: it needed `needed` blocks.
 
         `available` is how many could be had; None: as many as the mirror says, where each content counts once. The
         events have the first refusal of a request until it is admitted.
@@ -512,7 +512,7 @@ class Recorder(EventSourced):
     def ended(
         self, request_id: RequestId, why: Literal["finished", "preempted", "aborted"] = "finished"
     ) -> None:
-        """A request has let go of all its blocks: those that are cached stay so, the others are free."""
+        """A request has released all its blocks: those that are cached stay cached, the others are free."""
         reason, sequence = checked_choice(why, ev.EndReason, "why"), self._mirror.sequence(request_id)
         table, shared = sequence.tables[0], self._group.shared
         own = table[sequence.path_ends[0].end :][::-1]
@@ -654,9 +654,9 @@ class Recorder(EventSourced):
 
     @exclusive
     def left(self, request_id: RequestId, indices: Items[int], *, group: int) -> None:
-        """A request let go of what it had at these indices of a group: no token to come needs it.
+        """A request released what it had at these indices of a group: no later token needs it.
 
-        What has a name can be found still; the others are free. A request that has `ended` has let go of all.
+        Named blocks can still be found; the others are free. A request that has `ended` has released all of its blocks.
         """
         of, sequence = self._positional(group), self._mirror.sequence(request_id)
         table, at = of.tables.get(sequence.handle, {}), self._indices(indices)
@@ -824,7 +824,7 @@ class Recorder(EventSourced):
         return row
 
     def _given(self, names: Names | None, blocks: int) -> bytes:
-        """The keys that an engine has given for so many blocks; empty if they are made here."""
+        """Return the keys that an engine gave for this number of blocks; empty if they are made here."""
         if not self._names_given:
             if names is not None:
                 raise UsageError(

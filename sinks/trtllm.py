@@ -7,6 +7,7 @@ ids, which are the prompts: whoever asks for them asks for those.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from events.feed.inventory import Inventory
@@ -16,12 +17,12 @@ from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
 
-class LineOutput(Sink):
+class LineOutput(Sink, ABC):
     """A sink that takes bytes, too."""
 
+    @abstractmethod
     def append(self, data: bytes) -> None:
         """Write all of it; after an error none of it is there, where that can be had."""
-        raise NotImplementedError
 
 
 class LineTransport:
