@@ -27,7 +27,7 @@ from events.tokens.rich import DIGEST_BYTES, ExtraIds, ItemSpan, RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
-from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
+from kvcache.fold.sequence import DEFAULT_PRIORITY, PRIORITY_MAX
 
 if TYPE_CHECKING:
     from kvcache.config import KVCacheConfig

@@ -37,8 +37,7 @@ from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import CheckingCopier, engine_for
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError, shown
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.sequence import Sequence
-from kvcache.fold.slots import PRIORITY_MAX
+from kvcache.fold.sequence import PRIORITY_MAX, Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs import (
     CheckedRequest,

@@ -33,10 +33,9 @@ from kvcache.errors import (
     shown,
 )
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.matching import Piece
 from kvcache.fold.positional import MOST_TOKENS, PositionalGroup, shared_slots
-from kvcache.fold.sequence import Sequence, packed_handles
-from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.prefix_tree import Piece
+from kvcache.fold.sequence import DEFAULT_PRIORITY, Sequence, packed_handles
 from kvcache.inputs import (
     CheckedRequest,
     MultimodalItem,

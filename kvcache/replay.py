@@ -41,7 +41,7 @@ from events.types import (
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.slots import PRIORITY_MAX
+from kvcache.fold.sequence import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 
 Progress = Callable[[int], None]

@@ -39,7 +39,7 @@ from kvcache.errors import (
     invariant,
     shown,
 )
-from kvcache.fold.matching import in_all
+from kvcache.fold.prefix_tree import in_all
 from kvcache.fold.sequence import Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
@@ -76,6 +76,9 @@ class BlockManager:
         spacing = config.checkpoint_spacing if recorded else math.inf
         self.upkeep = Upkeep(state, emit, monotonic_ns, spacing)
         self._expiry = self.upkeep.expiry
+        self._handles_end = state.next_handle + numbers_left(state.next_handle)
+        self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
+        """Those that the epoch does not have any more."""
         self._decoding: DecodeBatch | None = None
         order = order or ORDERS[config.eviction_policy]
         self._ahead = order.ahead
@@ -107,6 +110,10 @@ class BlockManager:
         batch = self._decoding
         if batch is not None and self._state.running.handles == batch.handles:
             batch.check()
+
+    def _time(self, *, begins: bool = False) -> int:
+        """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
+        return self._expiry.now() if begins or self._state.clock else 0
 
     # -- which sequences run
 
@@ -220,9 +227,9 @@ class BlockManager:
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
-        state = self._state
-        left = min(numbers_left(state.next_handle), numbers_left(state.next_transfer) - _KEPT_NUMBERS)
-        return max(0, left // (1 + len(self.cross)))
+        handles = self._handles_end - self._state.next_handle
+        transfers = self._transfers_end - self._state.next_transfer - _KEPT_NUMBERS
+        return max(0, min(handles, transfers) // (1 + len(self.cross)))
 
     def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
         """Admit a batch whole; raises `OutOfBlocks` if it does not fit, and `OutOfNumbers`.
@@ -244,7 +251,7 @@ class BlockManager:
             symbols = self._state.symbols
             plans = [each._replace(request=each.request.with_symbols(symbols)) for each in plans]
         stated = [request.retention for request in requests if request.retention is not None]
-        time = self._expiry.for_event(begins=any(map(_lasts_a_time, stated)))
+        time = self._time(begins=any(map(_lasts_a_time, stated)))
         sequences = list[Sequence]()
         for each in plans:
             sequences.append(self._add(each, time))
@@ -359,7 +366,7 @@ class BlockManager:
     def _detach(self, sequences: list[Sequence]) -> None:
         """Release what sliding windows have left behind."""
         for window in self._sliding:
-            window.detach(sequences, [each.num_next for each in sequences], self._expiry.for_event())
+            window.detach(sequences, [each.num_next for each in sequences], self._time())
 
     # -- tokens arrive
 
@@ -384,7 +391,7 @@ class BlockManager:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
                 if leaving:
-                    sliding.detach(leaving, lengths(leaving), self._expiry.for_event())
+                    sliding.detach(leaving, lengths(leaving), self._time())
         batch.advance()
         return _changed(replaced) if replaced else {}
 
@@ -546,7 +553,7 @@ class BlockManager:
         if any(more > there for more, there in zip(needed, available, strict=True)):
             raise self._out_of_blocks(0, needed, available)
         freed += [b""] * len(self.cross)
-        time = self._expiry.for_event()
+        time = self._time()
         self._emit(
             ev.SequenceRewound(handle=sequence.handle, num_tokens=num_tokens, freed=tuple(freed), clock=time)
         )
@@ -620,7 +627,7 @@ class BlockManager:
         for group, slots in zip(self._state.groups, held.slots, strict=True):
             blank = () if held.named else [slot for slot in slots if slot not in group.shared]
             freed.append(array("i", blank)[::-1].tobytes())
-        self._emit(ev.BlocksUnpinned(pin=number, freed=tuple(freed), clock=self._expiry.for_event()))
+        self._emit(ev.BlocksUnpinned(pin=number, freed=tuple(freed), clock=self._time()))
         for counts, slots in zip(pinned, held.slots, strict=True):
             counts[slots] -= 1
 
@@ -650,7 +657,7 @@ class BlockManager:
         """
         if store:
             self._store(sequence, partial=True)
-        clock, encoder = self._expiry.for_event(), sequence.encoder
+        clock, encoder = self._time(), sequence.encoder
         self._emit(
             ev.SequenceRemoved(
                 handle=sequence.handle,

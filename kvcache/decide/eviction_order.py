@@ -30,10 +30,10 @@ import numpy.typing as npt
 from events.types import PRIMARY, SECONDARY
 from kvcache.errors import UsageError, invariant
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.group import Watcher
+from kvcache.fold.group import Watcher, indexes
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import DEFAULT_PRIORITY
 from kvcache.fold.sliding_group import FEW, SlidingGroup
-from kvcache.fold.slots import DEFAULT_PRIORITY, indexes
 
 _Entry = tuple[Any, int, int]
 """A run's key, its last slot (which decides between equal keys), its id."""

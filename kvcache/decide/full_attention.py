@@ -18,10 +18,9 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.matching import GroupMatch, covered, covered_child, match
-from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.fold.group import last_reversed
+from kvcache.fold.prefix_tree import GroupMatch, Run, covered, covered_child, match, runs_below
 from kvcache.fold.sequence import Kept, Sequence
-from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 

@@ -9,7 +9,7 @@ from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import CROSS, SECONDARY, Namespace
 from kvcache.errors import Unsupported
-from kvcache.fold.matching import GroupMatch, Piece, in_all
+from kvcache.fold.prefix_tree import GroupMatch, Piece, in_all
 from kvcache.fold.state import CacheState
 from kvcache.inputs import EncoderInput
 from kvcache.results import Match, MatchedBlock

@@ -20,11 +20,10 @@ from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
-from kvcache.fold.matching import GroupMatch, covered, covered_child
-from kvcache.fold.prefix_tree import Node, Run, common_bytes
+from kvcache.fold.group import indexes
+from kvcache.fold.prefix_tree import GroupMatch, Node, Run, common_bytes, covered, covered_child
 from kvcache.fold.sequence import DETACHED, Kept, Sequence, packed_handles
 from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup
-from kvcache.fold.slots import indexes
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 

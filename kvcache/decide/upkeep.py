@@ -21,9 +21,8 @@ from events.types import Event, RequestId, SymbolPage
 from kvcache.errors import OutOfBlocks, OutOfSymbols, invariant
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import DEFAULT_PRIORITY, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
-from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.fold.state import CacheState
 
 GIVEN_UP = "given up, since another copy failed"
@@ -75,10 +74,6 @@ class Expiry:
         if self._began is None:
             self._began = read - clock
         return max(min(read - self._began, _END_NS), clock, 1)
-
-    def for_event(self, *, begins: bool = False) -> int:
-        """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
-        return self.now() if begins or self._state.clock else 0
 
     # -- what expires
 

@@ -22,7 +22,7 @@ from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Names
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
 from kvcache.fold.group import Group
-from kvcache.fold.matching import GroupMatch, PartialMatch, Piece
+from kvcache.fold.prefix_tree import GroupMatch, PartialMatch, Piece
 from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest

@@ -15,11 +15,10 @@ import numpy as np
 from events.types import CROSS
 from kvcache.errors import invariant
 from kvcache.fold.full_group import CountingGroup
-from kvcache.fold.group import Group
+from kvcache.fold.group import Group, Level
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
-from kvcache.fold.slots import Level
 
 
 def check_runs(group: Group) -> None:

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from events.packed import NAME_BYTES
 from kvcache.fold.full_group import CountingGroup
-from kvcache.fold.group import Group
+from kvcache.fold.group import Group, Level
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
-from kvcache.fold.slots import Level
 from kvcache.fold.state import CacheState
 
 _COLUMNS = 9

@@ -16,11 +16,9 @@ from events.ids import LevelIndex
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, GroupCreated, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group
-from kvcache.fold.matching import PathMatch, match
-from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.group import CachedPart, Group, last_reversed
+from kvcache.fold.prefix_tree import Node, PathMatch, Run, match
 from kvcache.fold.sequence import Kept, Pin, Sequence
-from kvcache.fold.slots import last_reversed
 
 MOST_USES = 4
 """More are not counted."""
@@ -65,7 +63,8 @@ class FullGroup(Group):
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
         """A sequence takes a reference on cached blocks that continue its path."""
         tail = self.claim(sequence.path_ends[self.index], level, slots)
-        invariant(first + len(slots) == tail.end, "reused blocks leave a hole in the table")
+        if first + len(slots) != tail.end:
+            raise InvariantViolated("reused blocks leave a hole in the table")
         sequence.path_ends[self.index] = tail
         self.learn_keys(sequence, tail, tail.end)
         self.settle(tail)
@@ -91,9 +90,9 @@ class FullGroup(Group):
         done = 0
         while done < len(slots):
             run = self.run_at(level, slots[done])
-            invariant(run.parent is node, "reused blocks do not continue the sequence's prefix")
             take = min(len(run.slots), len(slots) - done)
-            invariant(run.slots[:take] == slots[done : done + take], "reused blocks are not consecutive")
+            if run.parent is not node or run.slots[:take] != slots[done : done + take]:
+                raise InvariantViolated("reused blocks do not continue the sequence's prefix")
             if take < len(run.slots):
                 # What lies behind is not claimed, so from here on its references differ.
                 run = self.split(run, take)

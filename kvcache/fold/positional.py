@@ -15,7 +15,7 @@ from events import types as ev
 from events.ids import GroupIndex
 from events.types import CHUNKED, FULL, SLIDING, STATE, UNCACHED
 from kvcache.errors import invariant
-from kvcache.fold.slots import Level
+from kvcache.fold.group import Level
 
 KINDS = (FULL, SLIDING, CHUNKED, STATE, UNCACHED)
 MOST_TOKENS = 2**30

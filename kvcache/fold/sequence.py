@@ -11,8 +11,10 @@ from events.ids import GroupIndex, Handle, LevelIndex
 from events.tokens.sequences import SequenceTokens
 from events.types import Inherited, Namespace, RequestId, StatedRetention
 from kvcache.fold.prefix_tree import Node, Run
-from kvcache.fold.slots import DEFAULT_PRIORITY
 
+DEFAULT_PRIORITY = 35
+PRIORITY_MAX = 100
+"""Priorities go from 0, evicted first, to this."""
 _FOLLOWS = -1
 ONBOARDING = -1
 """In a block table, within one call: a cached block that is about to be brought to primary."""

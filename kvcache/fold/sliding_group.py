@@ -23,19 +23,21 @@ from events.ids import LevelIndex
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_between
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group
-from kvcache.fold.matching import PartialMatch, Piece, closest_child, match
+from kvcache.fold.group import CachedPart, Group, common_slots, indexes
 from kvcache.fold.prefix_tree import (
     Node,
+    PartialMatch,
     PathEnd,
+    Piece,
     Run,
+    closest_child,
     common_bytes,
     common_prefix,
     delist_child,
     list_child,
+    match,
 )
-from kvcache.fold.sequence import DETACHED, Kept, Pin, Sequence
-from kvcache.fold.slots import DEFAULT_PRIORITY, common_slots, indexes
+from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, Kept, Pin, Sequence
 
 HOLE = -1
 """In a run, the place of a block that is not cached."""

@@ -37,10 +37,18 @@ from kvcache.fold.full_group import MAX_TURN, CountingGroup, FullGroup
 from kvcache.fold.life import States, slot_states
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
-from kvcache.fold.sequence import DETACHED, ONBOARDING, Pin, Sequence, Transfer, decode_on
+from kvcache.fold.sequence import (
+    DEFAULT_PRIORITY,
+    DETACHED,
+    ONBOARDING,
+    PRIORITY_MAX,
+    Pin,
+    Sequence,
+    Transfer,
+    decode_on,
+)
 from kvcache.fold.shape import check_created, counts_uses, longest_input, longest_sequence
 from kvcache.fold.sliding_group import SlidingGroup
-from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
 
 REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
@@ -213,15 +221,16 @@ class CacheState:
         for handle, count in zip(handles, array("I", event.counts), strict=True):
             sequences[handle].tables[index].extend(slots[start : start + count])
             start += count
-        invariant(start == len(slots), "slots were allocated for no sequence")
+        if start != len(slots):
+            raise InvariantViolated("slots were allocated for no sequence")
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
         _check_level(event.level)
         slots, first = array("i", event.slots), event.first_block
         table = sequence.tables[event.group]
-        invariant(len(slots) > 0, "no block was reused")
-        invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
+        if not slots or not 0 <= first <= len(table):
+            raise InvariantViolated("no block was reused, or reused blocks leave a hole in the table")
         group.hold(sequence, event.level, first, slots)
         if event.level == SECONDARY:
             # Until `BlocksMoved` brings them.
@@ -698,11 +707,12 @@ class CacheState:
     def tokens_of(self, num_tokens: int, recorded: bytes, longest: int) -> array[int]:
         """A sequence's tokens as an event has them; zeros where the log records none."""
         # Checked before so much is made of so little: a log without tokens could claim any number of them.
-        fits = 0 < num_tokens <= longest
-        invariant(fits, "a sequence has more tokens than the cache can hold, or none")
+        if not 0 < num_tokens <= longest:
+            raise InvariantViolated("a sequence has more tokens than the cache can hold, or none")
         if not self.tokens_recorded:
             return array("i", bytes(TOKEN_BYTES * num_tokens))
-        invariant(len(recorded) == TOKEN_BYTES * num_tokens, "a sequence has other tokens than it counts")
+        if len(recorded) != TOKEN_BYTES * num_tokens:
+            raise InvariantViolated("a sequence has other tokens than it counts")
         return array("i", recorded)
 
     def set_computed(self, sequence: Sequence, num_tokens: int) -> None:

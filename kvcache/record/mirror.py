@@ -19,11 +19,10 @@ from events.types import CHUNKED, PRIMARY, SECONDARY, SLIDING, RequestId
 from kvcache.decide.full_attention import last_names
 from kvcache.errors import Contradiction, UnknownRequest, UsageError, invariant, shown
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.matching import Piece, match
+from kvcache.fold.group import last_reversed
 from kvcache.fold.positional import KINDS
-from kvcache.fold.prefix_tree import Node, Root, Run, common_bytes, runs_below
+from kvcache.fold.prefix_tree import Node, Piece, Root, Run, common_bytes, match, runs_below
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, checked_request_id, listed
 

@@ -33,8 +33,8 @@ from kvcache.errors import (
     UsageError,
 )
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.group import Level
 from kvcache.fold.life import SlotState
-from kvcache.fold.slots import Level
 from kvcache.replay import replay
 from sinks.render import Known, render_event
 from tests.oracles.naive_audit import NaiveAudit
