@@ -78,33 +78,51 @@ class _Batch:
                 self.outcome = _reason(failure)
 
 
+class Fillable(Protocol):
+    """Pools whose blocks can be overwritten."""
+
+    def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
+        """Overwrite primary blocks."""
+
+
+@dataclass(slots=True)
+class _Blank:
+    """Blocks that were allocated after the first `after` of the copies that are noted."""
+
+    after: int
+    group: int
+    slots: npt.NDArray[np.int32]
+
+
 class TransferEngine:
-    """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before."""
+    """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before.
 
-    events: tuple[type[Event], ...] = (BlocksMoved, BlocksCopied)
-    """What `on_event` is to be subscribed to."""
+    With `pools` it also overwrites allocated blocks, between the copies that were asked for before and after that.
+    """
 
-    def __init__(self, copier: Copier) -> None:
-        self.copier = copier
+    def __init__(self, copier: Copier, pools: Fillable | None = None) -> None:
+        self.copier, self._pools = copier, pools
+        self.events: list[type[Event]] = [BlocksMoved, BlocksCopied]
+        """What `on_event` is to be subscribed to."""
+        if pools is not None:
+            self.events.append(BlocksAllocated)
         self._pending: list[_Transfer] = []
+        self._blank: list[_Blank] = []
         self._in_flight: deque[_Batch] = deque()
 
     @property
     def pending(self) -> bool:
-        """Whether copies are noted and not started."""
-        return bool(self._pending)
+        """Whether copies are noted and not started, or blocks to be overwritten."""
+        return bool(self._pending or self._blank)
 
     def pending_targets(self, group: int, level: int) -> set[int]:
-        """The slots of a level that copies which are noted and not started will write."""
-        return {
-            slot
-            for _, copy in self._pending
-            if copy.group == group and copy.target_level == level
-            for slot in copy.target.tolist()
-        }
+        """The slots of a level that will be written at the next `start`."""
+        rows = [copy.target for _, copy in self._pending if (copy.group, copy.target_level) == (group, level)]
+        rows += [each.slots for each in self._blank if (each.group, PRIMARY) == (group, level)]
+        return {slot for row in rows for slot in row.tolist()}
 
     def on_event(self, event: Any) -> None:
-        """Note the copy that an event asks for."""
+        """Note what an event asks for."""
         if isinstance(event, BlocksMoved):
             if event.transfer:
                 source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
@@ -114,16 +132,33 @@ class TransferEngine:
             source, target = np.array([event.source], np.int32), np.array([event.target], np.int32)
             copy = Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group)
             self._pending.append((event.transfer, copy))
+            if self._blank and (event.source_level, event.source) == (PRIMARY, event.target):
+                self._blank.pop()  # allocated by the event before, for the sake of its old bytes
+        elif isinstance(event, BlocksAllocated):
+            self._blank.append(_Blank(len(self._pending), event.group, unpack_i32(event.slots)))
 
     def start(self) -> Ticket:
         """Submit everything noted. The ticket stands for all of it, and fails with what the copier does not take.
 
-        Before the forward pass the compute stream must be made to wait for it (`wait_on`).
+        Before the forward pass the compute stream must be made to wait for it (`wait_on`). Blocks are overwritten on
+        the current stream, which must be that one.
         """
-        transfers, self._pending = self._pending, []
+        noted, self._pending = self._pending, []
+        blank, self._blank = self._blank, []
+        tickets, begin = list[Ticket](), 0
+        for each in blank:
+            ticket, begin = self._start(noted[begin : each.after]), each.after
+            tickets.append(ticket)
+            with suppress(Exception):  # the ticket that is returned says it again
+                ticket.wait_on()
+            assert self._pools is not None
+            self._pools.fill_blank(each.group, each.slots)
+        last = self._start(noted[begin:])
+        return JoinedTicket([*tickets, last]) if tickets else last
+
+    def _start(self, transfers: list[_Transfer]) -> JoinedTicket:
         batches = schedule([copy for _, copy in transfers])
-        started = [self._submit([transfers[index] for index in batch]) for batch in batches]
-        return JoinedTicket(started)
+        return JoinedTicket([self._submit([transfers[index] for index in batch]) for batch in batches])
 
     def _submit(self, transfers: list[_Transfer]) -> Ticket:
         """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
@@ -168,6 +203,8 @@ class TransferEngine:
             self._pending.clear()
             for batch in self._in_flight:
                 batch.transfers = ()
+            for each in self._blank:
+                each.after = 0
 
     def wait(self) -> None:
         """Block until everything started has landed or failed; `poll` then tells which."""
@@ -227,72 +264,6 @@ class CheckingCopier:
         return found != bytes(expected.tobytes())
 
 
-class Fillable(Protocol):
-    """Pools, as far as they are needed here."""
-
-    def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
-        """Overwrite primary blocks."""
-
-
-@dataclass(slots=True)
-class _Blank:
-    """Blocks that were allocated after the first `after` of the copies that are noted."""
-
-    after: int
-    group: int
-    slots: npt.NDArray[np.int32]
-
-
-class FillingEngine(TransferEngine):
-    """Overwrites allocated blocks, between the copies that were asked for before and after that."""
-
-    events = (*TransferEngine.events, BlocksAllocated)
-
-    def __init__(self, copier: Copier, pools: Fillable) -> None:
-        super().__init__(copier)
-        self._pools = pools
-        self._blank: list[_Blank] = []
-
-    @property
-    def pending(self) -> bool:
-        """Whether copies are noted and not started, or blocks to be overwritten."""
-        return bool(self._pending or self._blank)
-
-    def pending_targets(self, group: int, level: int) -> set[int]:
-        """The slots of a level that will be written at the next `start`."""
-        blank = [each.slots.tolist() for each in self._blank if (each.group, PRIMARY) == (group, level)]
-        return super().pending_targets(group, level).union(*blank)
-
-    def on_event(self, event: Any) -> None:
-        """Note what an event asks for."""
-        if isinstance(event, BlocksAllocated):
-            self._blank.append(_Blank(len(self._pending), event.group, unpack_i32(event.slots)))
-            return
-        super().on_event(event)
-        if isinstance(event, BlocksCopied) and (event.source_level, event.source) == (PRIMARY, event.target):
-            self._blank.pop()  # allocated by the event before, for the sake of its old bytes
-
-    def start(self) -> Ticket:
-        """Submit everything noted, and overwrite on the current stream, which must be the compute stream."""
-        noted, self._pending = self._pending, []
-        blank, self._blank = self._blank, []
-        tickets, started = [], 0
-        for each in blank:
-            self._pending, started = noted[started : each.after], each.after
-            tickets.append(super().start())
-            with suppress(Exception):  # the ticket that is returned says it again
-                tickets[-1].wait_on()
-            self._pools.fill_blank(each.group, each.slots)
-        self._pending = noted[started:]
-        return JoinedTicket([*tickets, super().start()])
-
-    def recorded(self) -> None:
-        """What `poll` has told last is known; after a failure no copy that was noted so far matters any more."""
-        super().recorded()
-        for each in self._blank:
-            each.after = min(each.after, len(self._pending))
-
-
 def engine_for(
     pools: Any, copier: Copier | None, layout: Layout, config: KVCacheConfig
 ) -> TransferEngine | None:
@@ -323,6 +294,4 @@ def engine_for(
         raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
     if pools is not None and pools.secondary_file is not None and config.verify_secondary:
         copier = CheckingCopier(copier, pools.secondary_file)
-    if pools is not None and config.debug_fill_blank:
-        return FillingEngine(copier, pools)
-    return TransferEngine(copier)
+    return TransferEngine(copier, pools if config.debug_fill_blank else None)
