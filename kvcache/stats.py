@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
 from events.types import EndReason, RequestId
 
@@ -32,9 +32,28 @@ class _BlockRates:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockStats(_BlockRates):
-    """Of the blocks of one window, or of all together."""
+class Stats(_BlockRates):
+    """Totals since the manager started, and the state at the last flush. Blocks are counted in all windows together.
 
+    ``later - earlier`` is what happened between two of them: its gauges are those of the later one.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens_primary: int = 0
+    reused_tokens_secondary: int = 0
+    reused_tokens_partial: int = 0
+    reused_tokens_own: int = 0
+    """Of the reused ones, those that a request which was removed and added again had computed itself before."""
+    encoder_tokens: int = 0
+    """Of the inputs of encoders."""
+    reused_encoder_tokens: int = 0
+    """Of these, the ones of which blocks were reused."""
+    events: int = 0
+    batches: int = 0
+    sequences: int = 0
+    windows: dict[int, Stats] = field(default_factory=dict)
+    """The counts and gauges of blocks, window by window, by its tokens; the others of these are 0."""
     blocks_allocated: int = 0
     blocks_allocated_decode: int = 0
     blocks_allocated_new: int = 0
@@ -68,48 +87,23 @@ class BlockStats(_BlockRates):
     blocks_unreferenced: tuple[int, int] = (0, 0)
     """Cached blocks that no sequence holds: reusable, and evicted when room is needed."""
 
-    def __sub__(self, earlier: Self) -> Self:
+    def __sub__(self, earlier: Stats) -> Stats:
         """What happened in between: counters are differences, gauges those of the later one."""
         values: dict[str, Any] = {}
         for each in fields(self):
             mine, before = getattr(self, each.name), getattr(earlier, each.name)
             if each.name == "windows":
                 values[each.name] = {
-                    window: counted - before.get(window, BlockStats()) for window, counted in mine.items()
+                    window: counted - before.get(window, Stats()) for window, counted in mine.items()
                 }
             else:
                 values[each.name] = mine if each.name in _GAUGES else mine - before
-        return type(self)(**values)
+        return Stats(**values)
 
     @property
     def blocks_free(self) -> int:
         """Primary slots that can be had."""
         return self.blocks_blank[0] + self.blocks_unreferenced[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Stats(BlockStats):
-    """Totals since the manager started, and the state at the last flush. Blocks are counted in all windows together.
-
-    ``later - earlier`` is what happened between two of them: its gauges are those of the later one.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    reused_tokens_primary: int = 0
-    reused_tokens_secondary: int = 0
-    reused_tokens_partial: int = 0
-    reused_tokens_own: int = 0
-    """Of the reused ones, those that a request which was removed and added again had computed itself before."""
-    encoder_tokens: int = 0
-    """Of the inputs of encoders."""
-    reused_encoder_tokens: int = 0
-    """Of these, the ones of which blocks were reused."""
-    events: int = 0
-    batches: int = 0
-    sequences: int = 0
-    windows: dict[int, BlockStats] = field(default_factory=dict)
-    """The counts of blocks, window by window, by its tokens."""
 
     @property
     def reused_tokens(self) -> int:
@@ -125,7 +119,7 @@ class Stats(BlockStats):
 
 @dataclass(frozen=True, slots=True)
 class RequestStats(_BlockRates):
-    """One request, from its admission to its end. Blocks are counted in all windows together, as in `BlockStats`.
+    """One request, from its admission to its end. Blocks are counted in all windows together, as in `Stats`.
 
     A branch has a record of its own: it reuses and misses nothing, and was allocated what it does not share.
     """

@@ -36,7 +36,7 @@ from events.types import (
 )
 from kvcache.fold.positional import shared_slots
 from kvcache.fold.state import CacheState
-from kvcache.stats import BlockStats, RequestStats, Stats
+from kvcache.stats import RequestStats, Stats
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""
@@ -152,8 +152,9 @@ class OwnTokens:
 
 _GAUGES = ("blocks_blank", "blocks_unreferenced", "blocks_total")
 """Of each window: a number per level."""
-_OF_WINDOW = tuple(each.name for each in fields(BlockStats) if each.name not in _GAUGES)
-_OF_WHOLE = tuple(each.name for each in fields(Stats) if each.name not in (*_OF_WINDOW, *_GAUGES, "windows"))
+_COUNTED = [each.name for each in fields(Stats) if each.name not in (*_GAUGES, "windows")]
+_OF_WINDOW = tuple(name for name in _COUNTED if name.startswith(("blocks_", "bytes_")))
+_OF_WHOLE = tuple(name for name in _COUNTED if name not in _OF_WINDOW)
 _AT = {name: index for names in (_OF_WINDOW, _OF_WHOLE) for index, name in enumerate(names)}
 """Where a count stands, among those of the whole or of its window."""
 _GAUGES_AT, _TOTAL_AT = len(_OF_WINDOW), len(_OF_WINDOW) + 4
@@ -252,7 +253,7 @@ class StatsCounter:
         total = [0] * _WINDOW_SIZE
         for begin in begins.values():
             total = [a + b for a, b in zip(total, counts[begin : begin + _WINDOW_SIZE], strict=True)]
-        windows = {window: BlockStats(**_window(counts, begin)) for window, begin in begins.items()}
+        windows = {window: Stats(**_window(counts, begin)) for window, begin in begins.items()}
         whole: dict[str, Any] = dict(zip(_OF_WHOLE, counts, strict=False))
         return Stats(**whole, **_window(total, 0), windows=windows)
 
