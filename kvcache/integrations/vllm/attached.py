@@ -21,7 +21,7 @@ from events.log import LogWriter
 from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
-from kvcache.integrations.vllm.groups import HybridRecording, layer_groups
+from kvcache.integrations.vllm.groups import layer_groups
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.integrations.vllm.settings import Wanted, wanted
 from kvcache.record.outputs import open_log
@@ -108,9 +108,8 @@ def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
             drops_last_hit=group in scheduler.kv_cache_manager.coordinator.eagle_group_ids,
         )
         failed.callback(recorder.close)
-        made = HybridRecording if others else Recording
-        recording = made(recorder, scheduler.kv_cache_manager, group, named=names is not None)
-        Attached(scheduler, recording, log)
+        recording = Recording(recorder, scheduler.kv_cache_manager, group, named=names is not None)
+        Attached(scheduler, recording, log, in_groups=bool(others))
         failed.pop_all()
 
 
@@ -136,13 +135,15 @@ def _name_bytes(config: Any) -> int | None:
 class Attached:
     """Calls a recording behind vLLM's own methods, until the first error or the engine's end."""
 
-    def __init__(self, scheduler: Any, recording: Recording, log: LogWriter | None) -> None:
+    def __init__(
+        self, scheduler: Any, recording: Recording, log: LogWriter | None, *, in_groups: bool
+    ) -> None:
         self._recording: Recording | None = recording
         self.recorder, self._pid = recording.recorder, os.getpid()
         self._log = log
         self._wrapped: list[tuple[Any, str, Any]] = []
         try:
-            self._listen(scheduler.kv_cache_manager, recording)
+            self._listen(scheduler.kv_cache_manager, recording, in_groups=in_groups)
         except BaseException:
             self._let_go()
             raise
@@ -160,11 +161,17 @@ class Attached:
         """Whether it listens still."""
         return self._recording is not None
 
-    def _listen(self, manager: Any, recording: Recording) -> None:
+    def _listen(self, manager: Any, recording: Recording, *, in_groups: bool) -> None:
         self._follow(manager.block_pool, "get_new_blocks", recording.taken)
-        if isinstance(recording, HybridRecording):
-            self._follow(manager, "allocate_slots", recording.allocated)
-            recording.listen(self._follow, self._precede, manager)
+        if in_groups:
+            self._follow(manager, "allocate_slots", recording.allocated_in_groups)
+            self._precede(manager.block_pool, "cache_full_blocks", recording.naming)
+            self._precede(manager.block_pool, "cache_partial_block", recording.naming)
+            self._follow(manager.block_pool, "_insert_block_hash", recording.name_given)
+            self._follow(manager.block_pool, "_remove_cached_block_hashes", recording.names_taken)
+            self._precede(manager, "allocate_slots", recording.allocating)
+            self._precede(manager, "remove_skipped_blocks", recording.settle)
+            self._follow(manager, "remove_skipped_blocks", recording.skipped)
         else:
             self._follow_allocations(manager, recording.allocated)
         self._precede(manager, "free", recording.freed)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcache import MultimodalItem, Recorder
 from kvcache.errors import Unsupported
+from kvcache.integrations.vllm.groups import HASH_END, FurtherGroup
 
 _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
@@ -91,6 +92,23 @@ class Recording:
         """Requests that have got one block more, which is not told yet."""
         self._adapters: dict[str, str] = {}
         """Of each LoRA adapter, the path under which its name was seen first."""
+        self._begin_groups(manager.coordinator.single_type_managers)
+
+    def _begin_groups(self, managers: Any) -> None:
+        """What is noted of further groups; nothing where there are none."""
+        others = [each for at, each in enumerate(managers) if at != self._group]
+        self._groups = [FurtherGroup(at, each) for at, each in enumerate(others, 1)]
+        self._by_hash = {each.hash_end: each for each in self._groups}
+        self._naming: str | None = None
+        """The request in which names are being given."""
+        self._given: set[tuple[int, int, bytes]] = set()
+        """Names that are given, by group and block."""
+        self._new_names: dict[str, dict[tuple[int, int, bytes], int]] = {}
+        """By request: positions by group, block and name, which are not told yet."""
+        self._unnamed: dict[tuple[int, int, bytes], None] = {}
+        """Likewise names that were taken away."""
+        self._current: str | None = None
+        """The request in whose call this happens."""
 
     # -- what vLLM calls: the result first, then the arguments
 
@@ -148,6 +166,26 @@ class Recording:
             self._compute(running, computed + num_new_tokens)
             self._store(running)
 
+    def allocated_in_groups(self, blocks: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        """As `allocated`, perhaps an empty result, where there are further groups."""
+        key, is_new = request.request_id, request.request_id not in self._running
+        if not is_new:
+            self._tell_left(key)
+        hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
+        if blocks is None and is_new and (waits := self._waits_for(hits)) is not None:
+            self.recorder.deferred(name_of(request), group=waits)
+        elif blocks is None or is_new or any(blocks.blocks):
+            self.allocated(blocks, request, *args, **kwargs)
+        self._tell_unnamed()
+        self._current = None
+        if blocks is not None:
+            self._tell_taken(key, hits if is_new else None)
+            self._tell_names(key)
+
+    def skipped(self, _: Any, request_id: str, *__: Any, **___: Any) -> None:
+        """`KVCacheManager.remove_skipped_blocks` has returned."""
+        self._tell_left(request_id)
+
     def freed(self, request: Any) -> None:
         """`KVCacheManager.free` or `pop_blocks_for_free` is called."""
         running = self._running.get(request.request_id)
@@ -165,6 +203,8 @@ class Recording:
         self._prefilling.pop(running.id, None)
         self._loading.pop(running.id, None)
         del self._running[running.id]
+        for group in self._groups:
+            group.end(running.id)
         self._look_anew()
         # It is preempted before its status says so.
         bad = request.status.name in _BAD_ENDS
@@ -179,6 +219,7 @@ class Recording:
         if successful:
             self.recorder.cleared()
             self._cached = bytearray(len(self._cached))
+            self._given.clear()
 
     def unnamed(self, _: Any, blocks: Any) -> None:
         """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, though requests may hold them."""
@@ -220,6 +261,40 @@ class Recording:
                 self._counts[1] + stats.hits + stats.preempted_hits,
             )
         self.recorder.flush()
+
+    # -- what it calls where there are further groups
+
+    def naming(self, request: Any, *_: Any, **__: Any) -> None:
+        """`BlockPool.cache_full_blocks` or `cache_partial_block` is called."""
+        self._naming = request.request_id
+
+    def name_given(self, _: Any, key: bytes, block: Any, num_tokens: int | None = None) -> None:
+        """`BlockPool._insert_block_hash` has returned."""
+        group = self._by_hash.get(key[-HASH_END:])
+        if group is None:
+            return
+        if self._naming is None or num_tokens is None:
+            raise Unsupported("names that are given to nobody's blocks", "there is no other way yet")
+        name = group.number, block.block_id, bytes(key[:-HASH_END])
+        if name not in self._given:  # vLLM may give it again
+            self._given.add(name)
+            self._new_names.setdefault(self._naming, {})[name] = num_tokens
+
+    def names_taken(self, removed: list[bytes], block: Any) -> None:
+        """`BlockPool._remove_cached_block_hashes` has returned."""
+        for key in removed:
+            group = self._by_hash.get(key[-HASH_END:])
+            if group is None:
+                continue
+            name = group.number, block.block_id, bytes(key[:-HASH_END])
+            self._given.discard(name)
+            if not any(names.pop(name, None) for names in self._new_names.values()):
+                self._unnamed[name] = None
+
+    def allocating(self, request: Any, *_: Any, **__: Any) -> None:
+        """`KVCacheManager.allocate_slots` is called."""
+        self.settle(request.request_id)
+        self._current = request.request_id
 
     # -- how it is told
 
@@ -304,18 +379,76 @@ class Recording:
     def _tell_grown(self) -> None:
         """Record what was evicted, and the blocks that were given one by one."""
         self._tell_evicted()
-        if not self._grown:
-            return
-        grown, self._grown = self._grown, {}
-        requests = [self._running[each] for each in grown]
-        self.recorder.grown([each.name for each in requests], list(grown.values()))
-        for running, block in zip(requests, grown.values(), strict=True):
-            running.table.append(block)
+        if self._grown:
+            grown, self._grown = self._grown, {}
+            requests = [self._running[each] for each in grown]
+            self.recorder.grown([each.name for each in requests], list(grown.values()))
+            for running, block in zip(requests, grown.values(), strict=True):
+                running.table.append(block)
+        self._tell_unnamed()
 
     def _tell_evicted(self) -> None:
         for gone, name in self._evictions:
             self.recorder.evicted(gone, name)
         self._evictions.clear()
+
+    def _waits_for(self, hits: Any) -> int | None:
+        """The group in which the last block of a hit is only being computed by this step."""
+        for group in self._groups if hits is not None else ():
+            found = hits.blocks[group.vllm_group]
+            if found and found[-1].block_hash in getattr(group.manager, "cached_blocks_this_step", ()):
+                return group.number
+        return None
+
+    def _tell_left(self, key: str) -> None:
+        for group in self._groups:
+            if gone := group.left(key):
+                self.recorder.left(self._running[key].name, gone, group=group.number)
+
+    def _tell_taken(self, key: str, hits: Any) -> None:
+        name = self._running[key].name
+        for group in self._groups:
+            if not (new := group.taken(key)):
+                continue
+            self._tell_evicted()
+            found = () if hits is None else hits.blocks[group.vllm_group]
+            reused = [at for at in new if at < len(found)]
+            fresh = [at for at in new if at >= len(found)]
+            for rows, again in ((reused, True), (fresh, False)):
+                if rows:
+                    blocks = [new[at] for at in rows]
+                    self.recorder.taken(name, rows, blocks, group=group.number, reused=again)
+
+    def _tell_unnamed(self) -> None:
+        """Tell of names that were taken away; if that was for a request that is being admitted, once it is."""
+        if not self._unnamed or (self._current is not None and self._current not in self._running):
+            return
+        rows, self._unnamed = self._unnamed, {}
+        for group in self._groups:
+            own = [(block, key) for number, block, key in rows if number == group.number]
+            if own:
+                blocks, keys = [block for block, _ in own], [key for _, key in own]
+                needed_by = None if self._current is None else self._running[self._current].name
+                self.recorder.unnamed(blocks, keys, needed_by, group=group.number)
+
+    def settle(self, key: str, *_: Any, **__: Any) -> None:
+        """`KVCacheManager.remove_skipped_blocks` is called: what the request has named it may leave."""
+        if self._new_names.get(key) and key in self._running:
+            self._append([self._names.index(self._running[key].name)])
+            self._tell_names(key)
+
+    def _tell_names(self, key: str) -> None:
+        rows = self._new_names.pop(key, {})
+        for group in self._groups:
+            own = [
+                (block, key, position)
+                for (number, block, key), position in rows.items()
+                if number == group.number
+            ]
+            if own:
+                blocks, keys, positions = ([row[at] for row in own] for at in range(3))
+                name = self._running[key].name
+                self.recorder.named(name, blocks, keys, positions, group=group.number)  # type: ignore[arg-type]
 
     def _append(self, grown: list[int]) -> None:
         """Tell the tokens that these of the running requests have got."""
@@ -342,6 +475,10 @@ class Recording:
                 self._stored(each, each.stored + 1)
         for each in due:
             self._store(each)
+        self._tell_unnamed()
+        # Those of a request which is being admitted come later.
+        for key in self._new_names.keys() & self._running.keys():
+            self._tell_names(key)
 
     def _store(self, running: _RecordedRequest) -> None:
         """Tell what vLLM has named of a request."""
@@ -350,6 +487,8 @@ class Recording:
             keys = self._keys(running, last) if self._hashes_per_block else None
             self.recorder.stored(running.name, last, keys)
             self._stored(running, last)
+        if self._current is None:  # else it has not been told yet what it names
+            self._tell_names(running.id)
 
     def _keys(self, running: _RecordedRequest, last: int) -> bytes:
         """VLLM's names of the blocks that were not told yet; each is that of the last hash of a block."""

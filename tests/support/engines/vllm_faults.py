@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 from kvcache import Recorder
-from kvcache.integrations.vllm.groups import HybridRecording
 from kvcache.integrations.vllm.plugin import register
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.replay import replay
@@ -27,7 +26,7 @@ from tests.support.engines.vllm_programs import Program
 SECRET = "12345 is a token that no message may hold"
 CALLS = ("taken", "allocated", "freed", "reset", "unnamed", "counted", "stepped")
 """Of a recording, by vLLM."""
-HYBRID_CALLS = ("naming", "name_given", "names_taken", "allocating", "skipped")
+HYBRID_CALLS = ("allocated_in_groups", "naming", "name_given", "names_taken", "allocating", "skipped")
 TOLD = (
     *("admitted", "refused", "allocated", "grown", "computed", "not_loaded", "stored", "filled", "appended"),
     *("ended", "evicted", "invalidated", "cleared", "counted", "flush", "close"),
@@ -37,7 +36,7 @@ HYBRID_TOLD = ("taken", "left", "named", "unnamed", "deferred")
 Place = tuple[Any, str]
 PLACES: dict[bool, list[Place]] = {
     False: [(Recording, name) for name in CALLS] + [(Recorder, name) for name in TOLD],
-    True: [(HybridRecording, name) for name in (*CALLS, *HYBRID_CALLS)]
+    True: [(Recording, name) for name in (*CALLS, *HYBRID_CALLS)]
     + [(Recorder, name) for name in (*TOLD, *HYBRID_TOLD)],
 }
 """What can break, without and with layers of several kinds."""
