@@ -14,7 +14,6 @@ import numpy as np
 
 from events.types import CROSS
 from kvcache.errors import invariant
-from kvcache.fold.full_group import CountingGroup
 from kvcache.fold.group import Group, Level
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
@@ -26,7 +25,7 @@ def check_runs(group: Group) -> None:
     for run in runs_of(group):
         check_shape(group, run)
         group.check_run(run)
-    if isinstance(group, CountingGroup):
+    if group.uses is not None:
         group.uses.check()
 
 

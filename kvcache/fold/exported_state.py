@@ -22,8 +22,7 @@ from events.types import (
     SequenceExported,
 )
 from kvcache.errors import invariant
-from kvcache.fold.full_group import MAX_TURN, CountingGroup
-from kvcache.fold.group import Group
+from kvcache.fold.group import MAX_TURN, Group, UseCounts
 from kvcache.fold.prefix_tree import Node, Run, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -49,7 +48,7 @@ def export_group(group: Group) -> GroupExported:
     checksums = group.landed_checksums()
     if isinstance(group, SlidingGroup):
         slots, blocks = group.exported(slots)
-    elif isinstance(group, CountingGroup):
+    elif group.uses is not None:
         uses = (put_off + group.uses.numbers()).tobytes()
     return GroupExported(
         namespaces=tuple(group.tree.roots),
@@ -95,8 +94,8 @@ def install_group(group: Group, exported: GroupExported, root_key: Callable[[Nam
         group.tree.link(run)
         group.place(run, columns.blocks(run))
     columns.check_used_up()
-    if isinstance(group, CountingGroup):
-        _install_uses(group, runs, array("q", exported.uses))
+    if group.uses is not None:
+        _install_uses(group.uses, runs, array("q", exported.uses))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
     if exported.checksums:
@@ -166,9 +165,9 @@ class _Columns:
         invariant(fits, "the exported runs do not fit their blocks and tokens")
 
 
-def _install_uses(group: CountingGroup, runs: list[Run], numbers: array[int]) -> None:
+def _install_uses(uses: UseCounts, runs: list[Run], numbers: array[int]) -> None:
     invariant(len(numbers) > len(runs), "the exported credits are cut short")
     for run, credit in zip(runs, numbers, strict=False):
         run.credit = credit
         invariant(credit >= 0 and run.turn <= MAX_TURN, "a run has an impossible credit")
-    group.uses.install(numbers[len(runs) :])
+    uses.install(numbers[len(runs) :])

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
-from kvcache.fold.full_group import CountingGroup
-from kvcache.fold.group import Group, Level
+from kvcache.fold.group import Group, Level, UseCounts
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -70,14 +69,14 @@ def _add_group(digest: Any, group: Group) -> None:
             columns[slots] = _rows(group, runs)
         digest.update(columns.ravel())
         digest.update(level.blank)
-    if isinstance(group, CountingGroup):
-        _add_uses(digest, group)
+    if group.uses is not None:
+        _add_uses(digest, group, group.uses)
     if (checksums := group.landed_checksums()) is not None:
         digest.update(checksums)
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 
-def _add_uses(digest: Any, group: CountingGroup) -> None:
+def _add_uses(digest: Any, group: Group, uses: UseCounts) -> None:
     """The credits of cached blocks by level and slot, and what is known of uses."""
     for level in group.levels:
         column = np.zeros(level.size, np.int64)
@@ -85,7 +84,7 @@ def _add_uses(digest: Any, group: CountingGroup) -> None:
             if run.credit and run.level == level.index:
                 column[np.frombuffer(run.slots, np.int32)] = run.credit
         digest.update(column)
-    digest.update(group.uses.numbers())
+    digest.update(uses.numbers())
 
 
 def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int64]) -> None:

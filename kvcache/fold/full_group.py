@@ -6,30 +6,29 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import numpy as np
 
 from events.ids import LevelIndex
-from events.packed import NAME_BYTES, names_of_keys
-from events.types import PRIMARY, SECONDARY, GroupCreated, Namespace, RemoveReason
+from events.packed import names_of_keys
+from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group, last_reversed
+from kvcache.fold.group import CachedPart, Group, UseCounts, last_reversed
 from kvcache.fold.prefix_tree import Node, PathMatch, Run, match
 from kvcache.fold.sequence import Kept, Pin, Sequence
 
-MOST_USES = 4
-"""More are not counted."""
-REMEMBERED = 5
-"""Blocks for each slot of the window whose uses are known: what is cached, and four times as much that was."""
-MAX_TURN = 1 << 60
-"""No cache has so many releases; what is worked out from fewer has room in an int64."""
-
 
 class FullGroup(Group):
-    """A group with full attention: a sequence holds all its blocks, so the tree is closed under prefixes."""
+    """A group with full attention: a sequence holds all its blocks, so the tree is closed under prefixes.
+
+    Where uses are counted, blocks that were used again are evicted later: a block that is released gets a *credit*, by
+    how many releases its turn is put off. It follows from the uses counted so far and from how long blocks live just
+    then, and stays until the block is held again. So the order among blocks changes only when something happens to one
+    of them, and all that it depends on is in the state.
+    """
 
     __slots__ = ()
 
@@ -106,7 +105,7 @@ class FullGroup(Group):
         """One more sequence holds the run."""
         if run.refs == 0:
             self.levels[run.level].unreferenced -= len(run.slots)
-            run.released_at = run.expiry = 0
+            run.released_at = run.expiry = run.credit = 0
             self.watcher.held(run.level, run.slots)
         run.refs += 1
 
@@ -186,7 +185,8 @@ class FullGroup(Group):
         by one call have one stamp, and of these the deepest is evicted first. Complexity: O(runs of the path), plus the
         blocks of the runs that are joined.
         """
-        self.releasing(above, node, stamp)
+        if self.uses is not None:
+            self._count_uses(self.uses, above, node, stamp)
         run = node
         while isinstance(run, Run) and run is not above:
             run.refs -= 1
@@ -202,8 +202,22 @@ class FullGroup(Group):
             self._settle_around(node)
             self._offer(node)
 
-    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
-        """One sequence fewer is about to hold this part of a path."""
+    def _count_uses(self, uses: UseCounts, above: Node | None, node: Node, stamp: int) -> None:
+        """One sequence fewer is about to hold this part of a path: count the uses of what nobody will hold then."""
+        life = uses.life(stamp)
+        for run in list(self.path(node)):
+            if run is above:
+                break
+            if run.refs == 1:
+                counts = uses.count(names_of_keys(bytes(run.keys), self.tree.key_bytes))
+                left = len(counts)
+                # Half a life for each use but the first; where that differs, the run is cut.
+                lower = run
+                for times, alike in groupby(counts):
+                    left -= sum(1 for _ in alike)
+                    upper = self.split(lower, left) if left else lower
+                    lower.credit, lower = (times - 1) * life // 2, upper
+        uses.forget()
 
     def _offer(self, run: Run) -> None:
         if run.is_leaf:
@@ -351,6 +365,10 @@ class FullGroup(Group):
     def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
         """Forget cached blocks that no sequence holds, deepest first."""
         done, count = 0, len(slots)
+        if self.uses is not None and why == RemoveReason.CAPACITY:
+            last = SECONDARY if self.levels[SECONDARY].size else PRIMARY
+            if level == last:  # from which blocks are evicted for good
+                self.uses.last_turn = self.run_at(level, slots[-1]).turn
         if count and self._shorten(level, slots, count):
             return
         while done < count:
@@ -389,10 +407,10 @@ class FullGroup(Group):
         if take == len(run.slots):
             self._cut_off(run)
             return
-        self._cut(run, take)
+        self.cut(run, take)
         self._offer(run)
 
-    def _cut(self, run: Run, take: int) -> None:
+    def cut(self, run: Run, take: int) -> None:
         """Make a run shorter by its last `take` blocks."""
         tree, keep = self.tree, len(run.slots) - take
         del run.symbols[keep * tree.block_bytes :]
@@ -432,7 +450,7 @@ class FullGroup(Group):
             self._share(run.refs, gone)
             self.watcher.gone(PRIMARY, gone)
             if take < len(run.slots):
-                self._cut(run, take)
+                self.cut(run, take)
                 continue
             parent = run.parent
             for sequence in ends.pop(run.id):
@@ -560,9 +578,7 @@ class FullGroup(Group):
         invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
         timed = run.expiry == 0 if run.refs or not run.duration else run.expiry > 0
         invariant(timed and run.duration >= 0, "a block expires that is held, or kept for good")
-        invariant(
-            run.credit >= 0 and (not run.credit or isinstance(self, CountingGroup)), "a run has a credit"
-        )
+        invariant(run.credit >= 0 and (not run.credit or self.uses is not None), "a run has a credit")
         if isinstance(parent, Run):
             invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
             invariant(parent.refs >= run.refs, "a block is held but its parent is not")
@@ -599,123 +615,3 @@ class FullGroup(Group):
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
         """The blocks whose copy has not landed: copy, level and slots."""
         return ((run.transfer, run.level, run.slots) for run in self.tree.runs.values() if run.transfer)
-
-
-class CountingGroup(FullGroup):
-    """A group with full attention in which blocks that were used again are evicted later.
-
-    A block that is released gets a *credit*: by how many releases its turn is put off. It follows from the uses counted
-    so far and from how long blocks live just then, and stays until the block is held again. So the order among blocks
-    changes only when something happens to one of them, and all that it depends on is in the state.
-    """
-
-    __slots__ = ("_last", "uses")
-
-    def __init__(
-        self,
-        index: int,
-        created: GroupCreated,
-        tokens_per_block: int,
-        block_bytes: int,
-        key_bytes: int,
-        *,
-        tokens_recorded: bool,
-    ) -> None:
-        super().__init__(
-            index, created, tokens_per_block, block_bytes, key_bytes, tokens_recorded=tokens_recorded
-        )
-        self.uses = UseCounts(sum(level.size for level in self.levels))
-        self._last = SECONDARY if self.levels[SECONDARY].size else PRIMARY
-        """The level from which blocks are evicted for good."""
-
-    def reference(self, run: Run) -> None:
-        """One more sequence holds the run."""
-        run.credit = 0
-        super().reference(run)
-
-    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
-        """Count the uses of what nobody will hold any more."""
-        life = self.uses.life(stamp)
-        for run in list(self.path(node)):
-            if run is above:
-                break
-            if run.refs == 1:
-                self._credit(run, life)
-        self.uses.forget()
-
-    def _credit(self, run: Run, life: int) -> None:
-        """Half a life for each use but the first; where that differs, the run is cut."""
-        counts = self.uses.count(names_of_keys(bytes(run.keys), self.tree.key_bytes))
-        left = len(counts)
-        for uses, alike in groupby(counts):
-            left -= sum(1 for _ in alike)
-            above = self.split(run, left) if left else run
-            run.credit = (uses - 1) * life // 2
-            run = above
-
-    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
-        """Forget cached blocks that no sequence holds, deepest first."""
-        if level == self._last and why == RemoveReason.CAPACITY:
-            self.uses.last_turn = self.run_at(level, slots[-1]).turn
-        super().remove(level, slots, why)
-
-
-class UseCounts:
-    """A block is used once when the last sequence that holds it lets go of it. Blocks are known by name."""
-
-    __slots__ = ("_most", "by_name", "last_turn")
-
-    def __init__(self, slots: int) -> None:
-        self._most = REMEMBERED * slots
-        self.by_name: OrderedDict[bytes, int] = OrderedDict()
-        """From 1 to `MOST_USES`; the blocks that were used last are last. A plain dict would step over all that was
-        deleted before its first entry.
-        """
-        self.last_turn = 0
-        """The turn of the block that was evicted for good last; 0: none was yet."""
-
-    def life(self, now: int) -> int:
-        """How many releases ago those blocks were released that are evicted now."""
-        return max(0, now - self.last_turn) if self.last_turn else 0
-
-    def count(self, names: bytes) -> list[int]:
-        """Count a use of each of these blocks, the last one first; returns how often they were used, so ordered."""
-        by_name, counts = self.by_name, []
-        for at in range(len(names) - NAME_BYTES, -1, -NAME_BYTES):
-            name = names[at : at + NAME_BYTES]
-            uses = by_name.pop(name, 0)
-            if uses < MOST_USES:
-                uses += 1
-            by_name[name] = uses
-            counts.append(uses)
-        return counts
-
-    def forget(self) -> None:
-        """Forget what was used longest ago, as far as more is known than is to be remembered."""
-        while len(self.by_name) > self._most:
-            self.by_name.popitem(last=False)
-
-    def numbers(self) -> array[int]:
-        """All of it, in order: the turn, then name and uses of each block."""
-        numbers = array("q", [self.last_turn]) + array("q", bytes(2 * NAME_BYTES * len(self.by_name)))
-        numbers[1::2] = array("q", b"".join(self.by_name))
-        numbers[2::2] = array("q", self.by_name.values())
-        return numbers
-
-    def install(self, numbers: array[int]) -> None:
-        """Begin with what `numbers` has given; raises `InvariantViolated` if it cannot have."""
-        invariant(len(numbers) % 2 == 1, "use counts are cut short")
-        names, self.last_turn = numbers[1::2].tobytes(), numbers[0]
-        cut = range(0, len(names), NAME_BYTES)
-        self.by_name = OrderedDict(
-            zip([names[at : at + NAME_BYTES] for at in cut], numbers[2::2], strict=True)
-        )
-        invariant(2 * len(self.by_name) + 1 == len(numbers), "the uses of a block are counted twice")
-        self.check()
-
-    def check(self) -> None:
-        """Raise `InvariantViolated` if these are none that can have been counted."""
-        invariant(0 <= self.last_turn <= MAX_TURN, "no block can have been evicted with such a turn")
-        invariant(len(self.by_name) <= self._most, "more blocks are remembered than can be")
-        uses = self.by_name.values()
-        invariant(not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "a block has impossibly many uses")

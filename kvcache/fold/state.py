@@ -33,7 +33,8 @@ from events.types import (
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.check import check_group, check_runs
 from kvcache.fold.exported_state import export_group, export_sequence, install_group
-from kvcache.fold.full_group import MAX_TURN, CountingGroup, FullGroup
+from kvcache.fold.full_group import FullGroup
+from kvcache.fold.group import MAX_TURN, UseCounts
 from kvcache.fold.life import States, slot_states
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
@@ -694,10 +695,12 @@ class CacheState:
         """The state of a window in which nothing is cached yet."""
         assert self.created is not None
         group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
-        full = CountingGroup if counts_uses(self.created) else FullGroup
-        kind = SlidingGroup if group.kind == SLIDING else full
+        kind = SlidingGroup if group.kind == SLIDING else FullGroup
         block_bytes = size * TOKEN_BYTES if self.tokens_recorded else key_bytes
-        return kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
+        made = kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
+        if kind is FullGroup and counts_uses(self.created):
+            made.uses = UseCounts(sum(group.num_blocks))
+        return made
 
     def note_rich(self, handle: int, symbols: bytes) -> None:
         """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
@@ -855,7 +858,7 @@ class CacheState:
         invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
         self.next_handle, self.next_transfer = numbers
         self.releases, self.changed_blocks, self.clock = event.releases, event.changed_blocks, event.clock
-        counting = any(isinstance(group, CountingGroup) for group in self.groups)
+        counting = any(group.uses is not None for group in self.groups)
         invariant(not counting or 0 <= self.releases <= MAX_TURN, "no cache has released so often")
         self._install_pins(event)
         self.check_slots()

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY, GroupExported, Namespace, StateExported
-from kvcache.fold.full_group import REMEMBERED, CountingGroup
-from kvcache.fold.group import Group
+from kvcache.fold.group import REMEMBERED, Group, UseCounts
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sliding_group import HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
@@ -339,8 +338,8 @@ def _exported(
         kept = [place >= first and bool(right[place - first]) for place in slots]
         places = array("i", [place if here else HOLE for place, here in zip(slots, kept, strict=True)])
         slots, blocks = group.exported(places)
-    elif isinstance(group, CountingGroup):
-        uses = (put_off + _uses(group, again.primary + len(right))).tobytes()
+    elif group.uses is not None:
+        uses = (put_off + _uses(group.uses, again.primary + len(right))).tobytes()
     blank = np.flatnonzero(right == 0)[::-1].astype(np.int32)
     return GroupExported(
         namespaces=tuple(namespaces),
@@ -356,7 +355,7 @@ def _exported(
     )
 
 
-def _uses(group: CountingGroup, slots: int) -> array[int]:
+def _uses(uses: UseCounts, slots: int) -> array[int]:
     """What is known of uses, as far as a window with so many slots remembers it."""
-    turn, known = group.uses.numbers()[:1], group.uses.numbers()[1:]
+    turn, known = uses.numbers()[:1], uses.numbers()[1:]
     return turn + known[max(0, len(known) - 2 * REMEMBERED * slots) :]

@@ -16,7 +16,7 @@ from events.types import StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import ConfigError, InvariantViolated
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.full_group import MOST_USES, REMEMBERED, CountingGroup, FullGroup
+from kvcache.fold.group import MOST_USES, REMEMBERED, UseCounts
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
@@ -48,10 +48,10 @@ def kept(manager: KVCacheManager, *prompts: int) -> list[int]:
     return [prompt for prompt in prompts if manager.count_reusable([prompt] * 5) == 2]
 
 
-def group_of(state: CacheState) -> CountingGroup:
-    group = state.groups[0]
-    assert isinstance(group, CountingGroup)
-    return group
+def uses_of(state: CacheState) -> UseCounts:
+    uses = state.groups[0].uses
+    assert uses is not None
+    return uses
 
 
 # -- what it does
@@ -80,7 +80,7 @@ def test_uses_are_remembered_of_what_was_evicted() -> None:
     manager = KVCacheManager(levels(primary_blocks=4))
     serve(manager, 1, 2, 3, 1)
     assert manager.state.groups[0].levels[0].unreferenced == 4
-    counted = group_of(manager.state).uses.by_name
+    counted = uses_of(manager.state).by_name
     assert sorted(counted.values()) == [1, 1, 1, 1, 2, 2]
     serve(manager, *range(10, 10 + REMEMBERED * 2))
     assert len(counted) == REMEMBERED * 4
@@ -96,7 +96,7 @@ def test_sequences_at_a_time_use_a_block_once() -> None:
             manager.store_context_blocks(name, 2)
         for name in ("a", "b", "c"):
             manager.remove_sequence(name, store=False)
-        counts = list(group_of(manager.state).uses.by_name.values())
+        counts = list(uses_of(manager.state).by_name.values())
         assert counts == [min(round_ + 1, MOST_USES)]
 
 
@@ -105,7 +105,7 @@ def test_secondary_keeps_what_was_used_again() -> None:
     manager = KVCacheManager(levels(primary_blocks=4, secondary_blocks=8))
     serve(manager, 7, 8, 9, 11, 12, 13, 14, 1, 1, 3, 4, 5, 6, 15, 16)
     assert kept(manager, *range(1, 17)) == [1, 4, 5, 6, 15, 16]
-    group = group_of(manager.state)
+    group = manager.state.groups[0]
     assert {run.level for run in group.tree.runs.values() if run.credit} == {1}
 
 
@@ -121,8 +121,10 @@ def test_names_are_made_where_nobody_listens() -> None:
 def test_sliding_windows_count_nothing() -> None:
     """They go by release alone, beside a window with full attention that counts."""
     manager = KVCacheManager(levels(num_layers=2, max_attention_window=(4, 24), primary_blocks=12))
-    assert [type(group).__name__ for group in manager.state.groups] == ["SlidingGroup", "CountingGroup"]
-    assert type(KVCacheManager(strategies.config()).state.groups[0]) is FullGroup
+    sliding, full = manager.state.groups
+    assert sliding.uses is None
+    assert full.uses is not None
+    assert KVCacheManager(strategies.config()).state.groups[0].uses is None
 
 
 # -- beside the model
@@ -260,14 +262,21 @@ def test_whatif_plays_the_policy_of_the_log(tmp_path: Path) -> None:
 # -- what a log may say
 
 
-CHANGES: dict[str, Callable[[CountingGroup], object]] = {
-    "credit": lambda group: setattr(next(iter(group.tree.runs.values())), "credit", 5),
-    "uses": lambda group: group.uses.by_name.update({next(iter(group.uses.by_name)): 3}),
-    "a block that was evicted": lambda group: group.uses.by_name.update({b"12345678": 1}),
-    "which was used last": lambda group: group.uses.by_name.update(
-        {(name := next(iter(group.uses.by_name))): group.uses.by_name.pop(name)}
-    ),
-    "turn of the last victim": lambda group: setattr(group.uses, "last_turn", 7),
+def _set_credit(state: CacheState) -> None:
+    next(iter(state.groups[0].tree.runs.values())).credit = 5
+
+
+def _use_last(state: CacheState) -> None:
+    counts = uses_of(state).by_name
+    counts.move_to_end(next(iter(counts)))
+
+
+CHANGES: dict[str, Callable[[CacheState], object]] = {
+    "credit": _set_credit,
+    "uses": lambda state: uses_of(state).by_name.update({next(iter(uses_of(state).by_name)): 3}),
+    "a block that was evicted": lambda state: uses_of(state).by_name.update({b"12345678": 1}),
+    "which was used last": _use_last,
+    "turn of the last victim": lambda state: setattr(uses_of(state), "last_turn", 7),
 }
 
 
@@ -277,7 +286,7 @@ def test_fingerprint_depends_on(change: str) -> None:
     manager = KVCacheManager(levels(primary_blocks=4))
     serve(manager, 1, 2, 3, 2)
     before = manager.fingerprint()
-    CHANGES[change](group_of(manager.state))
+    CHANGES[change](manager.state)
     assert manager.fingerprint() != before
 
 
@@ -346,5 +355,5 @@ def test_logs_from_before_the_setting_are_least_recently_used() -> None:
     del settings["eviction_policy"]
     state = CacheState()
     state.apply(msgspec.structs.replace(created, config=msgspec.json.encode(settings).decode()))
-    assert type(state.groups[0]) is FullGroup
+    assert state.groups[0].uses is None
     assert KVCacheManager.resume(state).config.eviction_policy == "lru"

@@ -8,7 +8,6 @@ from typing import Any
 
 from events.tokens.symbols import UNKNOWN
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason
-from kvcache.fold.full_group import CountingGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.results import Admission, BlockTable, Match, Replacement
@@ -73,7 +72,7 @@ def blocks_agree(state: CacheState, index: int, window: Window) -> None:
 def uses_agree(state: CacheState, index: int, window: Window) -> None:
     """How often which blocks were used, in which order, and by how much the turns of cached ones are put off."""
     group: Any = state.groups[index]
-    assert isinstance(group, CountingGroup) == window.levels
+    assert (group.uses is not None) == window.levels
     if window.levels:
         counted = [(name, uses) for name, uses in group.uses.by_name.items()]
         assert counted == [(name_of(path), min(uses, 4)) for path, uses in window.uses.items()]
