@@ -13,13 +13,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from events.types import PRIMARY, SECONDARY, GroupExported, Namespace, StateExported
-from kvcache.fold.group import REMEMBERED, Group, UseCounts
+from events.types import PRIMARY, SECONDARY, Namespace, StateExported
+from kvcache.fold.full_group import FullGroup
+from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sliding_group import HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
@@ -66,86 +67,76 @@ class Survey:
         return self.verified + self.in_flight + self.changed + self.unreachable
 
 
-_State = tuple[int, ...]
-"""Level, priority, duration, expiry and release of a run from now on, and its credit."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Runs, or their beginnings, that follow each other and are one from now on."""
-
-    parent: int
-    """Number of a piece, or -1 - number of a namespace."""
-    runs: list[Run] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """How many blocks of each run are left."""
-    state: _State = ()
-
-
 def surviving(
     state: CacheState,
     checksums: Checksums,
     primary_blocks: Sequence[int],
     recompute: Recompute | None = None,
 ) -> tuple[StateExported, Survey]:
-    """The state to go on with; `state` itself stays as it is. `checksums` is asked once for each block at most.
+    """The state to go on with, which is all that is left of `state`. `checksums` is asked once for each block at most.
 
     `primary_blocks` is how many each group has from now on: primary is empty, so it may be others than before.
     `recompute` is asked, parents first, for blocks of plain tokens behind which at least as many are left, in a cache
     with one window, which attends to everything.
     """
     survey = Survey()
-    groups = tuple(
-        _surviving_group(
-            state, group, checksums, primary, survey, recompute if len(state.groups) == 1 else None
-        )
-        for group, primary in zip(state.groups, primary_blocks, strict=True)
-    )
-    exported = StateExported(
-        groups=groups,
-        sequences=(),
-        transfers=(),
-        next_handle=state.next_handle,
-        next_transfer=state.next_transfer,
-        releases=state.releases,
-        changed_blocks=state.changed_blocks,
-        symbols=tuple(page for _, page in sorted(state.symbols.pages.items())),
-        forget_symbols_at=state.symbols.forget_at,
-        clock=state.clock,
-        next_pin=state.next_pin,
-    )
-    return exported, survey
+    recompute = recompute if len(state.groups) == 1 else None
+    for group, primary in zip(state.groups, primary_blocks, strict=True):
+        verifier = _Verifier(group, checksums, survey)
+        again = _Recomputed(group.tokens_per_block, primary, recompute)
+        for root in list(group.tree.roots.values()):
+            root.users = 0
+            group.tree.drop_unused(root)
+        runs = [run for root in group.tree.roots.values() for run in runs_below(root)]
+        if isinstance(group, SlidingGroup):
+            _reduce_sliding(group, runs, verifier)
+        else:
+            _reduce_full(state, group, runs, verifier, again)
+        group.levels[PRIMARY].blank = array("i", range(again.used, primary))[::-1]
+        blank = np.flatnonzero(verifier.right == 0)[::-1].astype(np.int32)
+        group.levels[SECONDARY].blank = array("i", blank.tobytes())
+        group.shared.clear()
+        if group.uses is not None:
+            group.uses.remember(primary + len(verifier.right))
+    for each in (state.sequences, state.transfers, state.refused, state.pins):
+        each.clear()
+    return state.export(), survey
 
 
-def _surviving_group(
-    state: CacheState,
-    group: Group,
-    checksums: Checksums,
-    primary: int,
-    survey: Survey,
-    recompute: Recompute | None,
-) -> GroupExported:
-    runs = [run for root in group.tree.roots.values() for run in runs_below(root)]
-    verifier, again = (
-        _Verifier(group, checksums, survey),
-        _Recomputed(group.tokens_per_block, primary, recompute),
-    )
-    if isinstance(group, SlidingGroup):
-        lengths = _lengths_in_sliding(group, runs, verifier)
-    else:
-        lengths = _lengths_in_full(runs, verifier, again)
-        again.compute(runs, lengths, verifier)
-    left = [run for run in runs if lengths[run.id]]
-    namespaces, pieces = _pieces(left, lengths, {run.id: _state_of(run, state) for run in left})
-    return _exported(group, namespaces, pieces, verifier.right, again)
+def _reduce_full(
+    state: CacheState, group: FullGroup, runs: list[Run], verifier: _Verifier, again: _Recomputed
+) -> None:
+    """Cut off what is not left; who held the rest has released it with the process."""
+    lengths, tree = _lengths_in_full(runs, verifier, again), group.tree
+    again.compute(runs, lengths, verifier)
+    for run in reversed(runs):
+        if not lengths[run.id]:
+            tree.unlink(run)
+            continue
+        if lengths[run.id] < len(run.slots):
+            group.cut(run, len(run.slots) - lengths[run.id])
+        if run.refs:
+            run.expiry = state.clock + run.duration if run.duration else 0
+            run.refs, run.released_at = 0, state.releases
+        run.transfer, run.slots = 0, again.slots.get(run.id, run.slots)
+    for run in runs:
+        while run.id in tree.runs and tree.may_join(run):
+            tree.join(run)
 
 
-def _state_of(run: Run, state: CacheState) -> _State:
-    """That of a run which nobody holds any more: who held it let go of it with the process."""
-    if not run.refs:
-        return run.level, run.priority, run.duration, run.expiry, run.released_at, run.credit
-    expiry = state.clock + run.duration if run.duration else 0
-    return run.level, run.priority, run.duration, expiry, state.releases, run.credit
+def _reduce_sliding(group: SlidingGroup, runs: list[Run], verifier: _Verifier) -> None:
+    """Take out what is not left."""
+    first, gone = group.levels[PRIMARY].size, array("i")
+    for run in runs:
+        for place in run.slots:
+            if place >= first and group.transfers[place]:
+                verifier.survey.in_flight += 1
+            elif place >= first and verifier.holds(place - first):
+                continue
+            if place != HOLE:
+                gone.append(place)
+    if gone:
+        group.take_out(gone)
 
 
 class _Verifier:
@@ -194,11 +185,6 @@ class _Recomputed:
         """By run, where they lie from now on."""
         self.used = 0
         """Of the primary slots, the first ones."""
-
-    @property
-    def blank(self) -> bytes:
-        """The other primary slots, as a new cache has them."""
-        return np.arange(self.used, self.primary, dtype=np.int32)[::-1].tobytes()
 
     def may_be(self, run: Run) -> bool:
         """Whether a run of primary consists of plain tokens, which is all that computing it takes."""
@@ -270,92 +256,3 @@ def _lengths_in_full(runs: list[Run], verifier: _Verifier, again: _Recomputed) -
         else:
             lengths[run.id] = verifier.leading(run.slots)
     return lengths
-
-
-def _lengths_in_sliding(group: SlidingGroup, runs: list[Run], verifier: _Verifier) -> dict[int, int]:
-    """By run, how many blocks there are up to the last one that is left; all, if any is left in its children."""
-    first, lengths = group.levels[PRIMARY].size, dict.fromkeys([run.id for run in runs], 0)
-    for run in reversed(runs):
-        for index, place in enumerate(run.slots):
-            if place < first:
-                continue
-            if group.transfers[place]:
-                verifier.survey.in_flight += 1
-            elif verifier.holds(place - first):
-                lengths[run.id] = max(lengths[run.id], index + 1)
-        if any(lengths[child.id] for child in run.children.values()):
-            lengths[run.id] = len(run.slots)
-    return lengths
-
-
-def _pieces(
-    runs: list[Run], lengths: dict[int, int], states: dict[int, _State]
-) -> tuple[list[Namespace], list[_Piece]]:
-    """These runs as far as they are left, each with its only child if both have one state, as the tree wants it."""
-    children = Counter(run.parent.id for run in runs if isinstance(run.parent, Run))
-    namespaces: list[Namespace] = []
-    pieces: list[_Piece] = []
-    piece_of: dict[int, int] = {}
-    for run in runs:
-        parent = run.parent
-        if isinstance(parent, Run) and children[parent.id] == 1 and states[run.id] == states[parent.id]:
-            number = piece_of[parent.id]
-        else:
-            number = len(pieces)
-            if isinstance(parent, Root) and parent.namespace not in namespaces[-1:]:
-                namespaces.append(parent.namespace)  # the runs of one come one after the other
-            above = piece_of[parent.id] if isinstance(parent, Run) else -len(namespaces)
-            pieces.append(_Piece(above, state=states[run.id]))
-        pieces[number].runs.append(run)
-        pieces[number].lengths.append(lengths[run.id])
-        piece_of[run.id] = number
-    return namespaces, pieces
-
-
-def _exported(
-    group: Group,
-    namespaces: list[Namespace],
-    pieces: list[_Piece],
-    right: npt.NDArray[np.uint64],
-    again: _Recomputed,
-) -> GroupExported:
-    numbers: list[int] = []
-    symbols, keys, slots, put_off = bytearray(), bytearray(), array("i"), array("q")
-    key_bytes, block_bytes, size = group.tree.key_bytes, group.tree.block_bytes, group.tokens_per_block
-    for piece in pieces:
-        last, cut = piece.runs[-1], piece.lengths[-1] < len(piece.runs[-1].slots)
-        numbers += [piece.parent, sum(piece.lengths), (not cut and last.partial) or size]
-        *columns, credit = piece.state
-        numbers += [*columns, 0, 0]  # nobody holds it, and all has landed
-        put_off.append(credit)
-        for run, length in zip(piece.runs, piece.lengths, strict=True):
-            symbols += run.symbols[: length * block_bytes]
-            keys += run.keys[: length * key_bytes]
-            slots += again.slots.get(run.id, run.slots)[:length]
-    blocks = uses = b""
-    if isinstance(group, SlidingGroup):
-        first = group.levels[PRIMARY].size
-        kept = [place >= first and bool(right[place - first]) for place in slots]
-        places = array("i", [place if here else HOLE for place, here in zip(slots, kept, strict=True)])
-        slots, blocks = group.exported(places)
-    elif group.uses is not None:
-        uses = (put_off + _uses(group.uses, again.primary + len(right))).tobytes()
-    blank = np.flatnonzero(right == 0)[::-1].astype(np.int32)
-    return GroupExported(
-        namespaces=tuple(namespaces),
-        runs=array("q", numbers).tobytes(),
-        symbols=bytes(symbols),
-        slots=slots.tobytes(),
-        keys=bytes(keys),
-        blank_slots=(again.blank, blank.tobytes()),
-        shared=b"",
-        blocks=blocks,
-        uses=uses,
-        checksums=right.tobytes() if right.any() else b"",
-    )
-
-
-def _uses(uses: UseCounts, slots: int) -> array[int]:
-    """What is known of uses, as far as a window with so many slots remembers it."""
-    turn, known = uses.numbers()[:1], uses.numbers()[1:]
-    return turn + known[max(0, len(known) - 2 * REMEMBERED * slots) :]
