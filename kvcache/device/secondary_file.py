@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import stat
 import struct
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,65 +37,35 @@ if TYPE_CHECKING:
     import torch
 
 
+_BEGIN_EMPTY = "begin with an empty secondary level"
+_TEXTS = {
+    "foreign": "is no file of a cache's secondary level: give secondary_path a name that is new",
+    "newer": "has format version {detail}, which is newer than this software: upgrade it, or remove the file and "
+    + _BEGIN_EMPTY,
+    "damaged": "is damaged: {detail}; remove it, and " + _BEGIN_EMPTY,
+    "of another cache": "holds the blocks of another cache: {detail}; give the settings with which it was made, "
+    "another secondary_path, or remove the file",
+    "locked": "is in use by {detail}: stop that process, or choose another secondary_path",
+    "unavailable": "cannot hold the secondary level: {detail}; choose a secondary_path where this user may write",
+}
+"""By `SecondaryFileError.problem`."""
+
+
 @dataclass(eq=False, repr=False)
 class SecondaryFileError(UsageError):
-    """Base of the errors about the file of `secondary_path`, of which nothing was changed."""
+    """The file of `secondary_path` cannot be used; nothing of it was changed.
+
+    `problem`: ``foreign``, something else is there; ``newer``, in a format that this software does not know;
+    ``damaged``; ``of another cache``; ``locked``, another cache has it open; ``unavailable``, the system refuses.
+    `detail` is the format's version, what is wrong or differs, the process that has it open, or the system's reason.
+    """
 
     path: Path
+    problem: str
+    detail: str = ""
 
-
-class NotASecondaryFile(SecondaryFileError):
-    """Something else is there."""
-
-    text = "{path} is no file of a cache's secondary level: give secondary_path a name that is new"
-
-
-@dataclass(eq=False, repr=False)
-class SecondaryFileTooNew(SecondaryFileError):
-    """The file has a format version that this software does not know."""
-
-    version: int
-    text = (
-        "{path} has format version {version}, which is newer than this software: upgrade it, or remove the file and "
-        "begin with an empty secondary level"
-    )
-
-
-@dataclass(eq=False, repr=False)
-class SecondaryFileDamaged(SecondaryFileError):
-    """What was there once is not there any more. `reason` says what is wrong."""
-
-    reason: str
-    text = "{path} is damaged: {reason}; remove it, and begin with an empty secondary level"
-
-
-@dataclass(eq=False, repr=False)
-class SecondaryFileOfOther(SecondaryFileError):
-    """The file is of another cache. `what` says in what they differ, and how."""
-
-    what: str
-    text = (
-        "{path} holds the blocks of another cache: {what}; give the settings with which it was made, another "
-        "secondary_path, or remove the file"
-    )
-
-
-@dataclass(eq=False, repr=False)
-class SecondaryFileLocked(SecondaryFileError):
-    """Another cache has the file open; `holder` says which process, as far as is known."""
-
-    holder: str
-    text = "{path} is in use by {holder}: stop that process, or choose another secondary_path"
-
-
-@dataclass(eq=False, repr=False)
-class SecondaryFileUnavailable(SecondaryFileError):
-    """The system refuses: no permission, no such directory, no room."""
-
-    reason: str
-    text = (
-        "{path} cannot hold the secondary level: {reason}; choose a secondary_path where this user may write"
-    )
+    def __str__(self) -> str:
+        return f"{self.path} {_TEXTS[self.problem].format(detail=self.detail)}"
 
 
 VERSION = 1
@@ -138,7 +108,7 @@ class SecondaryHeader:
 
     def pack(self) -> bytes:
         """As it stands in the file."""
-        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        text = msgspec.json.encode(self)
         packed = _PREFIX.pack(_MAGIC, VERSION, len(text), crc32(text)) + text
         return packed.ljust(aligned(len(packed)), b"\0")
 
@@ -154,30 +124,30 @@ class SecondaryHeader:
 
     def refuse_other(self, path: Path, found: bytes, size: int) -> None:
         """Raise a `SecondaryFileError` unless a file that begins with `found` and has so many bytes is ours."""
-        text = _text_of(path, found)
         try:
-            there = json.loads(text)
-            content_id, shape = there["content_id"], (there["blocks"], there["bytes_per_block"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise SecondaryFileDamaged(path, "its header cannot be read") from None
-        if content_id != self.content_id:
-            raise SecondaryFileOfOther(path, f"another model, or {DEPENDS_ON}")
-        if shape != (self.blocks, self.bytes_per_block):
-            what = f"{shape[0]} secondary blocks per window where the settings give {self.blocks}"
-            raise SecondaryFileOfOther(path, what)
+            there = msgspec.json.decode(_text_of(path, found), type=SecondaryHeader)
+        except (msgspec.DecodeError, RecursionError):
+            raise SecondaryFileError(path, "damaged", "its header cannot be read") from None
+        if there.content_id != self.content_id:
+            raise SecondaryFileError(path, "of another cache", f"another model, or {DEPENDS_ON}")
+        if there != self:
+            what = f"{there.blocks} secondary blocks per window where the settings give {self.blocks}"
+            raise SecondaryFileError(path, "of another cache", what)
         if size != self.places()[1]:
-            raise SecondaryFileDamaged(path, f"it has {size:,} bytes, {self.places()[1]:,} belong to it")
+            raise SecondaryFileError(
+                path, "damaged", f"it has {size:,} bytes, {self.places()[1]:,} belong to it"
+            )
 
 
 def _text_of(path: Path, found: bytes) -> bytes:
     if len(found) < _PREFIX.size or not found.startswith(_MAGIC):
-        raise NotASecondaryFile(path)
+        raise SecondaryFileError(path, "foreign")
     _, version, length, checksum = _PREFIX.unpack_from(found)
     if version > VERSION:
-        raise SecondaryFileTooNew(path, version)
+        raise SecondaryFileError(path, "newer", str(version))
     text = found[_PREFIX.size : _PREFIX.size + length]
     if version != VERSION or len(text) != length or crc32(text) != checksum:
-        raise SecondaryFileDamaged(path, "its header is not what was written")
+        raise SecondaryFileError(path, "damaged", "its header is not what was written")
     return text
 
 
@@ -270,11 +240,13 @@ def _locked(path: Path) -> Lock:
     try:
         return take_lock(path.with_name(path.name + ".lock"))
     except LockHeld as held:
-        raise SecondaryFileLocked(path, held.holder) from None
+        raise SecondaryFileError(path, "locked", held.holder) from None
     except NoRegularFile:
-        raise SecondaryFileUnavailable(path, "what has the name of its lock file is something else") from None
+        raise SecondaryFileError(
+            path, "unavailable", "what has the name of its lock file is something else"
+        ) from None
     except (OSError, ValueError) as error:
-        raise SecondaryFileUnavailable(path, _why(error)) from error
+        raise SecondaryFileError(path, "unavailable", _why(error)) from error
 
 
 def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
@@ -296,9 +268,9 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
             os.close(descriptor)
             raise
     except (IsADirectoryError, NoRegularFile):
-        raise NotASecondaryFile(path) from None
+        raise SecondaryFileError(path, "foreign") from None
     except OSError as error:
-        raise SecondaryFileUnavailable(path, _why(error)) from error
+        raise SecondaryFileError(path, "unavailable", _why(error)) from error
     return descriptor
 
 
