@@ -68,15 +68,9 @@ class ContentIds:
         return len(self._chains)
 
     def extend(
-        self,
-        ids: array[int],
-        chain: int,
-        namespace: Namespace,
-        symbols: bytes,
-        block_bytes: int,
-        parent: int = -1,
-    ) -> int:
-        """Append the numbers of the next full blocks of a sequence; returns the chain up to there.
+        self, ids: array[int], namespace: Namespace, symbols: bytes, block_bytes: int, parent: int = -1
+    ) -> None:
+        """Append the numbers of the next full blocks of a sequence.
 
         The first of them continues the last of `ids`, or `parent` where there is none.
         """
@@ -89,6 +83,7 @@ class ContentIds:
         contents, chains, parents, alike = self._ids, self._chains, self._parents, self._alike
         get, append, translated = contents.get, ids.append, bool(self._pages)
         parent = ids[-1] if ids else parent
+        chain = chains[parent] if parent >= 0 else 0
         for begin in range(0, len(symbols) - block_bytes + 1, block_bytes):
             block = symbols[begin : begin + block_bytes]
             chain = hash((chain, self._meant(block) if translated else block))
@@ -101,7 +96,6 @@ class ContentIds:
                     alike.setdefault(chain, []).append(known)
             parent = known
             append(known)
-        return chain
 
     def _meant(self, block: bytes) -> bytes | tuple[object, ...]:
         """What a block's symbols stand for: numbers below 0 stand for something else once they were forgotten."""
@@ -183,13 +177,7 @@ class Window:
         who stored it when; its last use; how often it was reused since it was stored, and in all; how many sequences
         and pins hold it; its priority. Requests are numbered as they come (`Running.number`)."""
 
-    def left_behind(self, reused: int, tokens_per_block: int) -> int:
-        """The leading blocks that a request which reuses so many tokens never needs."""
-        if self.created.kind != "sliding":
-            return 0
-        return min(max(0, reused - self.created.window + 1), reused) // tokens_per_block
-
-    def contents(self, level: int, slots: bytes) -> Ids:
+    def contents(self, level: int, slots: bytes | array[int]) -> Ids:
         """What lies in these slots; NOWHERE for blocks that are not full, or not cached."""
         return self.slots[level][np.frombuffer(slots, np.int32)].astype(np.intp)
 
@@ -275,14 +263,14 @@ def cached_in(
     exported: GroupExported, known: ContentIds, tokens_per_block: int, key_bytes: int, *, with_tokens: bool
 ) -> Iterator[CachedPiece]:
     """The full blocks of one group that an exported state has cached, run by run."""
-    ends: list[tuple[int, int]] = []
+    ends: list[int] = []
     for run in exported_runs(exported, tokens_per_block, key_bytes):
         names = run.names[: run.full * NAME_BYTES]
         if with_tokens:
             ids, size = array("q"), tokens_per_block * TOKEN_BYTES
-            chain, above = ends[run.parent] if run.parent >= 0 else (0, -1)
-            chain = known.extend(ids, chain, run.namespace, run.symbols[: run.full * size], size, above)
-            ends.append((chain, ids[-1] if ids else above))
+            above = ends[run.parent] if run.parent >= 0 else -1
+            known.extend(ids, run.namespace, run.symbols[: run.full * size], size, above)
+            ends.append(ids[-1] if ids else above)
         else:
             ids = known.named(names)
         contents, slots = np.array(ids, np.intp), np.frombuffer(run.slots, np.int32)

@@ -150,17 +150,17 @@ class Explanations(HistoryListener):
 
     def restarted(self, history: HistoryFold) -> None:
         """Note who runs without an admission in the log."""
-        for sequence in history.running.values():
-            unknown = sequence.number not in self._admitted and sequence.number not in self._open
-            if unknown and (explanation := self._of(sequence.request_id)) is not None:
-                exported = Exported(LogMoment(history.batch, history.now), sequence.num_prompt_tokens)
+        for request in history.running.values():
+            unknown = request.number not in self._admitted and request.number not in self._open
+            if unknown and (explanation := self._of(request.sequence.request_id)) is not None:
+                exported = Exported(LogMoment(history.batch, history.now), request.sequence.num_prompt_tokens)
                 explanation.exported.append(exported)
-                self._open[sequence.number] = exported
+                self._open[request.number] = exported
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A branch runs without an admission, too."""
-        if (explanation := self._of(child.request_id)) is not None:
-            exported = Exported(LogMoment(history.batch, history.now), child.num_prompt_tokens)
+        if (explanation := self._of(child.sequence.request_id)) is not None:
+            exported = Exported(LogMoment(history.batch, history.now), child.sequence.num_prompt_tokens)
             explanation.exported.append(exported)
             self._open[child.number] = exported
 
@@ -170,7 +170,7 @@ class Explanations(HistoryListener):
         if explanation is None:
             return
         held = [
-            BlockHolder(each.request_id, -(-each.num_tokens // history.tokens_per_block))
+            BlockHolder(each.sequence.request_id, -(-each.sequence.num_tokens // history.tokens_per_block))
             for each in history.running.values()
         ]
         held.sort(key=lambda holder: -holder.blocks)
@@ -196,15 +196,15 @@ class Explanations(HistoryListener):
         explanation.stays.append(stay)
         self._open[admission.number] = stay
 
-    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
         """Note what did not come."""
-        self._not_loaded.append((sequence.number, tokens))
+        self._not_loaded.append((request.number, tokens))
 
-    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Note an end."""
-        if self._wanted(sequence.request_id):
+        if self._wanted(request.sequence.request_id):
             # Told at the batch's end: so is an admission of the same batch.
-            self._ended.append((sequence.number, event))
+            self._ended.append((request.number, event))
 
     def batch_ended(self, history: HistoryFold) -> None:
         """Tell the ends of the batch, whose admissions are known now."""

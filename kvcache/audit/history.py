@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -13,8 +14,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.ids import first_number
-from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
-from events.tokens.sequences import NamedTokens, RunningTokens
+from events.packed import TOKEN_BYTES, names_of_keys
 from events.types import (
     CROSS,
     PRIMARY,
@@ -24,7 +24,6 @@ from events.types import (
     EpochStarted,
     EventBatch,
     MoveReason,
-    Namespace,
     RemoveReason,
     RequestId,
     SequenceAdded,
@@ -32,81 +31,35 @@ from events.types import (
 from kvcache.audit.admission import ExplainedAdmission, Lacking, SharedGroups
 from kvcache.audit.contents import NOWHERE, Columns, ContentIds, Ids, Window, cached_in
 from kvcache.audit.reasons import Reason
+from kvcache.fold.sequence import Pin, Sequence
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting, known_events
 
 
-class RunningRequest(NamedTokens):
-    """One admitted sequence. Without tokens its contents are known by name only, as far as events have given names."""
+class RunningRequest:
+    """One admitted sequence of the cache's state. Without tokens its contents are known by name only."""
 
-    __slots__ = ("_chain", "_ids", "computed", "held", "left", "num_prompt_tokens", "number", "request_id")
+    __slots__ = ("_ids", "computed", "number", "sequence")
 
-    def __init__(
-        self, number: int, request_id: RequestId, tokens: array[int], namespace: Namespace, num_groups: int
-    ) -> None:
-        super().__init__(tokens, namespace)
+    def __init__(self, number: int, sequence: Sequence) -> None:
         self.number = number
         """Admissions of the log before this one."""
-        self.request_id = request_id
-        self.num_prompt_tokens = len(tokens)
+        self.sequence = sequence
         self.computed = 0
         """Of the prompt."""
-        self.held: list[Ids] = [np.empty(0, np.intp)] * num_groups
-        """Per window, by block: contents that it holds; -1 where it holds none."""
-        self.left = [0] * num_groups
-        """Per window: leading blocks that it has left behind."""
-        self._ids, self._chain = array("q"), 0
-
-    def rewind(self, num_tokens: int, tokens_per_block: int) -> None:
-        """Take back all but the first tokens."""
-        super().rewind(num_tokens, tokens_per_block)
-        self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
-        self._ids, self._chain = array("q"), 0
-
-    def branch_as(self, number: int, request_id: RequestId) -> RunningRequest:
-        """Another sequence with the same tokens, which holds what this one holds."""
-        child = RunningRequest(number, request_id, self.copy_tokens(), self.namespace, len(self.held))
-        child.num_prompt_tokens, child.computed = self.num_prompt_tokens, self.computed
-        child.names[:] = self.names
-        child.held, child.left = [held.copy() for held in self.held], self.left[:]
-        child._ids, child._chain = self._ids[:], self._chain
-        return child
+        self._ids = array("q")
 
     def contents(self, known: ContentIds, stop: int, tokens_per_block: int) -> Ids:
         """The contents of its first `stop` full blocks."""
-        have = len(self._ids)
-        if have < stop:
-            symbols = self.packed(have * tokens_per_block, stop * tokens_per_block)
-            size = tokens_per_block * TOKEN_BYTES
-            self._chain = known.extend(self._ids, self._chain, self.namespace, symbols, size)
-        return np.frombuffer(self._ids, np.int64)[:stop].astype(np.intp)
+        ids, size = self._ids, tokens_per_block * TOKEN_BYTES
+        if len(ids) < stop:
+            symbols = self.sequence.packed(len(ids) * tokens_per_block, stop * tokens_per_block)
+            known.extend(ids, self.sequence.namespace, symbols, size)
+        return np.frombuffer(ids, np.int64)[:stop].astype(np.intp)
 
-    def take(self, group: int, first: int, ids: Ids) -> None:
-        """Note contents that it holds, from its block `first` on."""
-        held = self.held[group]
-        if len(held) < first + len(ids):
-            longer = np.full(max(first + len(ids), len(held) + len(held) // 4), -1, np.intp)
-            longer[: len(held)] = held
-            self.held[group] = held = longer
-        held[first : first + len(ids)] = ids
-
-    def forget(self, group: int, ids: Ids) -> None:
-        """These contents are nowhere any more: it holds blocks without a name instead."""
-        held = self.held[group]
-        held[np.isin(held, ids)] = -1
-
-    def let_go(self, group: int, first: int, stop: int | None = None) -> Ids:
-        """Let go of blocks; returns the contents that were held there."""
-        held = self.held[group][first:stop]
-        ids = held[held >= 0]
-        held[:] = -1
-        return ids
-
-    def leave(self, group: int, count: int) -> Ids:
-        """Leave the next `count` blocks behind; returns the contents that were held there."""
-        first = self.left[group]
-        self.left[group] = first + count
-        return self.let_go(group, first, first + count)
+    def rewind(self, blocks: int) -> None:
+        """Its tokens were taken back, but for those of its first `blocks` blocks."""
+        self._ids = self._ids[:blocks]
 
 
 class EpochClock:
@@ -156,10 +109,10 @@ class HistoryListener:
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A sequence branched: the branch has looked nothing up, so it is no admission."""
 
-    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """A request ended."""
 
-    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
         """Prompt tokens that were to be loaded from outside have not come."""
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
@@ -198,8 +151,8 @@ class HistoryListener:
 class HistoryFold:
     """Folds batches; reports to listeners what happens to contents, and of each admission why it computed what it did.
 
-    Each batch is applied to the cache's state first, which refuses what does not follow from the batches before it:
-    what is folded here can rely on all that is checked there.
+    Each event is applied to the cache's state, too, which refuses what does not follow from those before it. Who holds
+    which slots is read there: of blocks that are released just before the event is applied, of all else just after.
     """
 
     tokens_recorded = True
@@ -234,7 +187,7 @@ class HistoryFold:
         self.requests: list[RequestId] = []
         """By number of the admission."""
         self.replayed = Replayed(CacheState())
-        """The cache after the last batch."""
+        """The cache after the last event."""
         self.listeners = listeners
         self._details = details
         self._cross: int | None = None
@@ -242,20 +195,25 @@ class HistoryFold:
         were computed, and a prompt's namespace tells inputs apart already."""
         self._inputs: set[int] = set()
         """Handles of encoders' inputs."""
-        self._tokens = RunningTokens(self.running)
         self._admitted: dict[int, ExplainedAdmission] = {}
         """Of this batch, by handle: what they claim follows."""
         self._counts: tuple[int, int] | None = None
         """Prompt tokens and reused ones since the cache was created; None: something is missing."""
         self._failed = False
         """Whether a copy fails in this batch: by it all that goes in it is lost."""
-        self._pinned: dict[int, list[Ids]] = {}
-        """By number of the pin: per window, contents that it holds."""
         self._losing: list[tuple[Window, Ids]] = []
         """What was cached when everything went, as long as a state may bring it back."""
-        self._handlers = self._event_handlers()
+        self._before: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.BlocksDetached: self._on_detached,
+            ev.BlocksUnpinned: self._on_unpinned,
+            ev.TokensAppended: self._on_appended,
+            ev.SequenceRewound: self._on_rewind,
+            ev.SequenceRemoved: self._on_ended,
+        }
+        """What is done before an event is applied to the state."""
+        self._after = self._handlers_after()
 
-    def _event_handlers(self) -> dict[type[ev.Event], Callable[[Any], None]]:
+    def _handlers_after(self) -> dict[type[ev.Event], Callable[[Any], None]]:
         return {
             ev.EpochStarted: self._on_epoch,
             ev.CacheCreated: self._on_created,
@@ -268,15 +226,11 @@ class HistoryFold:
             ev.BlocksUpdated: self._on_updated,
             ev.BlocksMoved: self._on_moved,
             ev.BlocksRemoved: self._on_removed,
-            ev.BlocksDetached: self._on_detached,
-            ev.BlocksPinned: lambda event: self._pin(event.pin, event.slots),
-            ev.BlocksUnpinned: self._on_unpinned,
-            ev.TokensAppended: self._on_appended,
+            ev.BlocksPinned: lambda event: self._pin(self.replayed.state.pins[event.pin]),
             ev.ContextComputed: self._on_computed,
             ev.LoadFailed: self._on_load_failed,
             ev.SequenceForked: self._on_forked,
             ev.SequenceRewound: self._on_rewound,
-            ev.SequenceRemoved: self._on_ended,
             ev.TransferFailed: self._on_failed,
             ev.CacheCleared: self._on_cleared,
             ev.Checkpoint: self._on_checkpoint,
@@ -288,11 +242,6 @@ class HistoryFold:
             ev.SlotsUnnamed: self._on_unnamed,
         }
 
-    @property
-    def keeps_names(self) -> bool:
-        """Whether names of blocks are of use: where there are no tokens, or somebody asks for them."""
-        return self.names is not None or not self.tokens_recorded
-
     def reach(self) -> None:
         """Have rows for all contents."""
         rows = len(self.contents)
@@ -302,22 +251,23 @@ class HistoryFold:
 
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch. Raises `Unreplayable` for one that does not follow, and `TooLarge`."""
-        self.replayed.fold(batch, verify=False)
-        with fitting(batch.seq):
-            self._fold(batch)
-
-    def _fold(self, batch: EventBatch) -> None:
         self.batch, self.now = batch.seq, batch.ts
-        events = known_events(batch)
-        kinds = set(map(type, events))
+        kinds = set(map(type, known_events(batch)))
         self._failed = ev.TransferFailed in kinds
         if ev.PoolShared in kinds and self.names is None:
             # Further groups are known by names alone.
             self.names = Columns(name=(np.uint64, 0))
-        for event in events:
-            handler = self._handlers.get(type(event))
-            if handler is not None and not (self._cross is not None and self._is_of_encoder(event)):
-                handler(event)
+        before, after = partial(self._follow, self._before), partial(self._follow, self._after)
+        self.replayed.fold(batch, verify=False, before=before, after=after)
+        with fitting(batch.seq):
+            self._end_batch()
+
+    def _follow(self, handlers: dict[type[ev.Event], Callable[[Any], None]], event: ev.AnyEvent) -> None:
+        handler = handlers.get(type(event))
+        if handler is not None and not (self._cross is not None and self._is_of_encoder(event)):
+            handler(event)
+
+    def _end_batch(self) -> None:
         for admission in self._admitted.values():
             self._correct_same_step(admission)
             admission.count()
@@ -329,8 +279,11 @@ class HistoryFold:
             each.batch_ended(self)
 
     def _is_of_encoder(self, event: Any) -> bool:
-        handle, group = getattr(event, "handle", None), getattr(event, "group", None)
-        return (handle in self._inputs or group == self._cross) and not isinstance(event, ev.EncoderAdded)
+        if isinstance(event, ev.EncoderAdded):
+            return False
+        fields = event.__struct_fields__
+        of_input = "handle" in fields and event.handle in self._inputs
+        return of_input or ("group" in fields and event.group == self._cross)
 
     # -- the life of the cache
 
@@ -368,7 +321,6 @@ class HistoryFold:
         self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
         self.running.clear()
-        self._tokens.forget_row()
         self.pending["count"].fill(0)
         for window, exported in zip(self.windows, event.groups, strict=False):
             for ids, slots, level, priority, names in cached_in(
@@ -380,42 +332,39 @@ class HistoryFold:
             ):
                 window.restore(ids, slots, level, priority, self.batch, self.now)
                 self._name(ids, names)
-        for sequence in event.sequences:
-            if sequence.handle not in self._inputs:
-                self._go_on(sequence, running.get(sequence.handle))
-        self._pinned.clear()
-        for pin in event.pins:
-            self._pin(pin.pin, pin.slots if pin.named else ())
+        for handle, sequence in self.replayed.state.sequences.items():
+            if handle not in self._inputs:
+                self._go_on(handle, sequence, running.get(handle))
+        for pin in self.replayed.state.pins.values():
+            if pin.named:
+                self._pin(pin)
         self._tell_lost()
         for each in self.listeners:
             each.restarted(self)
 
-    def _go_on(self, exported: ev.SequenceExported, known: RunningRequest | None) -> None:
-        symbols = _symbols(exported.tokens, exported.num_tokens)
-        number = known.number if known is not None else self._numbered(exported.request_id)
-        sequence = RunningRequest(number, exported.request_id, symbols, exported.namespace, len(self.windows))
-        sequence.num_prompt_tokens = exported.num_prompt_tokens
-        self.running[exported.handle] = sequence
-        if self.key_bytes and exported.keys:
-            sequence.name(0, names_of_keys(exported.keys, self.key_bytes))
-        self._set_computed(sequence, min(exported.computed, exported.num_prompt_tokens), added=True)
-        for group, (window, slots, stored) in enumerate(
-            zip(self.windows, exported.slots, exported.stored, strict=False)
-        ):
-            table = np.frombuffer(slots, np.int32)
-            sequence.left[group] = int((table == _DETACHED).sum())
-            table = table[:stored]
-            ids = np.where(table >= 0, window.slots[PRIMARY][table], -1).astype(np.intp)
-            sequence.take(group, 0, ids)
-            window.hold(ids[ids >= 0])
+    def _go_on(self, handle: int, sequence: Sequence, known: RunningRequest | None) -> None:
+        number = known.number if known is not None else self._numbered(sequence.request_id)
+        request = self.running[handle] = RunningRequest(number, sequence)
+        self._set_computed(request, min(sequence.computed, sequence.num_prompt_tokens), added=True)
+        self._hold(request)
+
+    def _held(self, request: RunningRequest, group: int, first: int = 0, stop: int | None = None) -> Ids:
+        """The contents of blocks that a request holds."""
+        slots = np.array(request.sequence.tables[group][first:stop], np.int32)
+        ids = self.windows[group].slots[PRIMARY][slots[slots >= 0]]
+        return ids[ids >= 0]
+
+    def _hold(self, request: RunningRequest) -> None:
+        for group, window in enumerate(self.windows):
+            window.hold(self._held(request, group))
+
+    def _release(self, request: RunningRequest, first: int = 0) -> None:
+        for group, window in enumerate(self.windows):
+            window.release(self._held(request, group, first), self.now)
 
     def _lose_all(self, why: Reason) -> None:
         for window in self.windows:
             self._losing.append((window, window.remove_all(why, self.batch, self.now)))
-        for sequence in self.running.values():
-            sequence.held = [np.empty(0, np.intp) for _ in self.windows]
-        for held in self._pinned.values():
-            held.clear()
 
     def _tell_lost(self) -> None:
         """Everything cached is gone, but for what an exported state has brought back."""
@@ -425,9 +374,8 @@ class HistoryFold:
         self._losing.clear()
 
     def _on_failed(self, event: ev.TransferFailed) -> None:
-        self._tokens.forget_row()
-        for sequence in self.running.values():
-            self._set_computed(sequence, 0)
+        for request in self.running.values():
+            self._set_computed(request, 0)
 
     def _on_gap(self, event: ev.Gap) -> None:
         self._counts = None
@@ -458,28 +406,24 @@ class HistoryFold:
         return len(self.requests) - 1
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        symbols = _symbols(event.tokens, event.num_tokens)
-        number = self._numbered(event.request_id)
+        request = RunningRequest(
+            self._numbered(event.request_id), self.replayed.state.sequences[event.handle]
+        )
         if self._counts is not None:
             self._counts = self._counts[0] + event.num_tokens, self._counts[1] + event.reused
-        sequence = RunningRequest(number, event.request_id, symbols, event.namespace, len(self.windows))
-        sequence.left = [window.left_behind(event.reused, self.tokens_per_block) for window in self.windows]
         last_block = (event.num_tokens - 1) // self.tokens_per_block
-        ids = self._prompt_contents(sequence, last_block)
-        admission = explain(self, event, sequence, ids)
+        ids = self._contents(request, last_block) if self.tokens_recorded else np.empty(0, np.intp)
+        admission = explain(self, event, request.number, ids)
         for each in self.listeners:
             each.looked_up(self, admission)
-        self.running[event.handle] = sequence
-        self._tokens.forget_row()
-        self._set_computed(sequence, event.reused, added=True)
+        self.running[event.handle] = request
+        self._set_computed(request, event.reused, added=True)
         self._admitted[event.handle] = admission
         if self._details(event.request_id):
             admission.facts = facts_of(self, admission)
 
-    def _prompt_contents(self, sequence: RunningRequest, stop: int) -> Ids:
-        if not self.tokens_recorded:
-            return np.empty(0, np.intp)
-        ids = sequence.contents(self.contents, stop, self.tokens_per_block)
+    def _contents(self, request: RunningRequest, stop: int) -> Ids:
+        ids = request.contents(self.contents, stop, self.tokens_per_block)
         self.reach()
         return ids
 
@@ -489,15 +433,14 @@ class HistoryFold:
             if of["seen"][admission.ids[block]] and of["stored_batch"][admission.ids[block]] == self.batch:
                 admission.reasons[block] = Reason.SAME_STEP
 
-    def _set_computed(self, sequence: RunningRequest, num_tokens: int, *, added: bool = False) -> None:
+    def _set_computed(self, request: RunningRequest, num_tokens: int, *, added: bool = False) -> None:
         """Note how far a prompt is computed."""
-        size, stop = self.tokens_per_block, sequence.num_prompt_tokens // self.tokens_per_block
-        before, after = min(sequence.computed // size, stop), min(num_tokens // size, stop)
-        sequence.computed = num_tokens
+        size, stop = self.tokens_per_block, request.sequence.num_prompt_tokens // self.tokens_per_block
+        before, after = min(request.computed // size, stop), min(num_tokens // size, stop)
+        request.computed = num_tokens
         if not self.tokens_recorded or (before == after and not added):
             return
-        ids = sequence.contents(self.contents, stop, size)
-        self.reach()
+        ids = self._contents(request, stop)
         if added:
             self.pending["count"][ids[after:]] += 1
         elif before < after:
@@ -506,51 +449,46 @@ class HistoryFold:
             self.pending["count"][ids[after:before]] += 1
 
     def _on_computed(self, event: ev.ContextComputed) -> None:
-        sequence = self.running[event.handle]
-        self._set_computed(sequence, min(event.num_tokens, sequence.num_prompt_tokens))
+        request = self.running[event.handle]
+        self._set_computed(request, min(event.num_tokens, request.sequence.num_prompt_tokens))
 
     def _on_load_failed(self, event: ev.LoadFailed) -> None:
         for each in self.listeners:
             each.not_loaded(self, self.running[event.handle], event.num_tokens)
 
     def _on_appended(self, event: ev.TokensAppended) -> None:
-        if not event.draft and (event.counts or event.handles != self._tokens.handles):
+        # Those that go on together as before have had their prompts computed.
+        if not event.draft and (event.counts or event.handles != self.replayed.state.running.handles):
             for handle in array("q", event.handles):
-                sequence = self.running[handle]
-                if sequence.computed < sequence.num_prompt_tokens:
-                    self._set_computed(sequence, sequence.num_prompt_tokens)
-        self._tokens.append(event)
+                request = self.running[handle]
+                if request.computed < request.sequence.num_prompt_tokens:
+                    self._set_computed(request, request.sequence.num_prompt_tokens)
 
     def _on_forked(self, event: ev.SequenceForked) -> None:
         """No admission: the branch has looked nothing up."""
-        child = self.running[event.handle].branch_as(self._numbered(event.request_id), event.request_id)
-        self.running[event.child] = child
-        self._tokens.forget_row()
-        self._set_computed(child, child.computed, added=True)
-        for window, held in zip(self.windows, child.held, strict=True):
-            window.hold(held[held >= 0])
+        number, sequence = self._numbered(event.request_id), self.replayed.state.sequences[event.child]
+        child = self.running[event.child] = RunningRequest(number, sequence)
+        self._set_computed(child, self.running[event.handle].computed, added=True)
+        self._hold(child)
         for each in self.listeners:
             each.forked(self, child)
 
+    def _on_rewind(self, event: ev.SequenceRewound) -> None:
+        request = self.running[event.handle]
+        self._set_computed(request, request.sequence.num_prompt_tokens)
+        self._release(request, (event.num_tokens - 1) // self.tokens_per_block)
+
     def _on_rewound(self, event: ev.SequenceRewound) -> None:
-        sequence, computed = self.running[event.handle], self.running[event.handle].computed
-        self._set_computed(sequence, sequence.num_prompt_tokens)
-        self._tokens.forget_row()
-        sequence.rewind(event.num_tokens, self.tokens_per_block)
-        blocks = (event.num_tokens - 1) // self.tokens_per_block
-        for group, window in enumerate(self.windows):
-            window.release(sequence.let_go(group, blocks), self.now)
-        sequence.computed = min(computed, event.num_tokens - 1)
-        self._set_computed(sequence, sequence.computed, added=True)
+        request = self.running[event.handle]
+        request.rewind(event.num_tokens // self.tokens_per_block)
+        self._set_computed(request, request.sequence.computed, added=True)
 
     def _on_ended(self, event: ev.SequenceRemoved) -> None:
-        sequence = self.running.pop(event.handle)
-        self._tokens.forget_row()
-        self._set_computed(sequence, sequence.num_prompt_tokens)
-        for group, window in enumerate(self.windows):
-            window.release(sequence.let_go(group, 0), self.now)
+        request = self.running.pop(event.handle)
+        self._set_computed(request, request.sequence.num_prompt_tokens)
+        self._release(request)
         for each in self.listeners:
-            each.ended(self, sequence, event)
+            each.ended(self, request, event)
 
     def _on_refused(self, event: ev.AdmissionRefused) -> None:
         for each in self.listeners:
@@ -559,10 +497,8 @@ class HistoryFold:
     # -- blocks
 
     def _on_reused(self, event: ev.BlocksReused) -> None:
-        sequence, window = self.running[event.handle], self.windows[event.group]
+        window = self.windows[event.group]
         ids = window.contents(event.level, event.slots)
-        sequence.take(event.group, event.first_block, ids)
-        sequence.name_up_to(event.first_block + len(ids), event.names)
         known = ids[ids >= 0]
         if event.replaced:
             for each in self.listeners:
@@ -587,38 +523,31 @@ class HistoryFold:
         self.served_names["name"][own[own >= 0]] = of_all[own >= 0]
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
-        size, sequence = self.tokens_per_block, self.running[event.handle]
         slots = np.frombuffer(event.slots, np.int32)
-        last = event.first_block + len(slots)
-        if event.keys and self.keeps_names:
-            sequence.name_up_to(last, names_of_keys(event.keys, self.key_bytes))
-        full = len(slots) - (event.last_tokens < size)
-        self._cache(sequence, event.group, event.first_block, slots[:full], event.priority)
+        full = len(slots) - (event.last_tokens < self.tokens_per_block)
+        self._cache(event.handle, event.group, event.first_block, slots[:full], event.priority)
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:
-        keys, size, naming = event.keys, self.key_bytes, self.keeps_names
         slots = np.frombuffer(event.slots, np.int32)
-        for at, (handle, block) in enumerate(
-            zip(array("q", event.handles), array("I", event.blocks), strict=True)
-        ):
-            sequence = self.running[handle]
-            if keys and naming:
-                sequence.name(block, names_of_keys(keys[at * size : (at + 1) * size], size))
-            self._cache(sequence, event.group, block, slots[at : at + 1], event.priority)
+        filled = zip(array("q", event.handles), array("I", event.blocks), strict=True)
+        for at, (handle, block) in enumerate(filled):
+            self._cache(handle, event.group, block, slots[at : at + 1], event.priority)
 
-    def _cache(self, sequence: RunningRequest, group: int, first: int, slots: Any, priority: int) -> None:
+    def _cache(self, handle: int, group: int, first: int, slots: Any, priority: int) -> None:
         if not len(slots):
             return
+        request, size, last = self.running[handle], self.key_bytes, first + len(slots)
+        names = b""
+        if self.names is not None or not self.tokens_recorded:
+            names = names_of_keys(bytes(request.sequence.keys[first * size : last * size]), size)
         if self.tokens_recorded:
-            ids = sequence.contents(self.contents, first + len(slots), self.tokens_per_block)[first:]
+            ids = request.contents(self.contents, last, self.tokens_per_block)[first:]
         else:
-            names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
-            ids = np.array(self.contents.named(bytes(names)), np.intp)
+            ids = np.array(self.contents.named(names), np.intp)
         self.reach()
-        self._name(ids, sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES])
+        self._name(ids, names)
         window = self.windows[group]
-        window.store(ids, slots, PRIMARY, priority, sequence.number, self.batch, self.now)
-        sequence.take(group, first, ids)
+        window.store(ids, slots, PRIMARY, priority, request.number, self.batch, self.now)
         window.hold(ids)
         for each in self.listeners:
             each.stored(self, window, ids)
@@ -637,10 +566,8 @@ class HistoryFold:
     def _on_moved(self, event: ev.BlocksMoved) -> None:
         window = self.windows[event.group]
         window.move(event.from_level, event.from_slots, event.to_level, event.to_slots)
-        if event.why == MoveReason.RECOMPUTED and event.handle is not None:
-            ids, sequence = window.contents(event.to_level, event.to_slots), self.running[event.handle]
-            sequence.take(event.group, event.first_block, ids)
-            sequence.name_up_to(event.first_block + len(ids), event.names)
+        if event.why == MoveReason.RECOMPUTED:
+            ids = window.contents(event.to_level, event.to_slots)
             window.hold(ids[ids >= 0])
         for each in self.listeners:
             each.moved(self, window, event)
@@ -654,8 +581,6 @@ class HistoryFold:
         by = self.running[event.handle].number if event.handle in self.running else -1
         invalid = event.why == RemoveReason.INVALIDATED
         ids = window.remove(event.level, event.slots, by, self.batch, self.now, invalid=invalid)
-        for sequence in self.running.values() if invalid else ():
-            sequence.forget(event.group, ids)
         if not invalid:
             for each in self.listeners:
                 each.evicted(self, window, ids, event.level)
@@ -665,33 +590,28 @@ class HistoryFold:
     def _on_detached(self, event: ev.BlocksDetached) -> None:
         handles = array("q", event.handles)
         counts = array("I", event.counts) if event.counts else repeat(1, len(handles))
-        window = self.windows[event.group]
         for handle, count in zip(handles, counts, strict=False):
-            window.release(self.running[handle].leave(event.group, count), self.now)
+            request = self.running[handle]
+            first = request.sequence.detached[event.group]
+            ids = self._held(request, event.group, first, first + count)
+            self.windows[event.group].release(ids, self.now)
 
-    def _pin(self, number: int, slots: Sequence[bytes]) -> None:
-        contents = [window.contents(PRIMARY, own) for window, own in zip(self.windows, slots, strict=False)]
-        self._pinned[number] = held = [ids[ids >= 0] for ids in contents]
-        for window, ids in zip(self.windows, held, strict=False):
+    def _pinned(self, pin: Pin) -> Iterator[tuple[Window, Ids]]:
+        for window, slots in zip(self.windows, pin.slots, strict=False):
+            ids = window.contents(PRIMARY, slots)
+            yield window, ids[ids >= 0]
+
+    def _pin(self, pin: Pin) -> None:
+        for window, ids in self._pinned(pin):
             window.hold(ids)
 
     def _on_unpinned(self, event: ev.BlocksUnpinned) -> None:
-        for window, ids in zip(self.windows, self._pinned.pop(event.pin), strict=False):
+        pin = self.replayed.state.pins[event.pin]
+        for window, ids in self._pinned(pin) if pin.named else ():
             window.release(ids, self.now)
 
 
-def _symbols(tokens: bytes, count: int) -> array[int]:
-    """The symbols of a sequence; zeros where the log records none."""
-    return array("i", tokens or bytes(TOKEN_BYTES * count))
-
-
-_DETACHED = -2
-"""In an exported table: left behind."""
-
-
-def explain(
-    history: HistoryFold, event: SequenceAdded, sequence: RunningRequest, ids: Ids
-) -> ExplainedAdmission:
+def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -> ExplainedAdmission:
     """The admission, with a reason for each block. What it takes from secondary is told by the events that follow."""
     size, last = history.tokens_per_block, event.num_tokens - 1
     external = event.reused + event.reused_external
@@ -715,7 +635,7 @@ def explain(
     reasons[reused:loaded], windows[reused:loaded] = Reason.EXTERNAL, -1
     reasons[:reused] = Reason.PRIMARY
     return ExplainedAdmission(
-        number=sequence.number,
+        number=number,
         request_id=event.request_id,
         namespace=event.namespace,
         batch=history.batch,
@@ -802,11 +722,11 @@ def note_reused(admission: ExplainedAdmission, event: BlocksReused, window: Wind
 def _computing(history: HistoryFold, content: int, block: int) -> int:
     """The first running request that has this content in its prompt, still to be computed."""
     size = history.tokens_per_block
-    for sequence in history.running.values():
-        stop = sequence.num_prompt_tokens // size
-        to_come = block < stop and (block + 1) * size > sequence.computed
-        if to_come and int(sequence.contents(history.contents, stop, size)[block]) == content:
-            return sequence.number
+    for request in history.running.values():
+        stop = request.sequence.num_prompt_tokens // size
+        to_come = block < stop and (block + 1) * size > request.computed
+        if to_come and int(request.contents(history.contents, stop, size)[block]) == content:
+            return request.number
     return -1
 
 

@@ -115,11 +115,11 @@ class Recent(HistoryListener):
         self._now[_REFUSED] += 1
         self._waiting[event.request_id] = history.epochs.of(history.now)
 
-    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Count a preemption."""
         if event.why == ev.EndReason.PREEMPTED:
             self._now[_PREEMPTED] += 1
-            self._waiting[sequence.request_id] = history.epochs.of(history.now)
+            self._waiting[request.sequence.request_id] = history.epochs.of(history.now)
 
     def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Count evicted blocks."""

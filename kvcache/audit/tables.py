@@ -213,15 +213,15 @@ class Requests(RowCollector[RequestRow]):
         """Without an admission, as those that came with an exported state."""
         self._exported[child.number] = child
 
-    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Note the end."""
-        output = event.num_tokens - sequence.num_prompt_tokens
+        output = event.num_tokens - request.sequence.num_prompt_tokens
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
-        self._over.append((sequence, _End(outcome, output, history.batch, history.now)))
+        self._over.append((request, _End(outcome, output, history.batch, history.now)))
 
     def restarted(self, history: HistoryFold) -> None:
         """What the exported state has not is lost."""
-        known = {sequence.number: sequence for sequence in history.running.values()}
+        known = {request.number: request for request in history.running.values()}
         for number in sorted(self._running.keys() - known.keys()):
             self.rows.append(_row(*self._running.pop(number), _End("lost")))
         for number in sorted(self._exported.keys() - known.keys()):
@@ -230,19 +230,21 @@ class Requests(RowCollector[RequestRow]):
 
     def batch_ended(self, history: HistoryFold) -> None:
         """Tell the ends."""
-        for sequence, end in self._over:
-            self._add(sequence, end)
+        for request, end in self._over:
+            self._add(request, end)
         self._over.clear()
 
-    def _add(self, sequence: RunningRequest, end: _End) -> None:
-        known = self._running.pop(sequence.number, None)
-        self._exported.pop(sequence.number, None)
-        self.rows.append(_unknown(sequence, end) if known is None else _row(*known, end))
+    def _add(self, request: RunningRequest, end: _End) -> None:
+        known = self._running.pop(request.number, None)
+        self._exported.pop(request.number, None)
+        self.rows.append(_unknown(request, end) if known is None else _row(*known, end))
 
     def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
         """What runs still, and what was refused to the last."""
-        for sequence in history.running.values():
-            self._add(sequence, _End("running", sequence.num_tokens - sequence.num_prompt_tokens))
+        for request in history.running.values():
+            self._add(
+                request, _End("running", request.sequence.num_tokens - request.sequence.num_prompt_tokens)
+            )
         yield self.take()
         yield [
             RequestRow(None, request_id, "refused", refusals=refused.times, first_refused_ts=refused.first_ts)
@@ -270,16 +272,16 @@ def _row(admission: ExplainedAdmission, refused: _Refused | None, end: _End) -> 
     )
 
 
-def _unknown(sequence: RunningRequest, end: _End) -> RequestRow:
+def _unknown(request: RunningRequest, end: _End) -> RequestRow:
     """One that came with an exported state: its admission is not in the log."""
     return RequestRow(
         None,
-        sequence.request_id,
+        request.sequence.request_id,
         end.outcome,
-        **_fields(sequence.namespace),
+        **_fields(request.sequence.namespace),
         ended_seq=end.seq,
         ended_ts=end.ts,
-        prompt_tokens=sequence.num_prompt_tokens,
+        prompt_tokens=request.sequence.num_prompt_tokens,
         output_tokens=end.output_tokens,
     )
 
@@ -417,7 +419,7 @@ class Evictions(RowCollector[EvictionRow]):
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Add a row."""
-        sequence = None if event.handle is None else history.running.get(event.handle)
+        request = None if event.handle is None else history.running.get(event.handle)
         row = EvictionRow(
             eviction=self._count,
             seq=history.batch,
@@ -428,8 +430,8 @@ class Evictions(RowCollector[EvictionRow]):
             blocks=len(event.slots) // SLOT_BYTES,
             full_blocks=len(ids),
             never_reused=int((window.of["uses"][ids] == 0).sum()),
-            for_request=None if sequence is None else sequence.request_id,
-            for_admission=None if sequence is None else sequence.number,
+            for_request=None if request is None else request.sequence.request_id,
+            for_admission=None if request is None else request.number,
         )
         self._count += 1
         self.rows.append(row)

@@ -285,7 +285,7 @@ class AuditTotals(HistoryListener):
         """Count a refusal."""
         self.audit.refusals += 1
 
-    def not_loaded(self, history: HistoryFold, sequence: RunningRequest, tokens: int) -> None:
+    def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
         """Count what did not come."""
         self.audit.not_loaded += tokens
 

@@ -94,16 +94,16 @@ class Lanes(HistoryListener):
         """Count its prompt."""
         self.of[admission.request_id].tokens += admission.counts
 
-    def ended(self, history: HistoryFold, sequence: RunningRequest, event: ev.SequenceRemoved) -> None:
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """It is over, for now."""
-        lane = self._running.pop(sequence.number, None)
-        self._computing.pop(sequence.number, None)
+        lane = self._running.pop(request.number, None)
+        self._computing.pop(request.number, None)
         if lane is not None:
             lane.enter(Phase.AWAY, history.now)
 
     def restarted(self, history: HistoryFold) -> None:
         """What does not go on is over."""
-        alive = {sequence.number for sequence in history.running.values()}
+        alive = {request.number for request in history.running.values()}
         for number in self._running.keys() - alive:
             self._computing.pop(number, None)
             self._running.pop(number).enter(Phase.AWAY, history.now)
@@ -112,9 +112,9 @@ class Lanes(HistoryListener):
         """Whose prompt is computed decodes."""
         if not self._computing:
             return
-        for sequence in history.running.values():
+        for request in history.running.values():
             if (
-                sequence.computed >= sequence.num_prompt_tokens
-                and (lane := self._computing.pop(sequence.number, None)) is not None
+                request.computed >= request.sequence.num_prompt_tokens
+                and (lane := self._computing.pop(request.number, None)) is not None
             ):
                 lane.enter(Phase.DECODE, history.now)
