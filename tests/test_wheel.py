@@ -32,7 +32,11 @@ def test_packages_and_pages_are_in_it(wheel: ZipFile) -> None:
         "cuda_ops",
     }
     assert {f"kvcache/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
-    assert {"kvcache/report/page.js", "kvcache/report/page.css", "kvcache/py.typed"} <= names
+    assert {
+        f"kvcache/report/{name}"
+        for name in ("page.css", "page.html", "page.js", "pieces.html", "sections.html")
+    } <= names
+    assert "kvcache/py.typed" in names
 
 
 def test_the_description_names_no_file_that_is_not_in_it(wheel: ZipFile) -> None:

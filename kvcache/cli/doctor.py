@@ -34,6 +34,7 @@ _OF_EXTRAS = {
     "shtab": ("cli", "`kvcache completion`"),
     "pyarrow": ("export", "`kvcache export --to parquet`"),
     "xxhash": ("hash", "block_hash=xxh3_64 and secondary_path"),
+    "jinja2": ("report", "`kvcache report`"),
     "plotly": ("report", "`kvcache report`"),
 } | (
     {}

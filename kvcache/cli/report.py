@@ -13,7 +13,7 @@ from kvcache.cli.process import leaving_at_sigterm
 from kvcache.export.export import replacing
 from kvcache.phrases import size
 from kvcache.report.given import GivenCurve, WhatIf, read, refuse_other
-from kvcache.report.report import report
+from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
 """How a page begins: nothing else is overwritten."""
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "which evictions cost most and whom, and a lane per request with its explanation. It needs no network."
     )
     parser.epilog = (
-        "The page names requests, but no tokens and no salts. It needs plotly: pip install 'kvcache[report]'"
+        "The page names requests, but no tokens and no salts. Needed: pip install 'kvcache[report]'"
     )
     add_shared(parser, "log")
     add = parser.add_argument

@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from events.structs import LEVEL_NAMES
 from kvcache.audit.histogram import Ages
-from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
-from kvcache.phrases import printable
-from kvcache.report.groups import BLUE, GREY, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
-from kvcache.report.occupancy import Sample, Shelf
-from kvcache.report.payers import Bill
+from kvcache.report.gathered import Bill, Gathered, Sample, Shelf
+from kvcache.report.given import GivenCurve
 
 Chart = dict[str, Any]
+BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
+VERMILION, PURPLE, YELLOW = "#d55e00", "#cc79a7", "#b3a500"
+"""After Okabe and Ito, so that colour-blind people can tell them apart; the yellow is darker, to be seen on white."""
+GREY, PALE = "#8c8c8c", "#c4c4c4"
+COLORS = {
+    "primary": BLUE,
+    "secondary": SKY,
+    "again": VERMILION,
+    "lost": PURPLE,
+    "computed": GREY,
+    "waiting": ORANGE,
+    "prefill": GREEN,
+    "decode": PALE,
+    "away": PURPLE,
+}
+"""Of the bars in a request's lane: kinds of prompt tokens, and phases."""
+
+
+class ReasonGroup(NamedTuple):
+    """Reasons of which a picture says the same."""
+
+    name: str
+    color: str
+    reasons: tuple[Reason, ...]
+
+
+_NOT_SERVED = (Reason.NOT_SERVABLE, Reason.LAST_HIT, Reason.NOT_REUSED, Reason.OUT_OF_WINDOW)
+GROUPS = (
+    ReasonGroup("reused from primary", BLUE, (Reason.PRIMARY, Reason.PARTIAL)),
+    ReasonGroup("reused from secondary", SKY, (Reason.SECONDARY,)),
+    ReasonGroup("loaded from outside", GREEN, (Reason.EXTERNAL,)),
+    ReasonGroup("computed again: evicted", VERMILION, EVICTIONS),
+    ReasonGroup("computed again: cleared or lost", PURPLE, LOSSES),
+    ReasonGroup("being computed by another", ORANGE, (Reason.SAME_STEP, Reason.BEING_COMPUTED)),
+    ReasonGroup(
+        "could not be served",
+        YELLOW,
+        (*_NOT_SERVED, Reason.OTHER_NAMESPACE, Reason.REUSE_OFF, Reason.UNKNOWN),
+    ),
+    ReasonGroup("never seen before", GREY, (Reason.NEVER_SEEN,)),
+    ReasonGroup("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),
+)
+"""Every reason is in one of them."""
+_PERCENT = {"tickformat": ".0%", "range": [0, 1.02]}
 _LABEL = 26
 """Letters beside a bar; longer labels take several lines, since phones are narrow."""
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
@@ -33,11 +73,26 @@ class Clock:
         length = (last_at - first_at) / 1e9
         self._seconds, unit = next((seconds, name) for least, seconds, name in _UNITS if length >= least)
         self.title = f"{unit} since the log's first batch"
-        self.end = self.of(last_at)
 
     def of(self, at: int) -> float:
         """A wall clock in ns."""
         return round((at - self._first) / 1e9 / self._seconds, 5)
+
+
+def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
+    """All charts of a page, by the names of their places."""
+    audit, clock = found.audit, Clock(found.first_at, found.last_at)
+    drawn = {"misses": misses(audit), **dict(_over_time(found, clock))}
+    for number, shelf in enumerate(found.shelves):
+        drawn[f"level-{number}"] = occupancy(found.samples, shelf, found.bills, clock)
+    for level, lives in enumerate(audit.levels):
+        if lives.hit_ages.total or lives.eviction_ages.total:
+            drawn[f"ages-{level}"] = ages(lives.hit_ages, lives.eviction_ages)
+    if audit.prefixes:
+        drawn["prefixes"] = prefixes(audit.prefixes)
+    if curve is not None:
+        drawn["curve"] = curve_by_size(curve)
+    return drawn
 
 
 def chart(data: Sequence[Chart], x: Any, y: Any, **layout: Any) -> Chart:
@@ -49,67 +104,56 @@ def chart(data: Sequence[Chart], x: Any, y: Any, **layout: Any) -> Chart:
     return {"data": list(data), "layout": {"height": 340, **axes, **layout}}
 
 
-def text(said: str) -> str:
-    """Text that Plotly, which knows some tags, shows as it is."""
-    return escape(printable(said), quote=False)
+def _line(name: str, x: Sequence[float], y: Sequence[Any], hover: str, **more: Any) -> Chart:
+    return {"type": "scatter", "name": name, "x": list(x), "y": list(y), "hovertemplate": hover, **more}
 
 
-def reuse_over_time(audit: Audit, clock: Clock) -> Chart:
-    """Prompt tokens by groups of reasons, as bars over time."""
-    timeline = audit.over_time
-    start = timeline.start or 0
-    middles = [clock.of(start + int((part + 0.5) * timeline.width)) for part in range(len(timeline.rows))]
-    width = clock.of(start + timeline.width) - clock.of(start)
-    data = [
+def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
+    """The reused share of the prompt tokens as a line, with a gap where nothing was admitted, and the tokens by groups
+    of reasons as bars.
+    """
+    timeline = found.audit.over_time
+    if timeline.start is None:
+        return
+    start, rows = timeline.start, timeline.rows
+    middles = [clock.of(start + int((part + 0.5) * timeline.width)) for part in range(len(rows))]
+    totals = rows.sum(axis=1)
+    reused = rows[:, [reason for reason in Reason if reason.is_reuse]].sum(axis=1)
+    rates = [
+        round(int(part) / int(total), 5) if total else None
+        for part, total in zip(reused, totals, strict=True)
+    ]
+    look = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"color": BLUE, "size": 4}}
+    line = _line("hit rate", middles, rates, "%{y:.1%} reused<extra></extra>", **look)
+    percent = {**_PERCENT, "title": {"text": "token hit rate"}}
+    yield "rate", chart([line], clock.title, percent, height=240, showlegend=False)
+    bars = [
         {
             "type": "bar",
             "name": group.name,
             "x": middles,
             "y": tokens.tolist(),
-            "width": width,
+            "width": clock.of(start + timeline.width) - clock.of(start),
             "marker": {"color": group.color, "line": {"width": 0}},
             "hovertemplate": "%{y:,}<extra>" + group.name + "</extra>",
         }
         for group in GROUPS
-        if (tokens := timeline.rows[:, list(group.reasons)].sum(axis=1)).any()
+        if (tokens := rows[:, list(group.reasons)].sum(axis=1)).any()
     ]
-    return chart(data, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
-
-
-def hit_rate_over_time(audit: Audit, clock: Clock) -> Chart:
-    """The reused share of the prompt tokens, as a line over time; a gap where nothing was admitted."""
-    timeline = audit.over_time
-    start = timeline.start or 0
-    totals = timeline.rows.sum(axis=1)
-    reused = timeline.rows[:, [reason for reason in Reason if reason.is_reuse]].sum(axis=1)
-    line = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "hit rate",
-        "x": [clock.of(start + int((part + 0.5) * timeline.width)) for part in range(len(totals))],
-        "y": [
-            round(int(part) / int(total), 5) if total else None
-            for part, total in zip(reused, totals, strict=True)
-        ],
-        "line": {"color": BLUE},
-        "marker": {"color": BLUE, "size": 4},
-        "hovertemplate": "%{y:.1%} reused<extra></extra>",
-    }
-    percent = {"tickformat": ".0%", "title": {"text": "token hit rate"}, "range": [0, 1.02]}
-    return chart([line], clock.title, percent, height=240, showlegend=False)
+    yield "time", chart(bars, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
 
 
 def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], clock: Clock) -> Chart:
     """Blocks of one level of one window, as areas over time, and the evictions that cost most."""
     there = [sample for sample in samples if shelf in sample.filled]
     times = [clock.of(sample.at) for sample in there]
-    data = [
-        _area(name, color, times, blocks)
-        for at, (name, color) in enumerate(
-            (("held by requests", BLUE), ("cached, free to evict", SKY), ("blank", PALE))
-        )
-        if any(blocks := [sample.filled[shelf][at] for sample in there])
-    ]
+    areas = enumerate((("held by requests", BLUE), ("cached, free to evict", SKY), ("blank", PALE)))
+    data = []
+    for at, (name, color) in areas:
+        if any(blocks := [sample.filled[shelf][at] for sample in there]):
+            look = {"mode": "lines", "stackgroup": "blocks", "line": {"width": 0.5, "color": color}}
+            hover = "%{y:,} " + name + "<extra></extra>"
+            data.append(_line(name, times, blocks, hover, fillcolor=color, **look))
     top = max((sum(sample.filled[shelf]) for sample in there), default=0)
     marked = [
         (number, bill)
@@ -122,37 +166,20 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     return chart(data, clock.title, "blocks", hovermode="closest")
 
 
-def _area(name: str, color: str, times: list[float], blocks: list[int]) -> Chart:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": times,
-        "y": blocks,
-        "stackgroup": "blocks",
-        "line": {"width": 0.5, "color": color},
-        "fillcolor": color,
-        "hovertemplate": "%{y:,} " + name + "<extra></extra>",
-    }
-
-
 def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Chart:
-    most = max(bill.eviction.tokens for _, bill in marked)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "evictions that cost most",
-        "x": [clock.of(bill.eviction.at) for _, bill in marked],
-        "y": [round(top * 1.04)] * len(marked),
-        "customdata": [number for number, _ in marked],
-        "marker": {
-            "symbol": "triangle-down",
-            "color": VERMILION,
-            "size": [8 + round(8 * bill.eviction.tokens / most) for _, bill in marked],
-        },
-        "text": [f"{bill.eviction.tokens:,} tokens computed again" for _, bill in marked],
-        "hovertemplate": "%{text}<extra></extra>",
-    }
+    evictions = [bill.eviction for _, bill in marked]
+    most = max(each.tokens for each in evictions)
+    sizes = [8 + round(8 * each.tokens / most) for each in evictions]
+    return _line(
+        "evictions that cost most",
+        [clock.of(each.at) for each in evictions],
+        [round(top * 1.04)] * len(marked),
+        "%{text}<extra></extra>",
+        mode="markers",
+        customdata=[number for number, _ in marked],
+        marker={"symbol": "triangle-down", "color": VERMILION, "size": sizes},
+        text=[f"{each.tokens:,} tokens computed again" for each in evictions],
+    )
 
 
 def misses(audit: Audit) -> Chart:
@@ -161,12 +188,13 @@ def misses(audit: Audit) -> Chart:
         (reason for reason in Reason if reason.is_computed and audit.reasons[reason]),
         key=lambda reason: int(audit.reasons[reason]),
     )
+    colors = [group.color for reason in reasons for group in GROUPS if reason in group.reasons]
     bar = {
         "type": "bar",
         "orientation": "h",
         "x": [int(audit.reasons[reason]) for reason in reasons],
         "y": ["<br>".join(wrap(IN_WORDS[reason], _LABEL)) for reason in reasons],
-        "marker": {"color": [color_of(reason) for reason in reasons]},
+        "marker": {"color": colors},
         "hovertemplate": "%{x:,} tokens<extra></extra>",
     }
     return chart([bar], {}, {}, height=60 + 40 * len(reasons), showlegend=False)
@@ -186,7 +214,7 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
     return chart(
         data,
         {"type": "log", "title": {"text": "time since the block's last use, seconds"}, **ticks},
-        {"tickformat": ".0%", "title": {"text": "share up to that age"}, "range": [0, 1.02]},
+        {**_PERCENT, "title": {"text": "share up to that age"}},
         hovermode="x unified",
     )
 
@@ -208,20 +236,13 @@ def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
     # They begin at nothing, so that where a curve starts can be seen.
     rows.insert(0, (rows[0][0] * 0.8, 0))
     shares = np.cumsum([blocks for _, blocks in rows]) / counted.total
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": [float(f"{edge:.4g}") for edge, _ in rows],
-        "y": [round(float(each), 5) for each in shares],
-        "line": {"color": color, "dash": dash, "shape": "hv"},
-        "hovertemplate": "%{y:.1%}<extra>" + name + "</extra>",
-    }
+    edges = [float(f"{edge:.4g}") for edge, _ in rows]
+    look = {"mode": "lines", "line": {"color": color, "dash": dash, "shape": "hv"}}
+    return _line(name, edges, shares.round(5).tolist(), "%{y:.1%}<extra>" + name + "</extra>", **look)
 
 
 def prefixes(found: Sequence[HotPrefix]) -> Chart:
     """The tree of prefixes, each as wide as the tokens that it, and what continues it, served."""
-    cached = [each.cached for each in found]
     tree = {
         "type": "icicle",
         "ids": ["all", *(str(each.number) for each in found)],
@@ -233,7 +254,7 @@ def prefixes(found: Sequence[HotPrefix]) -> Chart:
         "tiling": {"orientation": "v"},
         "textinfo": "label+text",
         "marker": {
-            "colors": ["rgba(0,0,0,0)", *(SKY if each else PALE for each in cached)],
+            "colors": ["rgba(0,0,0,0)", *(SKY if each.cached else PALE for each in found)],
             "line": {"width": 1},
         },
         "insidetextfont": {"color": [GREY, *["#111111"] * len(found)]},
@@ -250,22 +271,21 @@ def _prefix_label(prefix: HotPrefix) -> str:
     return f"tokens {prefix.first:,}–{prefix.stop - 1:,}{named}"
 
 
+def curve_by_size(curve: GivenCurve) -> Chart:
+    """Hit rates by size of the cache, and the sizes that have a name."""
+    return hit_rates(
+        [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes], curve.marks
+    )
+
+
 def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:
     """Hit rate by size of the cache: (blocks, rate, best rate or None); and sizes with a name."""
-    data: list[Chart] = [_rates([(blocks, rate) for blocks, rate, _ in sizes], "block hit rate", BLUE)]
-    best = [(blocks, rate) for blocks, _, rate in sizes if rate is not None]
-    if best:
-        data.append({**_rates(best, "at best, if the future were known", ORANGE), "mode": "markers"})
+    data = [_rates([each[:2] for each in sizes], "block hit rate", BLUE, "circle", "lines+markers")]
+    if best := [(blocks, rate) for blocks, _, rate in sizes if rate is not None]:
+        data.append(_rates(best, "at best, if the future were known", ORANGE, "diamond", "markers"))
+    look = {"width": 1, "dash": "dot", "color": "#888888"}
     lines = [
-        {
-            "type": "line",
-            "yref": "paper",
-            "x0": blocks,
-            "x1": blocks,
-            "y0": 0,
-            "y1": 1,
-            "line": {"width": 1, "dash": "dot", "color": "#888888"},
-        }
+        {"type": "line", "yref": "paper", "x0": blocks, "x1": blocks, "y0": 0, "y1": 1, "line": look}
         for blocks, _ in marks
     ]
     return chart(
@@ -284,7 +304,7 @@ def _labels(marks: Sequence[tuple[int, str]], sizes: Sequence[int]) -> list[Char
     middle = math.sqrt(max(min(sizes, default=1), 1) * max(sizes, default=1))
     return [
         {
-            "text": text(name),
+            "text": name,
             "x": round(math.log10(blocks), 5),
             "xanchor": "left" if blocks <= middle else "right",
             "yref": "paper",
@@ -296,20 +316,7 @@ def _labels(marks: Sequence[tuple[int, str]], sizes: Sequence[int]) -> list[Char
     ]
 
 
-def _rates(points: Sequence[tuple[int, float]], name: str, color: str) -> Chart:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": [blocks for blocks, _ in points],
-        "y": [round(rate, 5) for _, rate in points],
-        "line": {"color": color},
-        "marker": {"color": color, "symbol": "circle" if color == BLUE else "diamond"},
-        "hovertemplate": "%{x:,} blocks: %{y:.1%}<extra></extra>",
-    }
-
-
-def level_name(shelf: Shelf, windows: int) -> str:
-    """A level, and of which window where there are several."""
-    window, level = shelf
-    return f"{LEVEL_NAMES[level]}, window of {window:,} tokens" if windows > 1 else LEVEL_NAMES[level]
+def _rates(points: Sequence[tuple[int, float]], name: str, color: str, symbol: str, mode: str) -> Chart:
+    blocks, rates = [point[0] for point in points], [round(point[1], 5) for point in points]
+    look = {"mode": mode, "line": {"color": color}, "marker": {"color": color, "symbol": symbol}}
+    return _line(name, blocks, rates, "%{x:,} blocks: %{y:.1%}<extra></extra>", **look)

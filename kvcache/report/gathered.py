@@ -1,22 +1,30 @@
-"""All that a report tells of a log, read in two passes: the second one looks closely at what the first one found."""
+"""All that a report says of a log, read in two passes: the second one looks closely at what the first one found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
 from heapq import nlargest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
 from events.log import LogEnd, LogReader
-from events.types import RequestId
+from events.structs import LEVEL_NAMES
+from events.types import PRIMARY, SECONDARY, RequestId
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.explanation import Explanation, Explanations
-from kvcache.audit.history import EpochClock, HistoryFold, laid_out
-from kvcache.audit.totals import Audit, AuditTotals
+from kvcache.audit.history import EpochClock, HistoryFold, HistoryListener, RunningRequest, laid_out
+from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
+from kvcache.audit.totals import Audit, AuditTotals, Eviction
 from kvcache.diff import settings_of
-from kvcache.report.lanes import Lane, Lanes
-from kvcache.report.occupancy import Occupancy
-from kvcache.report.payers import Bill, Payers
+from kvcache.fold.state import CacheState
 
 MOST_LANES = 20_000
 """Requests that have a lane: those that computed most."""
@@ -24,10 +32,232 @@ MOST_EXPLAINED = 500
 """Of these, so many are explained part by part; as many that computed most again as well."""
 MOST_EVICTIONS = 50
 MOST_PREFIXES = 150
+PARTS = 400
+"""Equal parts of a log's time for which it is known how full the cache was, at most; from then on two become one."""
+_FIRST_NS = 1_000_000
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
+class Phase(IntEnum):
+    """What a request does."""
+
+    WAITING = 0
+    """Refused, and not admitted yet. A log knows of no other waiting."""
+    PREFILL = 1
+    DECODE = 2
+    AWAY = 3
+    """Between two stays: preempted, or its id is used again. Behind the last stay: over."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One request, over all its stays."""
+
+    request_id: RequestId
+    marks: list[tuple[Phase, int]] = field(default_factory=list)
+    """What it does from when on: wall-clock ns."""
+    tokens: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
+    """Prompt tokens by `Reason`, of all admissions."""
+    stays: int = 0
+
+    def enter(self, phase: Phase, now: int) -> None:
+        """Note a phase, unless it is in it."""
+        if not self.marks or self.marks[-1][0] != phase:
+            self.marks.append((phase, now))
+
+    @property
+    def by_kind(self) -> tuple[int, int, int, int, int]:
+        """Tokens that were reused from primary, from secondary, computed again since they had been evicted, since they
+        had been cleared or lost, and computed else.
+        """
+        secondary = int(self.tokens[Reason.SECONDARY])
+        primary = int(self.tokens[Reason.PRIMARY] + self.tokens[Reason.PARTIAL])
+        evicted, lost = (int(self.tokens[list(reasons)].sum()) for reasons in (EVICTIONS, LOSSES))
+        others = int(self.tokens.sum()) - primary - secondary - evicted - lost
+        return primary, secondary, evicted, lost, others
+
+    @property
+    def computed_again(self) -> int:
+        """Prompt tokens that had been cached before."""
+        return sum(self.by_kind[2:4])
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that were computed."""
+        return sum(self.by_kind[2:])
+
+
+class Lanes(HistoryListener):
+    """Follows all requests."""
+
+    def __init__(self) -> None:
+        self.of: dict[RequestId, Lane] = {}
+        self._running: dict[int, Lane] = {}
+        """By number of the admission."""
+        self._computing: dict[int, Lane] = {}
+        """Of the running ones, those whose prompt is not computed yet."""
+
+    def _lane(self, request_id: RequestId) -> Lane:
+        return self.of.setdefault(request_id, Lane(request_id))
+
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
+        """It waits, unless it was preempted."""
+        lane = self._lane(event.request_id)
+        if not lane.marks:
+            lane.enter(Phase.WAITING, history.now)
+
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """It runs from now on."""
+        lane = self._lane(admission.request_id)
+        lane.enter(Phase.PREFILL, history.now)
+        lane.stays += 1
+        self._running[admission.number] = self._computing[admission.number] = lane
+
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """Count its prompt."""
+        self.of[admission.request_id].tokens += admission.counts
+
+    def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
+        """It is over, for now."""
+        lane = self._running.pop(request.number, None)
+        self._computing.pop(request.number, None)
+        if lane is not None:
+            lane.enter(Phase.AWAY, history.now)
+
+    def restarted(self, history: HistoryFold) -> None:
+        """What does not go on is over."""
+        alive = {request.number for request in history.running.values()}
+        for number in self._running.keys() - alive:
+            self._computing.pop(number, None)
+            self._running.pop(number).enter(Phase.AWAY, history.now)
+
+    def batch_ended(self, history: HistoryFold) -> None:
+        """Whose prompt is computed decodes."""
+        if not self._computing:
+            return
+        for request in history.running.values():
+            if (
+                request.computed >= request.sequence.num_prompt_tokens
+                and (lane := self._computing.pop(request.number, None)) is not None
+            ):
+                lane.enter(Phase.DECODE, history.now)
+
+
+class Filled(NamedTuple):
+    """Blocks of one level of one window."""
+
+    held: int
+    """In use by running requests."""
+    free: int
+    """Cached, and held by none: reusable, and evicted when room is needed."""
+    blank: int
+
+
+Shelf = tuple[int, int]
+"""A window in tokens, and a level."""
+
+
+class Sample(NamedTuple):
+    """A moment."""
+
+    at: int
+    """Wall-clock ns."""
+    filled: dict[Shelf, Filled]
+    held: int
+    """Of all primary levels."""
+
+
+class Occupancy(HistoryListener):
+    """Of each part of the time it keeps the moment at which running requests held most."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Sample] = {}
+        self._width = _FIRST_NS
+        self.first_at: int | None = None
+        """Wall-clock ns of the first batch, and the latest of any; None: there was none."""
+        self.last_at = 0
+
+    def batch_ended(self, history: HistoryFold) -> None:
+        """Look at the state after a batch."""
+        now, state = history.now, history.replayed.state
+        if self.first_at is None:
+            self.first_at = now
+        self.last_at = max(self.last_at, now)
+        while (part := max(0, now - self.first_at) // self._width) >= PARTS:
+            self._width *= 2
+            known, self._parts = self._parts, {}
+            for number, sample in known.items():
+                self._keep(number // 2, sample)
+        levels = [group.levels[0] for group in state.groups]
+        held = sum(level.size - len(level.blank) - level.unreferenced for level in levels)
+        if part not in self._parts or self._parts[part].held < held:
+            self._parts[part] = Sample(now, _filled(state), held)
+
+    def _keep(self, part: int, sample: Sample) -> None:
+        if part not in self._parts or self._parts[part].held < sample.held:
+            self._parts[part] = sample
+
+    @property
+    def samples(self) -> list[Sample]:
+        """In order of time."""
+        return [self._parts[part] for part in sorted(self._parts)]
+
+
+def _filled(state: CacheState) -> dict[Shelf, Filled]:
+    created = state.created
+    if created is None:
+        return {}
+    return {
+        (shape.window, level.index): Filled(
+            level.size - len(level.blank) - level.unreferenced, level.unreferenced, len(level.blank)
+        )
+        for shape, group in zip(created.groups, state.groups, strict=True)
+        for level in group.levels
+    }
+
+
+@dataclass(slots=True)
+class Bill:
+    """What one eviction cost, and whom."""
+
+    eviction: Eviction
+    level: int = PRIMARY
+    """From which most of it went."""
+    payers: Counter[RequestId] = field(default_factory=Counter)
+    """Tokens by the request that computed them again."""
+
+
+class Payers(HistoryListener):
+    """Finds who paid for chosen evictions; counts as `kvcache.audit.totals` does."""
+
+    def __init__(self, evictions: Iterable[Eviction]) -> None:
+        self.bills = [Bill(each) for each in evictions]
+        self._by_key = {
+            (each.eviction.window, each.eviction.batch, each.eviction.for_request): each
+            for each in self.bills
+        }
+        self._batches = np.array(sorted({each.eviction.batch for each in self.bills}), np.int64)
+
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """See which of the evictions it pays for."""
+        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
+        if not len(lost):
+            return
+        tokens_of = admission.tokens()
+        for group, window in enumerate(history.windows):
+            blocks = lost[admission.windows[lost] == group]
+            blocks = blocks[np.isin(window.of["gone_batch"][admission.ids[blocks]], self._batches)]
+            ids = admission.ids[blocks]
+            columns = (window.of[name][ids].tolist() for name in ("gone_batch", "gone_by", "why"))
+            for batch, by, why, tokens in zip(*columns, tokens_of[blocks].tolist(), strict=True):
+                key = (window.created.window, batch, history.requests[by] if by >= 0 else None)
+                bill = self._by_key.get(key)
+                if bill is not None:
+                    bill.payers[admission.request_id] += tokens
+                    bill.level = SECONDARY if why == Reason.DROPPED else PRIMARY
+
+
+@dataclass(frozen=True)
 class Gathered:
     """What a log says."""
 
@@ -39,9 +269,9 @@ class Gathered:
     set_back: list[int]
     """Batches with which epochs began whose clock had begun again: they are shifted behind those before them."""
     audit: Audit
-    settings: list[tuple[str, Any]]
-    """(dotted name, JSON value) of each setting of the cache, of the last epoch."""
-    occupancy: Occupancy
+    settings: dict[str, Any]
+    """JSON values of each setting of the cache, by dotted names, of the last epoch."""
+    samples: list[Sample]
     num_lanes: int
     """Of all requests, those without a lane here included."""
     lanes: list[Lane]
@@ -50,6 +280,23 @@ class Gathered:
     bills: list[Bill]
     """Of the evictions that cost most, the worst first."""
 
+    @cached_property
+    def shelves(self) -> list[Shelf]:
+        """Those that have ever had blocks, in the order of the log's groups, primary first."""
+        filled = (each for sample in self.samples for each in sample.filled.items())
+        return list({shelf: None for shelf, blocks in filled if sum(blocks)})
+
+    def level_name(self, window: int, level: int) -> str:
+        """A level, and of which window where there are several."""
+        several = len({window for window, _ in self.shelves}) > 1
+        return LEVEL_NAMES[level] + (f", window of {window:,} tokens" if several else "")
+
+    def most(self, shelf: Shelf) -> tuple[int, int, int]:
+        """The most blocks that there were, that were in use, and that requests held."""
+        filled = [sample.filled[shelf] for sample in self.samples if shelf in sample.filled]
+        used = max(each.held + each.free for each in filled)
+        return max(map(sum, filled)), used, max(each.held for each in filled)
+
 
 def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     """Read a log; `progress` is called with the batches read, of both passes.
@@ -57,12 +304,10 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
     totals, lanes, occupancy = AuditTotals(), Lanes(), Occupancy()
-    history = HistoryFold(totals, lanes)
-    times, reader, clock = _Times(), LogReader(log), EpochClock()
+    history = HistoryFold(totals, lanes, occupancy)
+    reader, clock = LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):
         history.fold(batch)
-        occupancy.add(history.replayed.state, batch.ts)
-        times.note(batch.ts)
         progress(batch.seq)
     end = reader.end
     created = history.replayed.state.created
@@ -70,41 +315,25 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     # What it no longer needs is most of the memory.
     del history
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
-    chosen = _chosen(ordered)
+    again = nlargest(MOST_EXPLAINED, ordered[:MOST_LANES], key=lambda lane: lane.computed_again)
+    chosen = {lane.request_id for lane in (*ordered[:MOST_EXPLAINED], *again)}
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
-    again = HistoryFold(payers, explanations, details=chosen.__contains__)
+    closer = HistoryFold(payers, explanations, details=chosen.__contains__)
     for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written meanwhile
             break
-        again.fold(batch)
+        closer.fold(batch)
         progress(audit.last_batch + batch.seq)
     return Gathered(
-        first_at=times.first,
-        last_at=times.last,
+        first_at=occupancy.first_at or 0,
+        last_at=occupancy.last_at,
         end=end,
         set_back=clock.set_back,
         audit=audit,
-        settings=[] if created is None else list(settings_of(created)),
-        occupancy=occupancy,
+        settings={} if created is None else dict(settings_of(created)),
+        samples=occupancy.samples,
         num_lanes=len(ordered),
         lanes=ordered[:MOST_LANES],
         explanations=explanations.found,
         bills=payers.bills,
     )
-
-
-def _chosen(lanes: list[Lane]) -> set[RequestId]:
-    """Whom to explain, of lanes in order of what they computed."""
-    again = nlargest(MOST_EXPLAINED, lanes[:MOST_LANES], key=lambda lane: lane.computed_again)
-    return {lane.request_id for lane in [*lanes[:MOST_EXPLAINED], *again]}
-
-
-class _Times:
-    def __init__(self) -> None:
-        self.first = self.last = 0
-        self._any = False
-
-    def note(self, ts: int) -> None:
-        if not self._any:
-            self.first, self._any = ts, True
-        self.last = max(self.last, ts)

@@ -62,6 +62,18 @@ class GivenCurve(msgspec.Struct):
         """Refuse what no curve has."""
         if any((size.best_hits or 0) > self.block_requests for size in self.sizes):
             raise ValueError("`best_hits` exceed `block_requests`")
+        self.sizes.sort(key=lambda size: size.blocks)
+
+    def best_rate(self, size: Size) -> float | None:
+        """The hit rate that no eviction exceeds at this size; None: unknown."""
+        return None if size.best_hits is None else size.best_hits / max(self.block_requests, 1)
+
+    @property
+    def marks(self) -> list[tuple[int, str]]:
+        """Sizes in blocks that have a name."""
+        primary, both = self.num_blocks.get("primary", 0), sum(self.num_blocks.values())
+        names = {self.knee: "knee", primary: "primary", both: "both levels" if both > primary else "primary"}
+        return [(blocks, name) for blocks, name in names.items() if blocks]
 
 
 class GivenTrial(msgspec.Struct):
@@ -79,6 +91,10 @@ class GivenTrial(msgspec.Struct):
     unserved: _Count = 0
     config: _Config = {}
 
+    def settings(self) -> dict[str, Any]:
+        """All of them by dotted names."""
+        return dict(_flat(self.config))
+
 
 class WhatIf(msgspec.Struct):
     """What was recorded, and what was tried."""
@@ -90,7 +106,7 @@ class WhatIf(msgspec.Struct):
 
     def differing(self) -> list[str]:
         """The settings that are not the same in all of them, as dotted names."""
-        flat = [dict(_flat(trial.config)) for trial in (self.recorded, *self.trials)]
+        flat = [trial.settings() for trial in (self.recorded, *self.trials)]
         names = dict.fromkeys(name for each in flat for name in each)
         return [name for name in names if len({repr(each.get(name)) for each in flat}) > 1]
 
@@ -131,12 +147,6 @@ def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> N
     """Raise `OtherLog` if what is given says that it is about another log than this one."""
     if log_id is not None and given.log_id is not None and given.log_id != log_id:
         raise OtherLog(what, given.command)
-
-
-def setting(trial: GivenTrial, name: str) -> str:
-    """A setting of a trial, for people."""
-    value = dict(_flat(trial.config)).get(name, "")
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,35 +2,94 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
-from html import escape
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from events.log import LogEnd
+from events.structs import LEVEL_NAMES
+from kvcache.audit import open_log
 from kvcache.audit.explanation import tell
+from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
+from kvcache.audit.totals import Audit, verdict_on
 from kvcache.errors import UsageError
-from kvcache.phrases import count, printable, since
-from kvcache.report.gathered import Gathered
-from kvcache.report.groups import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, SKY, VERMILION
-from kvcache.report.markup import data_block
-from kvcache.report.sections import Parts
+from kvcache.phrases import count, describe_end, duration, is_whole, printable, share, since
+from kvcache.report.charts import COLORS, GROUPS, charts_of
+from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered, Progress, gather
+from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 
-_HOME = Path(__file__).parent
-_COLORS = {
-    "primary": BLUE,
-    "secondary": SKY,
-    "again": VERMILION,
-    "lost": PURPLE,
-    "computed": GREY,
-    "waiting": ORANGE,
-    "prefill": GREEN,
-    "decode": PALE,
-    "away": PURPLE,
-}
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+HOME = Path(__file__).parent
+_FEW = 20
+"""Rows of a table beside a chart that shows them all."""
+_Form = TypeVar("_Form", GivenCurve, WhatIf)
+
+
+def report(
+    log: str | PathLike[str],
+    *,
+    curve: Mapping[str, Any] | GivenCurve | None = None,
+    whatif: Mapping[str, Any] | WhatIf | None = None,
+    progress: Progress = lambda _: None,
+    ended: Callable[[LogEnd], None] = lambda _: None,
+) -> str:
+    """The HTML of a page about what a log's cache did. It needs no network, and holds no tokens and no salts.
+
+    `curve` and `whatif` are what `kvcache curve LOG --json` and `kvcache whatif LOG --json` print, and add a section
+    each. The log is read twice; `progress` is called with the batches read, `ended` with how the log ends. Raises
+    `UsageError` where plotly or jinja2 is not installed, where what is given is something else or about another log,
+    and what reading and replaying a log raise.
+    """
+    plotly_js()
+    templates(HOME)
+    directory = Path(log)
+    own_curve = _own(directory, curve, GivenCurve)
+    own_whatif = _own(directory, whatif, WhatIf)
+    found = gather(directory, progress)
+    ended(found.end)
+    data = {
+        "facts": facts(found),
+        "charts": charts_of(found, own_curve),
+        "lanes-data": lanes(found),
+        "explanations": explanations(found),
+    }
+    name = directory.resolve().name
+    return standalone(
+        HOME, name=name, found=found, curve=own_curve, whatif=own_whatif, data=data, colors=COLORS
+    )
+
+
+def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
+    """What was given, if it is about this log."""
+    if given is None:
+        return None
+    own = understood(given, form, f"{form.command}=")
+    refuse_other(open_log(log).log_id, own, f"{form.command}=")
+    return own
+
+
+# -- from templates
+
+
+def standalone(home: Path, **shown: Any) -> str:
+    """Render `home`/page.html with page.css and page.js from there and plotly.js inside.
+
+    The template gets them as `style`, `script` and `plotly`, and as `digests` what a policy for scripts has to name.
+    Raises `UsageError` where plotly or jinja2 is not installed.
+    """
+    style = (home / "page.css").read_text(encoding="utf-8")
+    plotly, script = scripts = plotly_js(), _script((home / "page.js").read_text(encoding="utf-8"))
+    digests = " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts)
+    page = templates(home).get_template("page.html")
+    return page.render(style=style, plotly=plotly, script=script, digests=digests, **shown).lstrip()
 
 
 def plotly_js() -> str:
@@ -47,50 +106,79 @@ def _script(source: str) -> str:
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def page(name: str, found: Gathered, parts: Parts, plotly: str) -> str:
-    """The page of a log of this name."""
-    own = _script((_HOME / "page.js").read_text(encoding="utf-8"))
-    digests = " ".join(f"'sha256-{_digest(script)}'" for script in (plotly, own))
-    template = Template((_HOME / "page.html").read_text(encoding="utf-8"))
-    audit = found.audit
-    return template.substitute(
-        policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:",
-        title=escape(f"{printable(name)}: what its cache did"),
-        heading=escape(printable(name)),
-        subtitle=escape(
-            f"batches {audit.first_batch:,} to {audit.last_batch:,}, {count(audit.requests, 'admission')}, "
-            f"{_utc(found.first_at)} to {_utc(found.last_at)}"
-        ),
-        style=(_HOME / "page.css").read_text(encoding="utf-8") + _colors(),
-        links="".join(
-            f'<li><a href="#{escape(link)}">{escape(heading)}</a></li>' for link, heading, _ in parts.sections
-        ),
-        sections="\n".join(markup for _, _, markup in parts.sections),
-        data="\n".join(data_block(block, value) for block, value in _data(found, parts).items()),
-        plotly=plotly,
-        script=own,
+def templates(home: Path) -> Environment:
+    """What renders the templates of a directory, with what those of a report use. Raises `UsageError` without jinja2.
+
+    SECURITY: whatever a log holds is text in them: it is escaped, in JSON too, and cannot drive a terminal.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise UsageError("a report needs jinja2: pip install 'kvcache[report]'") from error
+    own = Environment(
+        loader=FileSystemLoader(home),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+    )
+    own.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    own.globals |= {
+        "FEW": _FEW,
+        "GROUPS": GROUPS,
+        "IN_WORDS": IN_WORDS,
+        "LEVEL_NAMES": LEVEL_NAMES,
+        "LOSSES": list(LOSSES),
+        "MOST_EVICTIONS": MOST_EVICTIONS,
+        "MOST_PREFIXES": MOST_PREFIXES,
+        "Reason": Reason,
+    }
+    own.filters |= {
+        "ages_in_words": ages_in_words,
+        "count": count,
+        "describe_end": describe_end,
+        "duration": duration,
+        "is_whole": is_whole,
+        "most_computed": most_computed,
+        "n": lambda number: f"{number:,}",
+        "part": lambda tokens, of: share(tokens / max(of, 1)),
+        "setting": _setting,
+        "since": since,
+        "utc": lambda at: datetime.fromtimestamp(at // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+    }
+    return own
+
+
+def most_computed(audit: Audit) -> Reason | None:
+    """Why most of the computed tokens were computed; None: there are none."""
+    reasons = (reason for reason in Reason if reason.is_computed and audit.reasons[reason])
+    return max(reasons, key=lambda reason: int(audit.reasons[reason]), default=None)
+
+
+def ages_in_words(audit: Audit, level: int) -> str:
+    """Quantiles of the ages of one level, and what they and the evictions' cost say of its size."""
+    lives, said = audit.levels[level], []
+    for each, noun in ((lives.hit_ages, "hit"), (lives.eviction_ages, "eviction")):
+        if each.total:
+            half, most = (duration(each.quantile(part) or 0.0) for part in (0.5, 0.9))
+            said.append(
+                f"Half of the {count(each.total, noun)} come within {half}, nine tenths within {most}."
+            )
+    verdict = verdict_on(audit, level)
+    return " ".join(
+        said + [f"{each[0].upper()}{each[1:]}." for each in (verdict.in_words() if verdict else ())]
     )
 
 
-def _utc(at: int) -> str:
-    return datetime.fromtimestamp(at // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+def _setting(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def _digest(script: str) -> str:
-    return b64encode(sha256(script.encode()).digest()).decode()
-
-
-def _colors() -> str:
-    return "\n".join(f"i.{kind} {{ background: {color}; }}" for kind, color in _COLORS.items())
-
-
-def _data(found: Gathered, parts: Parts) -> dict[str, Any]:
-    return {
-        "facts": facts(found),
-        "charts": parts.charts,
-        "lanes-data": lanes(found),
-        "explanations": explanations(found),
-    }
+# -- for scripts and programs
 
 
 def facts(found: Gathered) -> dict[str, Any]:
@@ -109,20 +197,17 @@ def facts(found: Gathered) -> dict[str, Any]:
 
 
 def lanes(found: Gathered) -> dict[str, Any]:
-    """All lanes in columns: ids as text, marks as (phase, ms since the log's first batch) one behind the other."""
+    """All lanes in columns: ids as text, marks as (phase, ms since the log's first batch) one after the other."""
+    ms = 1_000_000
     return {
         "ids": [printable(str(lane.request_id)) for lane in found.lanes],
         "marks": [
-            [
-                number
-                for phase, at in lane.marks
-                for number in (int(phase), (at - found.first_at) // 1_000_000)
-            ]
+            [number for phase, at in lane.marks for number in (int(phase), (at - found.first_at) // ms)]
             for lane in found.lanes
         ],
         "tokens": [lane.by_kind for lane in found.lanes],
         "stays": [lane.stays for lane in found.lanes],
-        "end": (found.last_at - found.first_at) // 1_000_000,
+        "end": (found.last_at - found.first_at) // ms,
     }
 
 

@@ -31,14 +31,10 @@ from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from kvcache.report import page as page_module
-from kvcache.report.beside import add_curve, add_whatif
-from kvcache.report.charts import hit_rates
-from kvcache.report.gathered import gather
+from kvcache.report.charts import GROUPS, curve_by_size, hit_rates
+from kvcache.report.gathered import Phase, gather
 from kvcache.report.given import GivenCurve, WhatIf, understood
-from kvcache.report.groups import GROUPS
-from kvcache.report.lanes import Phase
-from kvcache.report.report import report
-from kvcache.report.sections import Parts
+from kvcache.report.page import HOME, report, templates
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.logs.random_logs import random_log
 from tests.support.needs import program
@@ -285,7 +281,7 @@ class TestNumbers:
         """At several moments the counts are those of the slots' states, worked out from a replay."""
         found = gather(busy)
         seqs = {batch.ts: batch.seq for batch in LogReader(busy)}
-        samples = found.occupancy.samples
+        samples = found.samples
         for sample in (samples[0], samples[len(samples) // 2], samples[-1]):
             state = replay(busy, seqs[sample.at]).state
             for level, states in enumerate(state.slot_states(0)):
@@ -301,7 +297,7 @@ class TestNumbers:
         for batch in list(LogReader(busy))[::25]:
             level = replay(busy, batch.seq).state.groups[0].levels[PRIMARY]
             held = max(held, level.size - len(level.blank) - level.unreferenced)
-        assert max(sample.held for sample in gather(busy).occupancy.samples) >= held > 0
+        assert max(sample.held for sample in gather(busy).samples) >= held > 0
 
     @pytest.mark.parametrize("bills", [2, pytest.param(None, marks=pytest.mark.long)])
     def test_evictions_are_paid_by_those_who_computed_again(self, busy: Path, bills: int | None) -> None:
@@ -534,7 +530,7 @@ def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -
     found = gather(log)
     [begins] = found.set_back
     assert f"The clock begins again in batch {begins:,}" in said
-    times = [sample.at for sample in found.occupancy.samples]
+    times = [sample.at for sample in found.samples]
     assert times == sorted(times)
     assert "The log is " not in " ".join(Page(report(busy)).text)
 
@@ -651,16 +647,16 @@ class TestBeside:
         for step in at[:-1]:
             owner = owner[step]
         owner[at[-1]] = value
-        parts = Parts()
+        sections: Any = templates(HOME).get_template("sections.html").module
         try:
             if good is CURVE:
-                add_curve(parts, understood(changed, GivenCurve, "x"))
+                curve = understood(changed, GivenCurve, "x")
+                json.dumps(curve_by_size(curve), allow_nan=False).encode()
+                sections.curve(curve).encode()
             else:
-                add_whatif(parts, understood(changed, WhatIf, "x"))
+                sections.whatif(understood(changed, WhatIf, "x")).encode()
         except UsageError:
             return
-        json.dumps(parts.charts, allow_nan=False).encode()
-        "".join(markup for _, _, markup in parts.sections).encode()
 
     def test_the_library_refuses_it_too(self, busy: Path) -> None:
         """With a typed error."""

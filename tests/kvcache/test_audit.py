@@ -24,7 +24,7 @@ from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed
-from kvcache.report.groups import GROUPS
+from kvcache.report.charts import GROUPS
 from tests.oracles.naive_audit import NaiveAudit
 from tests.support.engines import strategies
 from tests.support.logs.random_logs import LossyLog, random_log
