@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -34,11 +34,10 @@ from events.brokers.kafka import KafkaStream
 from events.brokers.nats import NATSStream
 from events.brokers.records import StreamRecord
 from events.brokers.redis import NAMES, RedisStream
-from events.feed.changes import AnyChange
-from events.types import GroupCreated
+from events.types import WorkerSeen
 from sinks.base import SinkContext, SinkError, SinkUnavailable, SinkURL, SinkURLError
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed, in_batches
-from sinks.router.options import MAPS, FeedOptions, Form, form_of, make_feed
+from sinks.router.options import FeedOptions, PayloadWriter, make_feed, writer_of
 
 LEAST_RETAIN = 3
 """So many times `restate` messages must be kept: for the state before, the one in the making, and some air."""
@@ -87,7 +86,7 @@ def worker_of(url: SinkURL, options: BrokerOptions) -> str:
     return name
 
 
-def retain_seconds(url: SinkURL, options: BrokerOptions) -> float:
+def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
     """How long messages are kept. Raises SinkURLError where a live worker's state would be forgotten."""
     retain, restate = url.quantity(options, "retain"), url.quantity(options, "restate")
     if retain < LEAST_RETAIN * restate:
@@ -102,18 +101,16 @@ def feed_of(
     url: SinkURL, options: BrokerOptions, context: SinkContext, stream: Stream, worker: str
 ) -> RouterFeed:
     """The sink that feeds a worker's stream."""
-    form = form_of(url, options, context)
+    writer = writer_of(url, options, context)
     settings = BrokerSettings(
-        rank=options.rank,
         piece_bytes=int(url.quantity(options, "max_batch")),
         timeout_seconds=url.quantity(options, "timeout"),
         restate_seconds=url.quantity(options, "restate"),
-        salts=context.salts.ask() if options.salts == "plain" else None,
-        form=form,
+        writer=writer,
     )
     transport = BrokerTransport(stream, settings)
     numbers_file = f"feed-{url.scheme}-{url.path.strip('/') or STREAM}-{worker}.numbers"
-    return make_feed(url, options, context, transport, numbers_file)
+    return make_feed(url, options, context, transport, numbers_file, overhead=writer.overhead)
 
 
 HEADER_BYTES = 4096
@@ -157,16 +154,13 @@ class Stream(Protocol):
 class BrokerSettings:
     """What the transport needs, checked."""
 
-    rank: int = 0
     piece_bytes: int = 512 << 10
     """Bounds batches and pieces of the state."""
     timeout_seconds: float = 5.0
     """How long a record is tried."""
     restate_seconds: float = 600.0
     min_bytes: int = MIN_BYTES
-    salts: Callable[[bytes], str | None] | None = None
-    form: Form = MAPS
-    """What writes the batches."""
+    writer: PayloadWriter = field(default_factory=PayloadWriter)
 
 
 class BrokerTransport:
@@ -181,7 +175,7 @@ class BrokerTransport:
         """Says when the state is due again; tests replace it."""
         self.tellings = 0
         """Number of messages sent in pieces so far: states, and batches that were too large."""
-        self._rank = settings.rank
+        self._writer = settings.writer
         self._state: Iterator[StreamRecord] | None = None
         """The rest of the state that is being told."""
         self._begin()
@@ -200,12 +194,9 @@ class BrokerTransport:
         self._state_bytes = self._bytes_since = 0
         self._told_at = self.clock()
 
-    def speak_as(self, topic: str, rank: int) -> None:
-        """Take the rank of an engine, where the settings have none; before `open`. Streams have no topics."""
-        self._rank = self.settings.rank or rank
-
-    def open(self, next_seq: int) -> None:
+    def open(self, next_seq: int, worker: WorkerSeen | None = None) -> None:
         """Connect. Raises SinkUnavailable where the broker does not answer, SinkError where that changes nothing."""
+        self._writer = self.settings.writer.for_worker(worker)
         self._begin()
         try:
             last = self.stream.open()
@@ -220,7 +211,7 @@ class BrokerTransport:
 
     def send(self, batch: FeedBatch) -> None:
         """Have the broker keep a batch. Raises SinkError."""
-        payload = self._encode(batch.changes, batch.ts, batch.groups)
+        payload = self._writer.encode(batch.changes, batch.ts, batch.groups)
         place = self._append_all(batch.seq, payload)
         self._bytes_since += len(payload)
         if self._kept is None:
@@ -272,7 +263,7 @@ class BrokerTransport:
 
     def _cut(self, payload: bytes) -> list[bytes]:
         size = self.settings.piece_bytes
-        if not self.settings.form.is_cut or len(payload) <= size:
+        if not self._writer.is_cut or len(payload) <= size:
             return [payload]
         return [payload[at : at + size] for at in range(0, len(payload), size)]
 
@@ -309,9 +300,9 @@ class BrokerTransport:
         yield StreamRecord(state.seq, payload, number, telling, last=True)
 
     def _payloads(self, state: FeedSnapshot) -> Iterator[bytes]:
-        piece_bytes = self.settings.piece_bytes // self.settings.form.overhead
+        piece_bytes = self.settings.piece_bytes // self._writer.overhead
         for changes in in_batches(state.changes, piece_bytes):
-            yield from self._cut(self._encode(changes, state.ts, state.groups))
+            yield from self._cut(self._writer.encode(changes, state.ts, state.groups))
 
     def _tell(self, state: Iterator[StreamRecord]) -> None:
         """Send pieces for about so long, and at least one: batches that are sent from then on are not in the state."""
@@ -333,9 +324,6 @@ class BrokerTransport:
         assert kept is not None
         self._until_done(lambda: self.stream.trim(kept))
 
-    def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self.settings.form.encode(changes, ts, self._rank, groups, salts=self.settings.salts)
-
 
 class RedisOptions(BrokerOptions, frozen=True, kw_only=True):
     """Options of a ``redis:`` URL."""
@@ -343,9 +331,10 @@ class RedisOptions(BrokerOptions, frozen=True, kw_only=True):
     retain: str = "60min"
 
 
-class NATSOptions(RedisOptions, frozen=True, kw_only=True):
+class NATSOptions(BrokerOptions, frozen=True, kw_only=True):
     """Options of a ``nats:`` URL."""
 
+    retain: str = "60min"
     max_bytes: str = "0"
     replicas: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
 

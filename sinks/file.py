@@ -4,7 +4,7 @@ A batch is one line because it is the unit of atomicity: a reader sees all of it
 with one system call and no buffer, so ``tail -f`` is up to date and a killed process loses only what was
 queued. A line that the disk takes only in part is cut off again. ``?format=trtllm`` makes other lines (`sinks.trtllm`).
 
-With ``?encoding=msgpack`` a batch is a frame: the file begins with ``kvevent`` and a version byte, 1; a frame is the
+With ``?format=msgpack`` a batch is a frame: the file begins with ``kvevent`` and a version byte, 1; a frame is the
 number of its bytes (4, big-endian) and a msgpack array ``[seq, ts, [event, ...]]``, an event ``[type, field, ...]``.
 
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
@@ -25,7 +25,7 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 import msgspec
 
@@ -41,26 +41,11 @@ _LENGTH_BYTES = 4
 _TAIL_BYTES = 1 << 16
 
 
-class Encoding(Protocol):
-    """What stands in the file."""
-
-    header: bytes
-    """At the beginning of each file."""
-
-    def encode(self, batch: EventBatch) -> bytes:
-        """What is appended for a batch."""
-
-    def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
-        """Where in a file that is not empty one may go on, and what is to be written first. Raises SinkError."""
-
-    def last_seq(self, file: BinaryIO) -> int | None:
-        """The number of the last whole batch in it; None: there is none."""
-
-
 class JSONLines:
     """A JSON object per line. A line that a killed writer left in the middle stays a line of its own."""
 
     header = b""
+    """At the beginning of each file."""
 
     def __init__(self, key_bytes: int, *, tokens: bool) -> None:
         self._key_bytes, self._tokens = key_bytes, tokens
@@ -70,12 +55,12 @@ class JSONLines:
         return to_json(batch, self._key_bytes, tokens=self._tokens) + b"\n"
 
     def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
-        """Its end, behind a newline."""
+        """Where in a file that is not empty one may go on, which is its end, and what is to be written first."""
         size = file.seek(-1, os.SEEK_END) + 1
         return size, b"" if file.read(1) == b"\n" else b"\n"
 
     def last_seq(self, file: BinaryIO) -> int | None:
-        """That of the last whole line."""
+        """The number of the last whole batch in the file; None: there is none."""
         tail, at = b"", file.seek(0, os.SEEK_END)
         while at and tail.count(b"\n") < 2:  # the end of the line before it, and its own
             step = min(at, max(_TAIL_BYTES, len(tail)))
@@ -92,6 +77,7 @@ class Frames:
     """A frame per batch. One that a killed writer left in the middle is cut off by the next."""
 
     header = HEADER
+    """At the beginning of each file."""
 
     def __init__(self, *, tokens: bool) -> None:
         self._tokens = tokens
@@ -109,7 +95,7 @@ class Frames:
         return (_last_frame(file)[1] if begin == HEADER else 0), b""
 
     def last_seq(self, file: BinaryIO) -> int | None:
-        """That of the last whole frame."""
+        """The number of the last whole batch in the file; None: there is none."""
         if file.read(len(HEADER)) != HEADER:
             return None
         start, end = _last_frame(file)
@@ -160,8 +146,7 @@ MOST_KEPT = 1000
 class FileOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
-    format: Literal["native", "trtllm"] = "native"
-    encoding: Literal["json", "msgpack"] = "json"
+    format: Literal["jsonl", "msgpack", "trtllm"] = "jsonl"
     tokens: bool = False
     append: bool = False
     max_bytes: str = "0"
@@ -176,8 +161,8 @@ class FileSink(LineOutput):
         self._path = Path(path).absolute()
         self.needs_tokens = tokens = options.tokens
         self._holds_prompts = tokens or options.format == "trtllm"
-        packed = options.encoding == "msgpack"
-        self._encoding: Encoding = Frames(tokens=tokens) if packed else JSONLines(key_bytes, tokens=tokens)
+        packed = options.format == "msgpack"
+        self._encoding = Frames(tokens=tokens) if packed else JSONLines(key_bytes, tokens=tokens)
         self._append = options.append
         self._max_bytes, self._keep = max_bytes, options.keep
         self._fd = -1
@@ -347,8 +332,6 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
-    if options.format == "trtllm" and options.encoding != "json":
-        raise SinkURLError(str(url), "format=trtllm is lines of JSON: leave encoding= out")
     max_bytes = _max_bytes(url, options)
     sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
     return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from events.feed.inventory import Inventory
 from events.formats.trtllm import PIECE_BYTES, EventDicts
+from events.types import WorkerSeen
 from sinks.base import Sink, SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed
 from sinks.router.numbers import FeedNumbers
@@ -35,7 +36,7 @@ class LineTransport:
         self.output = output
         self._dicts, self._has_names = dicts, has_names
 
-    def open(self, next_seq: int) -> None:
+    def open(self, next_seq: int, worker: WorkerSeen | None) -> None:
         """Open the output. Raises SinkError, and what that raises."""
         if not self._has_names:
             raise SinkError("TensorRT-LLM's dicts name blocks, and these have no names: set block_hash")
@@ -87,7 +88,7 @@ def dict_feed(url: SinkURL, output: LineOutput, context: SinkContext, max_bytes:
     Raises SinkURLError.
     """
     if "tokens" in url.options and url.options["tokens"].lower() not in ("1", "true"):
-        reason = "TensorRT-LLM's dicts hold token ids: leave tokens= out, or take format=native"
+        reason = "TensorRT-LLM's dicts hold token ids: leave tokens= out, or take format=jsonl"
         raise SinkURLError(str(url), reason)
     if context.kind == "feed":
         reason = "format=trtllm tells of a cache, and this log of what engines told: leave it out"

@@ -76,7 +76,7 @@ def test_the_sidecars_command_is_one() -> None:
     assert str(parsed.log) == "/data/log"
     [url] = parsed.sinks
     options = SinkURL.parse(url).read_options(ZMQOptions)
-    assert (options.replay, options.pod, options.model) == ("5558", "10.0.0.7:8000", "MODEL")
+    assert (options.replay, options.topic) == ("5558", "kv@10.0.0.7:8000@MODEL")
 
 
 def test_ports_volumes_and_labels_belong_together() -> None:

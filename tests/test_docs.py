@@ -400,7 +400,7 @@ def test_example_of_a_dict_is_what_is_written() -> None:
 
 def test_examples_that_read_files_run(play: Play, tmp_path: Path) -> None:
     """Those of frames and of TensorRT-LLM's dicts, on files that sinks have written."""
-    urls = [f"file:{tmp_path}/e.msgpack?encoding=msgpack", f"file:{tmp_path}/e.jsonl?format=trtllm"]
+    urls = [f"file:{tmp_path}/e.msgpack?format=msgpack", f"file:{tmp_path}/e.jsonl?format=trtllm"]
     with KVCacheManager(KVCacheConfig(max_sequence_length=64, primary_blocks=8), sinks=urls) as manager:
         manager.add_sequence(1, [5] * 40)
         manager.store_context_blocks(1, 40)

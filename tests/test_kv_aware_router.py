@@ -128,7 +128,7 @@ def feed() -> Iterator[tuple[FleetIndex, Feed]]:
 
 
 def sink(feed: Feed) -> str:
-    return f"zmq+pub://{feed.endpoint.removeprefix('tcp://')}?connect=1&replay=0&coalesce=0s&model=m"
+    return f"zmq+pub://{feed.endpoint.removeprefix('tcp://')}?connect=1&replay=0&coalesce=0s"
 
 
 def test_overlap_is_what_the_cache_would_reuse(feed: tuple[FleetIndex, Feed]) -> None:

@@ -146,7 +146,7 @@ def urls(tmp_path: Path, tokens: int) -> list[str]:
         f"zmq+pub://127.0.0.1:0?replay=0&coalesce=0&heartbeat=50ms&first=0&tokens={tokens}",
         f"stdout:?format=jsonl&tokens={tokens}",
         f"file://{tmp_path}/sinks/events.jsonl?tokens={tokens}",
-        f"file://{tmp_path}/sinks/events.kvevents?encoding=msgpack&tokens={tokens}",
+        f"file://{tmp_path}/sinks/events.kvevents?format=msgpack&tokens={tokens}",
         "prometheus://127.0.0.1:0",
     ]
 
@@ -162,7 +162,7 @@ def play(tmp_path: Path, *, tokens: bool) -> tuple[list[bytes], str]:
             make_snapshot(writer.directory, first_seq(path))
         tracebacks = "".join(refusals(manager))
         manager.flush()
-        sent = list(told_by_zmq(manager.feeds[0].transports[0]))
+        sent = list(told_by_zmq(manager.feeds[0].transport))
         [scraped] = [
             each.sink for each in manager._journal.outputs._runners if isinstance(each.sink, PrometheusSink)
         ]

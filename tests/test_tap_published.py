@@ -141,7 +141,7 @@ def signed(name: Any) -> Any:
 
 FORMS: dict[str, Callable[[dict[Block, Any]], dict[Block, Any]]] = {
     "format=vllm": lambda resident: resident,
-    "style=array": in_arrays,
+    "format=vllm-array": in_arrays,
     "format=sglang": in_sglang,
 }
 
@@ -162,7 +162,7 @@ def test_forms(engine: Engine, tmp_path: Path, form: str) -> None:
         for router in routers:
             router.hear_until(FORMS[form](engine.oracle.resident))
         assert len(engine.oracle.resident) > 10
-        kind = list if form == "style=array" else dict
+        kind = list if form == "format=vllm-array" else dict
         assert all(isinstance(event, kind) for router in routers for event in router.events)
 
 
@@ -170,7 +170,7 @@ def test_arrays_hold_a_block_each(engine: Engine, tmp_path: Path) -> None:
     """Some readers take an event's parent for that of all its blocks; only where nobody knows whose tokens are whose,
     one event holds all.
     """
-    url = f"zmq+pub://127.0.0.1:{(port := free_port())}?style=array"
+    url = f"zmq+pub://127.0.0.1:{(port := free_port())}?format=vllm-array"
     with ExitStack() as resources:
         resources.enter_context(published(tmp_path / "log", url))
         engine.send_rest()

@@ -361,7 +361,7 @@ class BrokerSubscriber(StreamSubscriber[Report]):
 
 
 class NativeBrokerSubscriber(StreamSubscriber[NativeReport]):
-    """Follows workers that tell all events of their caches (``format=native``, ``encoding=msgpack``)."""
+    """Follows workers that tell all events of their caches (``format=native``)."""
 
     def _follower(self, worker: str) -> NativeRecordFollower:
         return NativeRecordFollower(worker)

@@ -113,7 +113,7 @@ def codec_of(encoding: Encoding, key_bytes: int) -> NativeCodec:
 def decode_native(payload: bytes) -> EventBatch:
     """The batch of a message in msgpack. Raises EventDecodeError."""
     if payload[:1] == _JSON_BEGINS:
-        raise EventDecodeError("it is JSON: readers of this software take encoding=msgpack")
+        raise EventDecodeError("it is JSON: readers of this software take format=native")
     return decode_batch(payload)
 
 

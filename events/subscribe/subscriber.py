@@ -657,7 +657,7 @@ _ASK_AGAIN_SECONDS = 1.0
 
 
 class NativeSubscriber(BlockingPublication[NativeReport]):
-    """Listens to one publisher, whose messages are msgpack (``format=native``, ``encoding=msgpack``).
+    """Listens to one publisher, whose messages are msgpack (``format=native``).
 
     The arguments are those of `events.subscribe.subscriber.Publication`, but that it always begins with the state.
     """

@@ -103,7 +103,7 @@ def main() -> None:
         secondary_blocks=args.secondary_blocks,
     )
     # It connects to the balancer, which is told everything whenever it comes. What gets lost is asked for at `replay`.
-    sink = f"zmq+pub://{args.feed}?connect=1&replay=0&coalesce=5ms&heartbeat=200ms&model=example"
+    sink = f"zmq+pub://{args.feed}?connect=1&replay=0&coalesce=5ms&heartbeat=200ms"
     asyncio.run(_serve(Serving(config, sink)))
 
 

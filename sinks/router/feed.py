@@ -28,7 +28,7 @@ from events.feed.changes import AnyChange, Cleared, EncodedEvent, Removed, Store
 from events.feed.fold import Feed
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.subscribe.workers import WorkerFeed
-from events.types import EventBatch, Gap, GroupCreated, Namespace
+from events.types import EventBatch, Gap, GroupCreated, Namespace, WorkerSeen
 from sinks.base import Overflow, Sink
 from sinks.router.numbers import FeedNumbers
 
@@ -151,8 +151,13 @@ class FeedTransport(Protocol):
     def subscribers(self) -> int:
         """Readers known at the last `tick`; 0 where that cannot be known."""
 
-    def open(self, next_seq: int) -> None:
-        """Acquire what is needed; `next_seq` is the number of the first batch. Raises SinkError."""
+    def open(self, next_seq: int, worker: WorkerSeen | None) -> None:
+        """Acquire what is needed. Raises SinkError.
+
+        - `next_seq`: the number of the first batch.
+        - `worker`: the engine of a log of `kvcache tap`, of which the feed has the topic and the rank unless the
+          settings say otherwise.
+        """
 
     def send(self, batch: FeedBatch) -> None:
         """Take one batch, without waiting for anybody."""
@@ -170,8 +175,7 @@ class RouterFeed(Sink):
     - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one
       batch for each `EventBatch` that changes something for routers.
     - `max_batch_bytes`: bound of an encoded batch (a single block that is larger still goes out).
-    - `feed`: what folds; by default what routers may see of a cache. Of an engine that told of its own, `opens_as` is
-      told its topic and its rank before the transport is opened.
+    - `feed`: what folds; by default what routers may see of a cache.
     - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a
       router can tell "nothing new" from "missed something". 0: never.
     """
@@ -194,7 +198,6 @@ class RouterFeed(Sink):
         max_batch_bytes: int = 1 << 20,
         heartbeat_seconds: float = 1.0,
         feed: StreamFold[AnyChange] | None = None,
-        opens_as: Callable[[str, int], None] = lambda topic, rank: None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -205,7 +208,6 @@ class RouterFeed(Sink):
         self._heartbeat = heartbeat_seconds
         self._monotonic, self._wall = monotonic, wall
         self._feed: StreamFold[AnyChange] = Feed() if feed is None else feed
-        self._opens_as = opens_as
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
         self._restate = True
@@ -217,11 +219,6 @@ class RouterFeed(Sink):
         was published since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
         self._subscribers_changed = threading.Condition()
-
-    @property
-    def transports(self) -> tuple[FeedTransport, ...]:
-        """What carries the feed, for who wants to know its endpoints."""
-        return (self.transport,)
 
     @property
     def subscribers(self) -> int:
@@ -264,12 +261,10 @@ class RouterFeed(Sink):
 
     def open(self) -> None:
         """Reserve numbers and open the transport."""
-        if isinstance(self._feed, WorkerFeed) and self._feed.worker is not None:
-            seen = self._feed.worker.seen
-            self._opens_as(seen.topic, seen.rank or 0)
+        worker = self._feed.worker if isinstance(self._feed, WorkerFeed) else None
         self._numbers.open()
         try:
-            self.transport.open(self._numbers.next)
+            self.transport.open(self._numbers.next, None if worker is None else worker.seen)
         except BaseException:
             self._numbers.close()
             raise

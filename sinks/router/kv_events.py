@@ -60,8 +60,7 @@ def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: s
         return None
     host, port = _parts("endpoint", read.endpoint, rank)
     binds = "*" in read.endpoint or "::" in read.endpoint
-    fields = {"bind" if binds else "connect": "true", "topic": read.topic, "hwm": str(read.hwm)}
-    fields["rank"] = str(rank)
+    fields = {"connect": str(int(not binds)), "topic": read.topic, "hwm": str(read.hwm), "rank": str(rank)}
     if read.replay_endpoint is not None:
         fields["replay"] = ":".join(_parts("replay_endpoint", read.replay_endpoint, rank))
     more = f"&{options}" if options else ""

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import msgspec
 
 from events.feed.changes import AnyChange, Batched, EncodedEvent, Stored
 from events.feed.fold import Feed
-from events.formats.native import Encoding, NativeCodec, codec_of
+from events.formats.native import NativeCodec, codec_of
 from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, join_batches
 from events.subscribe.workers import WorkerFeed
-from events.types import EventBatch, GroupCreated
+from events.types import EventBatch, GroupCreated, WorkerSeen
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.feed import FeedTransport, RouterFeed
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 
-WireFormat = Literal["vllm", "sglang", "native"]
-Style = Literal["map", "array"]
-
-
-class Form(NamedTuple):
-    """What writes a batch."""
-
-    encode: Encode = ENCODERS["vllm"]
-    overhead: int = 1
-    """Up to so many times the bytes that are reckoned for a batch."""
-    join: Join = join_batches
-    """Makes one payload of several."""
-    is_cut: bool = False
-    """Whether a payload may be cut anywhere, where one is too large for a broker."""
-
-
+WireFormat = Literal["vllm", "vllm-array", "sglang", "native", "native-json"]
 INT32 = 2**31 - 1
 """More than any socket, and any rank, can be given."""
 
@@ -42,8 +28,6 @@ class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of all sinks that feed routers."""
 
     format: WireFormat = "vllm"
-    style: Style = "map"
-    encoding: Encoding = "msgpack"
     tokens: bool | None = None
     engine: str | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
@@ -55,53 +39,80 @@ class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
     first: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
     insecure: bool = False
 
+    @property
+    def is_native(self) -> bool:
+        """Whether batches of events are published as they are."""
+        return self.format in ("native", "native-json")
 
-_NOT_NATIVE = ("style", "engine", "salts", "coalesce", "pad")
+    @property
+    def has_tokens(self) -> bool:
+        """Whether token ids are published: routers find blocks by them, others need not know them."""
+        return not self.is_native if self.tokens is None else self.tokens
+
+
+_NOT_NATIVE = ("engine", "salts", "coalesce", "pad")
 """Options about what other formats have."""
 
 
-def tells_tokens(options: FeedOptions) -> bool:
-    """Whether token ids are told: routers find blocks by them, others need not know them."""
-    return options.format != "native" if options.tokens is None else options.tokens
+@dataclass(frozen=True)
+class PayloadWriter:
+    """Writes the batches of one feed in its format."""
+
+    encoder: Encode = ENCODERS["vllm"]
+    joiner: Join = join_batches
+    overhead: int = 1
+    """Payloads take at most this many times the bytes that are reckoned for a batch."""
+    is_cut: bool = False
+    """Whether a payload may be cut anywhere, where one is too large for a broker."""
+    rank: int = 0
+    salts: Salts | None = None
+    """Finds a cache salt by its digest, to publish it itself; None: all are published as digests."""
+    holds: str = "token ids"
+    """The secrets in the payloads, in words."""
+
+    def for_worker(self, worker: WorkerSeen | None) -> PayloadWriter:
+        """The same, with the rank of an engine of others where no rank was set."""
+        return self if self.rank or worker is None else replace(self, rank=worker.rank or 0)
+
+    def encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+        """The payload of a batch."""
+        return self.encoder(changes, ts, self.rank, groups, salts=self.salts)
+
+    def join(self, payloads: Sequence[bytes]) -> bytes:
+        """One payload with all the events of several, and the time of the last one."""
+        return self.joiner(payloads, self.rank)
 
 
-def form_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Form:
+def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> PayloadWriter:
     """What writes the batches. Raises SinkURLError."""
-    if options.format == "native":
-        return _native(url, options, context)
-    if "encoding" in url.options:
-        raise SinkURLError(str(url), "encoding= is about format=native: leave it out")
-    form = _named(url, options)
-    return form if tells_tokens(options) else form._replace(encode=_WithoutTokens(form.encode))
+    if options.is_native:
+        for name in _NOT_NATIVE:
+            if name in url.options:
+                reason = "is about other formats: format=native publishes batches as they are, leave it out"
+                raise SinkURLError(str(url), f"{name}= {reason}")
+        codec = codec_of("json" if options.format == "native-json" else "msgpack", context.key_bytes)
+        encode, join = _encode_native(codec), lambda payloads, rank: codec.join(payloads)
+    else:
+        encode, join = ENCODERS[options.format], join_batches  # type: ignore[index]
+        if not options.has_tokens:
+            encode = _encode_without_tokens(encode)
+    salts = context.salts.ask() if options.salts == "plain" else None
+    secrets = {"token ids": options.has_tokens, "cache salts": salts is not None}
+    return PayloadWriter(
+        encode,
+        join,
+        overhead=ARRAY_OVERHEAD if options.format == "vllm-array" else 1,
+        is_cut=options.is_native,
+        rank=options.rank,
+        salts=salts,
+        holds=", ".join(name for name, is_held in secrets.items() if is_held) or "names of blocks",
+    )
 
 
-def _native(url: SinkURL, options: FeedOptions, context: SinkContext) -> Form:
-    for name in _NOT_NATIVE:
-        if name in url.options:
-            raise SinkURLError(
-                str(url),
-                f"{name}= is about other formats: format=native tells batches as they are, leave it out",
-            )
-    codec = codec_of(options.encoding, context.key_bytes)
-    return Form(_Batches(codec), join=lambda payloads, rank: codec.join(payloads), is_cut=True)
+def _encode_native(codec: NativeCodec) -> Encode:
+    """Writes the only batch among the changes."""
 
-
-def _named(url: SinkURL, options: FeedOptions) -> Form:
-    if options.style == "array":
-        if options.format != "vllm":
-            raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
-        return Form(ENCODERS["vllm-array"], ARRAY_OVERHEAD)
-    return Form(ENCODERS["sglang" if options.format == "sglang" else "vllm"])
-
-
-class _Batches:
-    """Writes the only batch that is told."""
-
-    def __init__(self, codec: NativeCodec) -> None:
-        self._codec = codec
-
-    def __call__(
-        self,
+    def encode(
         changes: Sequence[AnyChange],
         ts: float,
         rank: int = 0,
@@ -109,19 +120,16 @@ class _Batches:
         *,
         salts: Salts | None = None,
     ) -> bytes:
-        """As `Encode` says."""
-        told = [change.batch for change in changes if isinstance(change, Batched)]
-        return self._codec.encode(told[0] if told else EventBatch(-1, int(ts * 1e9), ()))
+        batches = [change.batch for change in changes if isinstance(change, Batched)]
+        return codec.encode(batches[0] if batches else EventBatch(-1, int(ts * 1e9), ()))
+
+    return encode
 
 
-class _WithoutTokens:
+def _encode_without_tokens(encode: Encode) -> Encode:
     """Writes no token ids: blocks are known by their names alone."""
 
-    def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-
-    def __call__(
-        self,
+    def encode_rest(
         changes: Sequence[AnyChange],
         ts: float,
         rank: int = 0,
@@ -129,8 +137,9 @@ class _WithoutTokens:
         *,
         salts: Salts | None = None,
     ) -> bytes:
-        """As `Encode` says."""
-        return self._encode([_without_tokens(each) for each in changes], ts, rank, groups, salts=salts)
+        return encode([_without_tokens(each) for each in changes], ts, rank, groups, salts=salts)
+
+    return encode_rest
 
 
 def _without_tokens(change: AnyChange) -> AnyChange:
@@ -143,29 +152,20 @@ def _without_tokens(change: AnyChange) -> AnyChange:
     return change
 
 
-MAPS = Form()
-"""vLLM's maps: what is written where nothing else is asked for."""
-
-
-class OpensAs(FeedTransport, Protocol):
-    """A transport that takes the topic and the rank of an engine where its settings have none."""
-
-    def speak_as(self, topic: str, rank: int) -> None:
-        """Take them, before `open`."""
-
-
 def make_feed(
     url: SinkURL,
     options: FeedOptions,
     context: SinkContext,
-    transport: OpensAs,
+    transport: FeedTransport,
     numbers_file: str | None,
     *,
+    overhead: int = 1,
     first: int | None = None,
 ) -> RouterFeed:
     """Return the sink that feeds this transport; raises SinkURLError.
 
     - `numbers_file`: by default the feed's numbers are kept there, in the context's `state_dir`; None: in memory.
+    - `overhead`: that of the transport's writer.
     - `first`: where numbers begin if neither a file nor the URL says so; None: with the clock.
     """
     coalesce, max_batch, heartbeat = [
@@ -178,18 +178,16 @@ def make_feed(
         path = context.state_dir / numbers_file
     begin = options.first if options.first is not None else clock_number() if first is None else first
     numbers = FeedNumbers(path, first=begin)
-    if options.format == "native":
-        return NativeFeed(
-            transport, numbers, context, tokens=tells_tokens(options), heartbeat_seconds=heartbeat
-        )
+    if options.is_native:
+        tokens = options.has_tokens
+        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
     return RouterFeed(
         transport,
         numbers,
         coalesce_seconds=coalesce,
-        max_batch_bytes=int(max_batch / form_of(url, options, context).overhead),
+        max_batch_bytes=int(max_batch / overhead),
         heartbeat_seconds=heartbeat,
         feed=_fold(url, options.engine, context),
-        opens_as=transport.speak_as,
     )
 
 

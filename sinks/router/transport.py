@@ -6,19 +6,16 @@ One socket publishes (`sinks.router.publisher`), another one answers who missed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import zmq
 
 from events.diagnostics import get_logger
-from events.feed.changes import AnyChange
-from events.formats import vllm
-from events.formats.vllm import Encode, Join
-from events.subscribe.sockets import Curve, Gate, is_loopback, set_keepalive
-from events.types import GroupCreated
+from events.subscribe.sockets import Curve, Gate, set_keepalive
+from events.types import WorkerSeen
 from sinks.router.feed import FeedBatch, FeedSnapshot
-from sinks.router.options import INT32
+from sinks.router.options import INT32, PayloadWriter
 from sinks.router.publisher import (
     HANDSHAKE_SECONDS,
     FeedSocket,
@@ -49,19 +46,12 @@ _log = get_logger("sinks")
 class ZMQSettings:
     """What the transport needs, checked."""
 
-    host: str
-    port: int
-    replay_port: int | None = None
-    connects: bool = False
-    """Whether a reader is bound at host and port; else they are bound here."""
-    replay_host: str | None = None
-    """Where the replay is bound; None: `host`."""
+    place: SocketPlace
+    """Of the feed."""
+    replay: SocketPlace | None = None
     topic: str | None = None
-    """None: made of the pod and the model."""
-    pod: str | None = None
-    """None: where the feed is bound or, if it connects, its replay."""
+    """None: that of the engine or, where the cache is our own, made of the feed's address and the model."""
     model: str = "unknown"
-    rank: int = 0
     ring_bytes: int = 64 << 20
     chunk_bytes: int = 1 << 20
     pad: bool = False
@@ -70,22 +60,14 @@ class ZMQSettings:
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
     """After this a replay's reader that takes nothing is given up."""
-    encode: Encode = vllm.encode_batch
-    """The form of payloads."""
-    join: Join = vllm.join_batches
-    """Makes one of several."""
-    tokens: bool = True
-    """Whether that holds token ids."""
-    salts: Callable[[bytes], str | None] | None = None
-    """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
+    writer: PayloadWriter = field(default_factory=PayloadWriter)
     curve: Curve | None = None
     """Keys, if what is sent is to be encrypted."""
 
     @property
     def is_near(self) -> bool:
         """Whether nothing of the feed leaves this machine."""
-        replay = self.replay_port is None or is_loopback(self.replay_host or self.host)
-        return replay and is_loopback(self.host)
+        return self.place.is_near and (self.replay is None or self.replay.is_near)
 
 
 class ZMQTransport:
@@ -95,7 +77,7 @@ class ZMQTransport:
         self.settings = settings
         self.publisher: FeedSocket
         """The socket on which the feed is published; there from `open` on."""
-        self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
+        self._ring = ReplayRing(0 if settings.replay is None else settings.ring_bytes)
         self.snapshot: EncodedState | None = None
         """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
         self._last: tuple[int, bytes] | None = None
@@ -106,11 +88,7 @@ class ZMQTransport:
         self.replay_endpoint: str | None = None
         self.replay: ReplayServer | None = None
         self._gate: Gate | None = None
-        self._told_topic, self._rank = "", settings.rank
-
-    def speak_as(self, topic: str, rank: int) -> None:
-        """Take the topic and the rank of an engine, where the settings have none; before `open`."""
-        self._told_topic, self._rank = topic, self.settings.rank or rank
+        self._writer = settings.writer
 
     @property
     def subscribers(self) -> int:
@@ -126,28 +104,28 @@ class ZMQTransport:
         )  # of which there are none before it is open
         return sum(each.refused for each in sources if each is not None)
 
-    def open(self, next_seq: int) -> None:
+    def open(self, next_seq: int, worker: WorkerSeen | None = None) -> None:
         """Open the sockets. Raises SinkError if that cannot be done."""
+        self._writer = self.settings.writer.for_worker(worker)
         self._ring.start(next_seq)
         self.snapshot = self._last = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._open_sockets()
+            self._open_sockets(worker.topic if worker else "")
         except BaseException:
             self._close_gate()
             self._context.destroy(linger=0)
             raise
-        if not next_seq and self.settings.port:
+        if not next_seq and self.settings.place.port:
             reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
         if self.settings.curve is None and not self.settings.is_near:
-            told = (("token ids", self.settings.tokens), ("cache salts", self.settings.salts))
-            holds = ", ".join(what for what, is_told in told if is_told) or "names of blocks"
+            holds = self._writer.holds
             _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds=holds, encrypted=False)
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
-        payload = self._encode(batch.changes, batch.ts, batch.groups)
+        payload = self._writer.encode(batch.changes, batch.ts, batch.groups)
         if self.snapshot is not None:
             # Before the ring: whoever misses something there finds it here.
             self.snapshot.append(payload)
@@ -189,7 +167,7 @@ class ZMQTransport:
     def _has_snapshot(self, take_state: Callable[[], FeedSnapshot]) -> bool:
         """Whether the state is ready to be told; else a part of the work on it is done."""
         if self.snapshot is None:
-            self.snapshot = EncodedState(take_state(), self._encode, self.settings.chunk_bytes)
+            self.snapshot = EncodedState(take_state(), self._writer.encode, self.settings.chunk_bytes)
         if self.snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
             self.replay.snapshot = self.snapshot
         return self.snapshot.ready
@@ -206,44 +184,48 @@ class ZMQTransport:
         assert self.snapshot is not None
         seq, payload = self._last
         if not payload:
-            payload = self._join([*self.snapshot.pieces, *self.snapshot.tail])
+            payload = self._writer.join([*self.snapshot.pieces, *self.snapshot.tail])
             self._last = (seq, payload)
         return seq, payload
 
     # --- sockets ------------------------------------------------------------------------------------------
 
-    def _open_sockets(self) -> None:
+    def _open_sockets(self, topic: str) -> None:
         settings = self.settings
         if settings.curve is not None and settings.curve.clients is not None:
             self._gate = Gate(self._context, settings.curve.clients)
             self._gate.open()
         # Opened again, it has the ports that readers know.
-        place = SocketPlace(settings.host, settings.port or port_of(self.endpoint), settings.connects)
+        place = replace(settings.place, port=settings.place.port or port_of(self.endpoint))
         self.publisher = FeedSocket(
             lambda: self._socket(zmq.XPUB, settings.hwm, place),
             place,
             keyed=settings.curve is not None,
         )
         self.endpoint = self.publisher.endpoint
-        router = None if settings.replay_port is None else self._replay_socket(settings.replay_port)
-        self.topic = self.publisher.topic = self._topic().encode()
+        router = None if settings.replay is None else self._replay_socket(settings.replay)
+        if settings.topic is not None:
+            topic = settings.topic
+        elif not topic:
+            pod = pod_at((self.replay_endpoint or "") if place.connects else self.endpoint)
+            topic = f"kv@{pod}@{settings.model}"
+        self.topic = self.publisher.topic = topic.encode()
         if router is not None:
             self.replay = ReplayServer(
                 router,
                 self._ring,
                 self.topic,
-                self._encode,
-                self._join,
+                self._writer.encode,
+                self._writer.join,
                 contiguous=settings.pad,
                 stall_seconds=settings.stall_seconds,
                 keyed=settings.curve is not None,
             )
             self.replay.start()
 
-    def _replay_socket(self, port: int) -> zmq.Socket[bytes]:
+    def _replay_socket(self, place: SocketPlace) -> zmq.Socket[bytes]:
         """Bound always: readers come to it, also where the feed itself connects."""
-        settings = self.settings
-        place = SocketPlace(settings.replay_host or settings.host, port or port_of(self.replay_endpoint))
+        place = replace(place, port=place.port or port_of(self.replay_endpoint))
         router = self._socket(zmq.ROUTER, REPLAY_HWM, place)
         router.set(zmq.ROUTER_MANDATORY, 1)  # to be told when a reader has no room
         try:
@@ -273,18 +255,3 @@ class ZMQTransport:
         if settings.curve is not None:
             (settings.curve.call if place.connects else settings.curve.serve)(socket)
         return socket
-
-    def _topic(self) -> str:
-        settings = self.settings
-        if settings.topic is not None:
-            return settings.topic
-        if self._told_topic and settings.pod is None:
-            return self._told_topic
-        pod = settings.pod or pod_at((self.replay_endpoint or "") if settings.connects else self.endpoint)
-        return f"kv@{pod}@{settings.model}"
-
-    def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self.settings.encode(changes, ts, self._rank, groups, salts=self.settings.salts)
-
-    def _join(self, payloads: Sequence[bytes]) -> bytes:
-        return self.settings.join(payloads, self._rank)

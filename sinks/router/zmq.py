@@ -20,7 +20,7 @@ import msgspec
 from events.subscribe.sockets import Curve, CurveUnavailable, KeyFileError, is_wildcard
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.feed import RouterFeed
-from sinks.router.options import INT32, FeedOptions, form_of, make_feed, tells_tokens
+from sinks.router.options import INT32, FeedOptions, make_feed, writer_of
 from sinks.router.publisher import SocketPlace, binds_by_default
 from sinks.router.transport import ZMQSettings, ZMQTransport
 
@@ -32,10 +32,8 @@ def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
     """Where the feed binds or connects; raises SinkURLError."""
     if url.port is None:
         raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
-    if options.bind and options.connect:
-        raise SinkURLError(str(url), "bind= and connect= exclude each other: leave one of them out")
     host = _spelled(url.host or "127.0.0.1")
-    connects = options.connect or not (options.bind or binds_by_default(host))
+    connects = not binds_by_default(host) if options.connect is None else options.connect
     if connects and (not url.port or is_wildcard(host)):
         reason = "to connect, the router's host and port are needed, as in zmq+pub://router:5557"
         raise SinkURLError(str(url), reason)
@@ -114,16 +112,12 @@ MAX_CHUNK_BYTES = 8 << 20
 class ZMQOptions(FeedOptions, frozen=True, kw_only=True):
     """Options of the URL."""
 
-    bind: bool = False
-    connect: bool = False
+    connect: bool | None = None
     replay: str | None = None
     topic: str | None = None
-    pod: str | None = None
-    model: str | None = None
     ring: str = "64MiB"
     pad: bool = False
     hwm: Annotated[int, msgspec.Meta(ge=1, le=INT32)] = 1000
-    linger: str = "1s"
     curve_key: str | None = None
     curve_clients: str | None = None
     curve_server: str | None = None
@@ -134,11 +128,17 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     options = url.read_options(ZMQOptions)
     settings = _settings(url, options, context)
     _refuse_idle(url, options)
-    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
-    numbers_file = f"feed-{plain}-{settings.port}.numbers" if settings.port else None
-    # To pad from where numbers begin, they must not be high.
-    first = 0 if options.pad else None
-    return make_feed(url, options, context, ZMQTransport(settings), numbers_file, first=first)
+    place = settings.place
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in place.host)
+    return make_feed(
+        url,
+        options,
+        context,
+        ZMQTransport(settings),
+        f"feed-{plain}-{place.port}.numbers" if place.port else None,
+        overhead=settings.writer.overhead,
+        first=0 if options.pad else None,  # To pad from where numbers begin, they must not be high.
+    )
 
 
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
@@ -149,27 +149,18 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
     place, replay = feed_place(url, options), replay_place(url, options)
-    form = form_of(url, options, context)
+    writer = writer_of(url, options, context)
     _check_topic(url, options, place, replay, context)
     return ZMQSettings(
-        host=place.host,
-        port=place.port,
-        replay_port=None if replay is None else replay.port,
-        connects=place.connects,
-        replay_host=None if replay is None else replay.host,
+        place,
+        replay,
         topic=options.topic,
-        pod=options.pod,
-        model=options.model or context.model or "unknown",
-        rank=options.rank,
+        model=context.model or "unknown",
         ring_bytes=int(url.quantity(options, "ring")),
         chunk_bytes=min(int(url.quantity(options, "max_batch")), MAX_CHUNK_BYTES),
         pad=options.pad,
         hwm=options.hwm,
-        linger_seconds=url.quantity(options, "linger"),
-        encode=form.encode,
-        join=form.join,
-        tokens=tells_tokens(options),
-        salts=context.salts.ask() if options.salts == "plain" else None,
+        writer=writer,
         curve=curve_of(url, options, place, replay),
     )
 
@@ -179,25 +170,19 @@ def _check_topic(
 ) -> None:
     if options.topic is not None:
         return
-    for name, part in (("pod", options.pod or ""), ("model", options.model or context.model)):
-        if "@" in part:
-            cut = "routers cut the topic kv@POD@MODEL at each @"
-            reason = f"{cut}, so the {name} must have none: add {name}= or topic="
-            raise SinkURLError(str(url), reason)
-    if place.connects and not options.pod and replay is None:
-        needs = "a router that hears many feeds tells them apart by their topics: add pod=, topic= or replay="
+    if "@" in context.model:
+        cut = "routers cut the topic kv@POD@MODEL at each @"
+        raise SinkURLError(str(url), f"{cut}, so the model must have none: add topic=")
+    if place.connects and replay is None:
+        needs = "a router that hears many feeds tells them apart by their topics: add topic= or replay="
         raise SinkURLError(
-            str(url), f"{needs}; if readers are to connect to this address of ours, add bind=1"
+            str(url), f"{needs}; if readers are to connect to this address of ours, add connect=0"
         )
 
 
 def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
-    for name in ("model", "pod"):
-        if options.topic is not None and getattr(options, name) is not None:
-            reason = f"{name}= is a part of the topic that topic= replaces: leave one of them out"
-            raise SinkURLError(str(url), reason)
-    if options.format == "native" and "max_batch" in url.options:
+    if options.is_native and "max_batch" in url.options:
         raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
     for name in ("ring", "pad"):
         if name in url.options and options.replay is None:

@@ -13,7 +13,7 @@ from events.brokers.records import StreamRecord
 from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.server import Server
 
-FORMS = ["format=vllm", "style=array", "format=sglang"]
+FORMS = ["format=vllm", "format=vllm-array", "format=sglang"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -60,7 +60,7 @@ def test_form_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, broker: Ser
             if "BlockStored" in (event if isinstance(event, list) else event.values())
         ]
         assert len(stored) > 1
-        if form == "style=array":
+        if form == "format=vllm-array":
             assert all(isinstance(event, list) and len(event[1]) == 1 for event in stored)
         else:
             signed = any(name < 0 for event in stored for name in event["block_hashes"])

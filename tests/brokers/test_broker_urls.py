@@ -26,9 +26,7 @@ SCHEMES = ("nats", "redis", "kafka")
         ("u:hidden@127.0.0.1?password_file=a", "there are two passwords"),
         ("u:hidden@127.0.0.1?rank=-1", "bad option"),
         ("u:hidden@127.0.0.1?timeout=5", "needs a number and one of the units"),
-        ("u:hidden@127.0.0.1?format=json", "format is one of vllm, sglang"),
-        ("u:hidden@127.0.0.1?style=list", "style is one of map, array"),
-        ("u:hidden@127.0.0.1?format=sglang&style=array", "a form of format=vllm"),
+        ("u:hidden@127.0.0.1?format=json", "format is one of vllm, vllm-array, sglang"),
         ("u:hidden@127.0.0.1?speed=1", "unknown option 'speed'"),
     ],
 )

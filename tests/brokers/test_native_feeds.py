@@ -19,7 +19,7 @@ from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers import BrokerSettings, BrokerTransport
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.options import Form
+from sinks.router.options import PayloadWriter
 from tests.support.feeds.native import Cache, FoldingReader
 from tests.support.feeds.native_feed import sent_by_a_cache
 from tests.support.secrets import TOKENS, betrayed
@@ -32,7 +32,7 @@ CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ReplayedState)
 
 def feeding(server: Server, options: str = "", *, min_bytes: int | None = None, **cache: Any) -> Cache:
     """A cache that feeds the stream as worker ``w``."""
-    sink = open_sink(f"{server.url}?format=native&worker=w&heartbeat=200ms{options}", CONTEXT)
+    sink = open_sink(f"{server.url}?worker=w&heartbeat=200ms&format=native{options}", CONTEXT)
     assert isinstance(sink, NativeFeed)
     if min_bytes is not None:
         assert isinstance(sink.transport, BrokerTransport)
@@ -71,7 +71,7 @@ def test_readers_know_what_the_manager_knows(broker: Server, tokens: int) -> Non
                 late.check(cache)
         # Where it was overtaken by the trimming it hears a whole state.
         assert all(isinstance(each, Restated) for each in early.others)
-        assert cache.manager.feeds[0].transports[0].tellings > 2  # type: ignore[attr-defined]
+        assert cache.manager.feeds[0].transport.tellings > 2  # type: ignore[attr-defined]
         assert cache.manager.sink_stats()[0].errors == 0
 
 
@@ -93,7 +93,7 @@ def test_batches_larger_than_messages_may_be(broker: Server) -> None:
 
 def test_json(broker: Server) -> None:
     """One object for each record that is not cut."""
-    with closing(feeding(broker, "&encoding=json")) as cache:
+    with closing(feeding(broker, "-json")) as cache:
         cache.steps(20)
         settle(cache)
         told = [msgspec.json.decode(payload) for tag, payload in broker.records("w") if "/" not in tag]
@@ -204,8 +204,8 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
     monkeypatch.setattr("sinks.brokers.TELL_SECONDS", 0)
     rng, kept = random.Random(seed), Kept()
     codec = PackedBatches()
-    form = Form(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)
-    settings = BrokerSettings(piece_bytes=400, min_bytes=1000, form=form)
+    writer = PayloadWriter(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)
+    settings = BrokerSettings(piece_bytes=400, min_bytes=1000, writer=writer)
     transport = BrokerTransport(kept, settings)
     transport.clock = clock = Clock()
     sink = NativeFeed(transport, FeedNumbers(None), CONTEXT, tokens=True, heartbeat_seconds=0.01)

@@ -323,7 +323,7 @@ class TestManyPublishers:
             options = ["--json"] if json_ else []
             process = start("subscribe", f"tcp://127.0.0.1:{port}", "--bind", *options)
             assert process.stdout is not None
-            workers = [connecting(port, f"pod={pod}") for pod in "ab"]
+            workers = [connecting(port, f"topic=kv@{pod}@unknown") for pod in "ab"]
             pods = set[str]()
             with workers[0], workers[1]:
                 assert all(worker.feed.wait_subscribers(1, WAIT) for worker in workers)

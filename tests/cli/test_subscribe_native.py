@@ -24,7 +24,7 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
 
 
 def endpoint(cache: Cache) -> str:
-    return str(cache.manager.feeds[0].transports[0].endpoint)  # type: ignore[attr-defined]
+    return str(cache.manager.feeds[0].transport.endpoint)  # type: ignore[attr-defined]
 
 
 def test_lines_are_those_of_the_log(kvcache: Kvcache, start: Start, cache: Cache, tmp_path: Path) -> None:

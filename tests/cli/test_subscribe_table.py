@@ -164,7 +164,10 @@ class TestProcess:
         """Where many connect each has its row as soon as it is heard, and heartbeats are told."""
         port = free_port()
         table = Table(start, f"tcp://127.0.0.1:{port}", "--bind")
-        with connecting(port, "pod=a") as one, connecting(port, "pod=b&rank=3") as two:
+        with (
+            connecting(port, "topic=kv@a@unknown") as one,
+            connecting(port, "topic=kv@b@unknown&rank=3") as two,
+        ):
             for worker in (one, two):
                 worker.put(worker.source.store(1, 2))
             beating = (lambda each: each["heartbeat_seconds"] is not None and each["blocks"]["gpu"] == 2,) * 2

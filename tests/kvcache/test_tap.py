@@ -285,8 +285,8 @@ def test_many_engines_connect(tmp_path: Path) -> None:
     endpoint = Endpoint("tcp://127.0.0.1:0", replay=True, binds=True)
     with tapping(tmp_path, endpoint) as tap:
         [address] = tap.endpoints
-        url = f"zmq+pub://{address.removeprefix('tcp://')}?connect=1&replay=127.0.0.1:0&coalesce=0&model="
-        managers = [KVCacheManager(config(), sinks=[f"{url}m{number}"]) for number in range(2)]
+        url = f"zmq+pub://{address.removeprefix('tcp://')}?connect=1&replay=127.0.0.1:0&coalesce=0"
+        managers = [KVCacheManager(config(), sinks=[url]) for _ in range(2)]
         for number, manager in enumerate(managers):
             manager.add_sequence("r", list(range(9 + 4 * number)))
             manager.start_transfers()

@@ -218,23 +218,23 @@ class TestURL:
         [
             ("zmq+pub://*:5557", r"tcp://\*:5557 .*curve_key= and curve_clients= .*insecure=1"),
             ("zmq+pub://127.0.0.1:5557?replay=*:5558", r"tcp://\*:5558 lies beyond"),
-            ("zmq+pub://router:5557?pod=a", r"curve_key= and curve_server= .*insecure=1"),
+            ("zmq+pub://router:5557?topic=a", r"curve_key= and curve_server= .*insecure=1"),
             ("zmq+pub://router:5557?replay=*:1", r"curve_key= and curve_clients= and curve_server="),
             ("zmq+pub://router:5557?replay=1", r"at which address, as in replay=\*:5558"),
-            ("zmq+pub://router:5557?insecure=1", r"add pod=, topic= or replay=; .*bind=1"),
-            ("zmq+pub://router:5557?bind=1&connect=1", "exclude each other"),
-            ("zmq+pub://router:0?pod=a", "router's host and port"),
-            ("zmq+pub://*:5557?connect=1&pod=a", "router's host and port"),
-            ("zmq+pub://127.0.0.1:5557?pod=a@b", "pod must have none"),
-            ("zmq+pub://127.0.0.1:5557?pod=a&topic=b", "pod= is a part of the topic"),
+            ("zmq+pub://router:5557?insecure=1", r"add topic= or replay=; .*connect=0"),
+            ("zmq+pub://router:0?topic=a", "router's host and port"),
+            ("zmq+pub://*:5557?connect=1&topic=a", "router's host and port"),
             ("zmq+pub://127.0.0.1:1?ring=1KiB", "replay=, which is not given"),
             (
                 "zmq+pub://127.0.0.1:1?curve_key=K",
                 "a feed that binds is encrypted by curve_key, curve_clients",
             ),
             ("zmq+pub://127.0.0.1:1?curve_clients=K&curve_key=K&curve_server=K", "a feed that binds"),
-            ("zmq+pub://r:1?pod=a&curve_clients=K&curve_key=K&curve_server=K", "that connects is encrypted"),
-            ("zmq+pub://r:1?pod=a&curve_key=K&curve_server=K&insecure=1", "insecure= would change nothing"),
+            (
+                "zmq+pub://r:1?topic=a&curve_clients=K&curve_key=K&curve_server=K",
+                "that connects is encrypted",
+            ),
+            ("zmq+pub://r:1?topic=a&curve_key=K&curve_server=K&insecure=1", "insecure= would change nothing"),
             ("zmq+pub://127.0.0.1:1?curve_key=none&curve_clients=.", "No such file"),
         ],
     )
@@ -252,14 +252,14 @@ class TestURL:
         [
             ("127.0.0.1:7", "127.0.0.1:7", False, None),
             ("localhost:7", "127.0.0.1:7", False, None),
-            ("localhost:7?connect=1&pod=a", "127.0.0.1:7", True, None),
+            ("localhost:7?connect=1&topic=a", "127.0.0.1:7", True, None),
             ("[::1]:7", "::1:7", False, None),
             ("[::]:7?insecure=1", ":::7", False, None),
             ("*:7?insecure=1&replay=8&rank=2", "*:7", False, "*:8"),
             ("127.0.0.1:7?replay=8&rank=2", "127.0.0.1:7", False, "127.0.0.1:8"),
-            ("router:7?insecure=1&pod=a", "router:7", True, None),
-            ("10.0.0.5:7?insecure=1&pod=a", "10.0.0.5:7", True, None),
-            ("10.0.0.5:7?insecure=1&bind=1", "10.0.0.5:7", False, None),
+            ("router:7?insecure=1&topic=a", "router:7", True, None),
+            ("10.0.0.5:7?insecure=1&topic=a", "10.0.0.5:7", True, None),
+            ("10.0.0.5:7?insecure=1&connect=0", "10.0.0.5:7", False, None),
             ("router:7?insecure=1&replay=*:8&rank=1", "router:7", True, "*:8"),
             ("router:7?insecure=1&replay=[::]:8", "router:7", True, ":::8"),
         ],
@@ -269,8 +269,9 @@ class TestURL:
         sink = open_sink(f"zmq+pub://{url}", CONTEXT)
         assert isinstance(sink, RouterFeed)
         settings = sink.transport.settings  # type: ignore[attr-defined]
-        assert (f"{settings.host}:{settings.port}", settings.connects) == (endpoint, connects)
-        assert replay == (None if replay is None else f"{settings.replay_host}:{settings.replay_port}")
+        place, answers = settings.place, settings.replay
+        assert (f"{place.host}:{place.port}", place.connects) == (endpoint, connects)
+        assert replay == (None if answers is None else f"{answers.host}:{answers.port}")
 
     def test_keepalive_is_set_on_every_socket(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """TCP looks after a minute of silence, on the feed's socket and the replay's."""

@@ -45,7 +45,7 @@ def run(directory: Path, url: str, seed: int = 0) -> None:
 
 
 def sink(path: Path, options: str = "tokens=1") -> FileSink:
-    made = open_sink(f"file:{path}?encoding=msgpack&{options}", SinkContext(8, 4))
+    made = open_sink(f"file:{path}?format=msgpack&{options}", SinkContext(8, 4))
     assert isinstance(made, FileSink)
     return made
 
@@ -65,7 +65,7 @@ def fill(path: Path, batches: int, options: str = "tokens=1") -> list[bytes]:
 
 def test_frames_are_the_batches_of_the_log(tmp_path: Path) -> None:
     """All of them, with tokens where they were asked for."""
-    run(tmp_path, f"file:{tmp_path}/e.msgpack?encoding=msgpack&tokens=1")
+    run(tmp_path, f"file:{tmp_path}/e.msgpack?format=msgpack&tokens=1")
     read = frames((tmp_path / "e.msgpack").read_bytes())
     assert read == [msgspec.msgpack.decode(encode_batch(batch)) for batch in LogReader(tmp_path / "log")]
     assert len(read) > 30
@@ -73,7 +73,7 @@ def test_frames_are_the_batches_of_the_log(tmp_path: Path) -> None:
 
 def test_prompts_are_left_out(tmp_path: Path) -> None:
     """Unless `tokens=1` asks for them, no event has any."""
-    run(tmp_path, f"file:{tmp_path}/e.msgpack?encoding=msgpack")
+    run(tmp_path, f"file:{tmp_path}/e.msgpack?format=msgpack")
     batches = [
         decode_batch(msgspec.msgpack.encode(each)) for each in frames((tmp_path / "e.msgpack").read_bytes())
     ]
@@ -112,7 +112,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
         writer.open()
     assert path.read_bytes() == b'{"seq": 0}\n'
     with pytest.raises(SinkOpenError, match="holds no frames"):
-        KVCacheManager(strategies.config(), sinks=[f"file:{path}?encoding=msgpack&append=1"])
+        KVCacheManager(strategies.config(), sinks=[f"file:{path}?format=msgpack&append=1"])
 
 
 def test_each_rotated_file_is_whole(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_sidecar_goes_on_behind_its_last_frame(tmp_path: Path) -> None:
     """Killed before it noted how far it was, it writes nothing twice."""
     run(tmp_path, "stdout:")
     log, path = tmp_path / "log", tmp_path / "e"
-    url = f"file:{path}?encoding=msgpack"
+    url = f"file:{path}?format=msgpack"
     Publisher(log, [url], until="closed").run()
     read = frames(path.read_bytes())
     (state,) = log.glob("publish-*.json")
@@ -153,9 +153,7 @@ def test_sidecar_goes_on_behind_its_last_frame(tmp_path: Path) -> None:
     assert frames(path.read_bytes()) == read
 
 
-def test_what_does_not_go_together() -> None:
-    """TensorRT-LLM's dicts are JSON; an encoding that is not known is refused with those that are."""
-    with pytest.raises(SinkURLError, match="leave encoding= out"):
-        open_sink("file:/x?format=trtllm&encoding=msgpack", SinkContext(8, 4))
-    with pytest.raises(SinkURLError, match="encoding is one of json, msgpack"):
-        open_sink("file:/x?encoding=xml", SinkContext(8, 4))
+def test_a_format_that_is_not_known_is_refused() -> None:
+    """With those that are."""
+    with pytest.raises(SinkURLError, match="format is one of jsonl, msgpack, trtllm"):
+        open_sink("file:/x?format=xml", SinkContext(8, 4))

@@ -17,7 +17,9 @@ from tests.support.engines import strategies
 from tests.support.waiting import wait_until
 
 FORMS = [
-    form + tokens for form in ("format=vllm", "style=array", "format=sglang") for tokens in ("", "&tokens=0")
+    form + tokens
+    for form in ("format=vllm", "format=vllm-array", "format=sglang")
+    for tokens in ("", "&tokens=0")
 ]
 WINDOWS = [None, (6, strategies.LIMIT)]
 
@@ -71,7 +73,7 @@ def test_readers_end_with_what_the_manager_holds(form: str, windows: Any) -> Non
     chance = random.Random(form)
     url = f"zmq+pub://127.0.0.1:0?replay=0&coalesce=0&heartbeat=50ms&first=0&{form}"
     with KVCacheManager(config(windows), sinks=[url]) as manager:
-        transport = manager.feeds[0].transports[0]
+        transport = manager.feeds[0].transport
         assert isinstance(transport, ZMQTransport)
         work(manager, chance, 5, 0)
         with (
@@ -94,10 +96,10 @@ def test_readers_end_with_what_the_manager_holds(form: str, windows: Any) -> Non
 
 def test_batches_of_arrays_keep_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though each block is an event of its own."""
-    url = "zmq+pub://127.0.0.1:0?coalesce=0&max_batch=2KiB&style=array&replay=0&first=0"
+    url = "zmq+pub://127.0.0.1:0?coalesce=0&max_batch=2KiB&format=vllm-array&replay=0&first=0"
     settings = strategies.config(tokens_per_block=1, primary_blocks=600, max_sequence_length=600)
     with KVCacheManager(settings, sinks=[url]) as manager:
-        transport = manager.feeds[0].transports[0]
+        transport = manager.feeds[0].transport
         assert isinstance(transport, ZMQTransport)
         with Subscriber(transport.endpoint, replay=transport.replay_endpoint, start=0) as reader:
             index = Index()
@@ -121,9 +123,8 @@ def test_batches_of_arrays_keep_their_bound(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("format=avro", "format is one of vllm, sglang"),
-        ("style=list", "style is one of map, array"),
-        ("format=sglang&style=array", "a form of format=vllm"),
+        ("format=avro", "format is one of vllm, vllm-array, sglang"),
+        ("style=array", "unknown option"),
     ],
 )
 def test_unknown_forms_are_refused(options: str, reason: str) -> None:

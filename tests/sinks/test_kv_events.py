@@ -9,6 +9,7 @@ import pytest
 
 from sinks import KVEventsConfigError, kv_events_sink, open_sink
 from sinks.router.feed import RouterFeed
+from sinks.router.publisher import SocketPlace
 from sinks.router.transport import ZMQSettings
 from tests.support.feeds.workers import CONTEXT
 
@@ -38,8 +39,8 @@ def test_the_defaults_are_vllms() -> None:
     short = kv_events_sink({"enable_kv_cache_events": True})
     assert short == kv_events_sink(DEFAULTS)
     found = settings(DEFAULTS)
-    assert (found.host, found.port, found.connects, found.replay_port) == ("*", 5557, False, None)
-    assert (found.topic, found.hwm, found.rank) == ("", 100000, 0)
+    assert (found.place, found.replay) == (SocketPlace("*", 5557), None)
+    assert (found.topic, found.hwm, found.writer.rank) == ("", 100000, 0)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_binding_connecting_and_ports_are_vllms(endpoint: str, place: tuple[str,
             settings(config, rank=2)
         return
     found = settings(config, rank=2)
-    assert (found.host, found.port, found.connects) == place
-    assert (found.replay_host, found.replay_port, found.rank, found.topic) == ("*", 6002, 2, "kv@pod@m")
+    assert found.place == SocketPlace(*place)
+    assert (found.replay, found.writer.rank, found.topic) == (SocketPlace("*", 6002), 2, "kv@pod@m")
 
 
 @pytest.mark.parametrize("config", [{}, {"enable_kv_cache_events": False}, DEFAULTS | {"publisher": "null"}])

@@ -84,7 +84,9 @@ def test_each_worker_is_known_exactly(port: int, keys: Keys, replay: bool, encry
             for name in curves
         }
     more = "&replay=0&ring=2KiB&max_batch=2KiB" if replay else ""
-    workers = {name: connecting(port, f"pod={name}{more}{curve}") for name, curve in curves.items()}
+    workers = {
+        name: connecting(port, f"topic=kv@{name}@unknown{more}{curve}") for name, curve in curves.items()
+    }
     find = (lambda heard: workers[heard.topic.split("@")[1]].transport.replay_endpoint) if replay else None
     curve = keys.serves("router") if encrypted else None
     random_ = random.Random(7)
@@ -137,7 +139,7 @@ def test_who_does_not_answer_holds_up_nobody_else(port: int, flood: int) -> None
 
 
 def test_the_replay_is_found_in_the_topic(port: int) -> None:
-    """Without pod= a worker that connects is called by the address of its replay, where it answers what was missed."""
+    """Without topic= a worker that connects is called by the address of its replay, where it answers."""
     with connecting(port, "replay=0") as worker:
         worker.put(worker.source.store(1, 3))
         worker.settle()
@@ -154,7 +156,7 @@ def test_the_replay_is_found_in_the_topic(port: int) -> None:
 def test_who_is_not_allowed_says_nothing_until_he_is(port: int, keys: Keys) -> None:
     """Both ends count the refusals, nothing of the worker is heard; once its key is on the list, all is, unasked."""
     keys.allow("a")
-    url = f"pod=b&curve_key={keys.secret('b')}&curve_server={keys.public('router')}"
+    url = f"topic=kv@b@unknown&curve_key={keys.secret('b')}&curve_server={keys.public('router')}"
     with connecting(port, url) as worker, Router(port, curve=keys.serves("router")) as router:
         worker.put(worker.source.store(1, 3))
         assert router.hears(lambda: router.gathering.refused > 0 and worker.transport.refused > 0)
@@ -168,9 +170,9 @@ def test_who_is_not_allowed_says_nothing_until_he_is(port: int, keys: Keys) -> N
 def test_a_worker_in_clear_is_not_heard(port: int, keys: Keys) -> None:
     """An encrypted router takes nothing from who has no key, nor from who takes another one for the router."""
     keys.allow("a")
-    right = f"pod=right&curve_key={keys.secret('a')}&curve_server={keys.public('router')}"
-    wrong = f"pod=a&curve_key={keys.secret('a')}&curve_server={keys.public('other')}"
-    for options in ("pod=a", wrong):
+    right = f"topic=kv@right@unknown&curve_key={keys.secret('a')}&curve_server={keys.public('router')}"
+    wrong = f"topic=kv@a@unknown&curve_key={keys.secret('a')}&curve_server={keys.public('other')}"
+    for options in ("topic=kv@a@unknown", wrong):
         with connecting(port, options) as worker, Router(port, curve=keys.serves("router")) as router:
             worker.put(worker.source.store(1, 3))
             assert router.hears(lambda: router.gathering.refused > 0)
@@ -202,7 +204,11 @@ def test_nobody_speaks_for_another_key(port: int, keys: Keys) -> None:
 
 def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
     """Topics cost memory, and whoever connects makes them up."""
-    with connecting(port, "pod=a"), connecting(port, "pod=b"), Router(port, max_workers=1) as router:
+    with (
+        connecting(port, "topic=kv@a@unknown"),
+        connecting(port, "topic=kv@b@unknown"),
+        Router(port, max_workers=1) as router,
+    ):
         assert router.hears(lambda: router.gathering.ignored > 2)
         assert len(router.indexes) == 1
 
@@ -210,17 +216,17 @@ def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
 def test_a_worker_that_was_silent_for_long_gives_way(port: int) -> None:
     """As at rolling restarts; that is a loss, and if it comes again it is a new one."""
     with Router(port, max_workers=1, forget_seconds=0.3) as router:
-        with connecting(port, "pod=a") as first:
+        with connecting(port, "topic=kv@a@unknown") as first:
             first.put(first.source.store(1, 3))
             assert router.hears(lambda: any(index.resident() for index in router.indexes.values()))
         router.hear(0.4)
-        with connecting(port, "pod=b") as second:
+        with connecting(port, "topic=kv@b@unknown") as second:
             second.put(second.source.store(1, 2))
             assert router.hears(lambda: router.told().get("b") == resident(second))
         assert [worker.topic for worker in router.gathering.workers] == ["kv@b@unknown"]
         assert router.of("kv@a@unknown").missed_batches == 1
         router.hear(0.4)
-        with connecting(port, "pod=a") as again:
+        with connecting(port, "topic=kv@a@unknown") as again:
             again.put(again.source.store(1, 1))
             assert router.hears(lambda: router.of("kv@a@unknown").resident() == resident(again))
 

@@ -15,12 +15,14 @@ from structlog.testing import capture_logs
 
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE
+from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE, SocketPlace
 from sinks.router.replay import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source, State
 from tests.support.feeds.workers import Router, Worker, churn, last_seq, read_answer
 from tests.support.waiting import WAIT, WAIT_MS, Clock, wait_until
+
+PLACE = SocketPlace("127.0.0.1", 0)
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ class TestNewcomers:
             assert tried.poll(WAIT_MS), "it does not try to connect again"
             router.live.disable_monitor()
             tried.close(linger=0)
-            settings = ZMQSettings("127.0.0.1", int(port))
+            settings = ZMQSettings(SocketPlace("127.0.0.1", int(port)))
             feed = RouterFeed(ZMQTransport(settings), FeedNumbers(None), coalesce_seconds=0)
             with Worker(feed=feed) as again:
                 again.put(again.source.store(7, 2))
@@ -174,7 +176,7 @@ class TestNewcomers:
     def test_large_states_wait_for_those_on_their_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who connects and never reads holds up newcomers for a while only, and no more memory than a few states."""
         monkeypatch.setattr("sinks.router.publisher.TAKING_SECONDS", 1.0)
-        settings = ZMQSettings("127.0.0.1", 0, stall_seconds=0.2, linger_seconds=0.05, replay_port=0)
+        settings = ZMQSettings(PLACE, PLACE, stall_seconds=0.2, linger_seconds=0.05)
         feed = RouterFeed(ZMQTransport(settings), FeedNumbers(None), coalesce_seconds=0)
         with Worker(feed=feed) as worker, contextlib.ExitStack() as stack:
             worker.source.block = 4
@@ -360,7 +362,7 @@ def named_reader(router: Router, worker: Worker, name: bytes) -> zmq.Socket:
 @contextlib.contextmanager
 def all_places_taken(router: Router, clock: Clock) -> Iterator[tuple[Worker, ReplayServer]]:
     """A feed of 6,000 blocks whose replay is answering as many readers as it does at once, which take nothing."""
-    settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
+    settings = ZMQSettings(PLACE, PLACE, stall_seconds=1e6, linger_seconds=0.05)
     transport = ZMQTransport(settings)
     feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
     with Worker(feed=feed) as worker:

@@ -285,7 +285,7 @@ class TestOpening:
         """The numbers are free for the next try."""
 
         class Broken(RecordingTransport):
-            def open(self, next_seq: int) -> None:
+            def open(self, next_seq: int, worker: object) -> None:
                 raise OSError(5, "broken")
 
         feed = RouterFeed(Broken(), FeedNumbers(tmp_path / "numbers"))

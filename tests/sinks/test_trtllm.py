@@ -349,7 +349,7 @@ def test_rotation_keeps_files_small(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("file:/x?format=avro", "format is one of native, trtllm"),
+        ("file:/x?format=avro", "format is one of jsonl, msgpack, trtllm"),
         ("stdout:?format=avro", "format is one of text, jsonl, trtllm"),
         ("file:/x?format=trtllm&tokens=0", "dicts hold token ids"),
     ],

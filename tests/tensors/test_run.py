@@ -693,7 +693,7 @@ class TestWaitingForSubscribers:
         """It waits for readers of each such sink, and for none of the feed that the run checks itself."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        url = f"zmq+pub://127.0.0.1:{port}?linger=0"
+        url = f"zmq+pub://127.0.0.1:{port}"
         process = start(
             *("run", "--no-pools", "--limit", 2, "--check-feed", "--json"),
             *("--wait-subscribers", readers, "--sink", url),

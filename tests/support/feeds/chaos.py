@@ -71,7 +71,7 @@ class Site:
     def url(self) -> str:
         return (
             f"zmq+pub://127.0.0.1:{self.port}?replay={self.replay_port}&state={self.state}"
-            f"&heartbeat=20ms&linger=50ms&{self.options}"
+            f"&heartbeat=20ms&{self.options}"
         )
 
     @property

@@ -211,7 +211,7 @@ class RecordingTransport:
     """So many calls of `send` raise."""
     first: int | None = None
 
-    def open(self, next_seq: int) -> None:
+    def open(self, next_seq: int, worker: object) -> None:
         self.calls.append("open")
         self.first = next_seq
 

@@ -92,7 +92,7 @@ class Told:
         self.batches: list[FeedBatch] = []
         self.opened = 0
 
-    def open(self, next_seq: int) -> None:
+    def open(self, next_seq: int, worker: object) -> None:
         self.opened += 1
 
     def send(self, batch: FeedBatch) -> None:
