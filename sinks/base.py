@@ -74,13 +74,8 @@ _PORT_SHOWN = 6
 
 _SIZES = ("max_batch", "max_bytes", "ring")
 """Options that are sizes; others with a unit are durations."""
-LOGIN_IGNORED = (
-    "it asks nobody who he is, so a user and a password would be ignored and protect nothing: leave them out"
-)
 _PLACE = re.compile(r"`\$\.(\w+)`$")
 """Where msgspec says which option does not fit."""
-_LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
-"""At the start of a path: a login whose // was forgotten. Behind it everything may be a password, up to the last @."""
 
 
 class SinkError(FieldsError):
@@ -259,7 +254,6 @@ class SinkURL:
     options: Mapping[str, str]
     user: str | None = None
     password: str | None = None
-    """To be read while the sink is made: `open_sink` refuses a login that was not."""
 
     @classmethod
     def parse(cls, url: str) -> SinkURL:
@@ -321,19 +315,6 @@ class SinkURL:
         if b"\0" in encoded:
             raise SinkURLError(str(self), "a file's path has no NUL character (%00)")
         return Path(path)
-
-    @property
-    def has_login(self) -> bool:
-        """Whether there is a user or a password."""
-        return self.user is not None or self.password is not None
-
-    def refuse_login(self, why: str = LOGIN_IGNORED) -> None:
-        """Raise SinkURLError if there is a user or a password: whoever gave them would rely on them."""
-        if self.has_login:
-            raise SinkURLError(str(self), why)
-        if self.host is None and _LOGIN_IN_PATH.match(self.path):
-            reason = "a user and a password follow //; for a path with a colon and an @ put ./ before it"
-            raise SinkURLError(str(self), reason)
 
     def read_options(self, declared: type[Options]) -> Options:
         """The options as `declared` (a msgspec struct) types them.

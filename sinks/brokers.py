@@ -357,6 +357,9 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     return feed_of(url, options, context, stream, worker)
 
 
+create.takes_login = True  # type: ignore[attr-defined]
+
+
 def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
     address = address_of(url, options)
     if isinstance(options, NATSOptions):

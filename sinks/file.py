@@ -322,9 +322,6 @@ class FileSink(LineOutput):
 def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
     """The sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
     options = url.read_options(FileOptions)
-    url.refuse_login(
-        "a file is opened with the rights of this process, so a user and a password would be ignored: leave them out"
-    )
     if url.host not in (None, "localhost") or url.port is not None:
         reason = (
             "write file:///tmp/events.jsonl for an absolute path and file:events.jsonl for a relative one"

@@ -602,7 +602,6 @@ class PrometheusSink(Sink):
 def create(url: SinkURL, context: SinkContext) -> PrometheusSink:
     """The sink for a ``prometheus:`` URL."""
     options = url.read_options(PrometheusOptions)
-    url.refuse_login()
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "metrics are at /metrics: give host and port only")
     if (options.certfile is None) != (options.keyfile is None):

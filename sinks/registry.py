@@ -4,16 +4,20 @@ Sinks of this package are in a table, so that they work from a source tree that 
 of others come from the entry-point group ``kvcache.sinks``: the entry's name is the scheme, its object is
 called with the parsed URL and the context and returns the sink. Nothing is imported before it is asked for,
 and an entry point cannot take a scheme of this package away from it.
+
+A user and a password in a URL are refused unless the entry's object has an attribute `takes_login` that is true:
+whoever gave them would rely on them.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import cast
 
-from sinks.base import LOGIN_IGNORED, Sink, SinkContext, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkURL, SinkURLError
 
 ENTRY_POINT_GROUP = "kvcache.sinks"
 
@@ -29,34 +33,30 @@ _BUILT_IN = {
     "stdout": "sinks.stdout",
     "zmq+pub": "sinks.router.zmq",
 }
+_LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
+"""At the start of a path: a login whose // was forgotten. After it everything may be a password, up to the last @."""
 
 
 def open_sink(url: str, context: SinkContext) -> Sink:
     """The sink that `url` names, not yet opened: its runner calls `open` on its own thread.
 
     Raises SinkURLError if the URL cannot be understood, its scheme is not known, what provides the scheme
-    cannot be imported, or the URL has a login that what makes the sink does not look at.
+    cannot be imported, or the URL has a login and what makes the sink takes none.
     """
     parsed = SinkURL.parse(url)
     factory = _factory(parsed)
-    if not parsed.has_login:
-        return factory(parsed, context)
-    watched = _WatchedURL(**vars(parsed))
-    sink = factory(watched, context)
-    if not watched.login_was_read:
-        raise SinkURLError(str(parsed), LOGIN_IGNORED)
-    return sink
+    if not getattr(factory, "takes_login", False):
+        _refuse_login(parsed)
+    return factory(parsed, context)
 
 
-class _WatchedURL(SinkURL):
-    """A URL that notes whether anybody reads its login."""
-
-    login_was_read = False
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("user", "password"):
-            object.__setattr__(self, "login_was_read", True)
-        return super().__getattribute__(name)
+def _refuse_login(url: SinkURL) -> None:
+    if url.user is not None or url.password is not None:
+        reason = "it takes no login: a user and a password would be ignored, and protect nothing, so leave them out"
+        raise SinkURLError(str(url), reason)
+    if url.host is None and _LOGIN_IN_PATH.match(url.path):
+        reason = "a user and a password follow //; for a path with a colon and an @ put ./ before it"
+        raise SinkURLError(str(url), reason)
 
 
 def known_schemes() -> list[str]:

@@ -71,9 +71,6 @@ class StdoutSink(LineOutput):
 def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:
     """The sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
-    url.refuse_login(
-        "this process prints to its own stdout: a user and a password would be ignored, leave them out"
-    )
     if url.host is not None or url.port is not None or url.path:
         raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":

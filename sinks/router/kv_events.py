@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import msgspec
@@ -32,10 +32,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``zmq`` or ``null``; None: zmq if events are enabled."""
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
+    buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = 10_000
     """Has no counterpart: what lies further back is answered from the state."""
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    hwm: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    max_queue_size: Annotated[int, msgspec.Meta(ge=0)] = 100_000
     """Has no counterpart: a sink's queue is bounded, and never makes the engine wait."""
     topic: str = ""
 
@@ -53,9 +53,6 @@ def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: s
     read = _read(config)
     if read.publisher not in (None, "zmq", "null"):
         raise KVEventsConfigError("publisher is one of zmq, null")
-    for name in ("buffer_steps", "hwm", "max_queue_size"):
-        if getattr(read, name) < (name == "hwm"):
-            raise KVEventsConfigError(f"{name} must be at least {int(name == 'hwm')}")
     if not read.enable_kv_cache_events or read.publisher == "null":
         return None
     host, port = _parts("endpoint", read.endpoint, rank)
@@ -69,21 +66,16 @@ def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: s
 
 def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
     try:
-        given = msgspec.json.decode(config) if isinstance(config, str) else dict(config)
-    except (msgspec.DecodeError, UnicodeEncodeError, TypeError, ValueError):
+        if isinstance(config, str):
+            return msgspec.json.decode(config, type=KVEventsConfig)
+        return msgspec.convert(config, KVEventsConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(KVEventsConfig.__struct_fields__)
+        raise KVEventsConfigError(f"{error}; known fields: {known}") from None
+    except (msgspec.DecodeError, UnicodeError):
         raise KVEventsConfigError(
             "it is no JSON, as in '{\"enable_kv_cache_events\": true}'; the command line reads a file as @FILE"
         ) from None
-    known = ", ".join(field.name for field in msgspec.structs.fields(KVEventsConfig))
-    if not isinstance(given, dict):
-        raise KVEventsConfigError(f"it is no JSON object; known fields: {known}")
-    unknown = sorted(set(map(str, given)) - {field.name for field in msgspec.structs.fields(KVEventsConfig)})
-    if unknown:
-        raise KVEventsConfigError(f"unknown field {unknown[0]!r}; known fields: {known}")
-    try:
-        return msgspec.convert(given, KVEventsConfig)
-    except msgspec.ValidationError as error:
-        raise KVEventsConfigError(f"{error}; known fields: {known}") from None
 
 
 def _parts(field: str, endpoint: str, rank: int) -> tuple[str, str]:

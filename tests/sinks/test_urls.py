@@ -42,18 +42,18 @@ class TestParse:
     @pytest.mark.parametrize(
         ("url", "why"),
         [
-            ("file://me:hidden@localhost/tmp/e.jsonl", "with the rights of this process"),
-            ("file://hidden@localhost/tmp/e.jsonl", "with the rights of this process"),
-            ("stdout://me:hidden@", "prints to its own stdout"),
-            ("stdout://:hidden@", "prints to its own stdout"),
-            ("zmq+pub://me:hidden@127.0.0.1:5557", "asks nobody who he is"),
+            ("file://me:hidden@localhost/tmp/e.jsonl", "takes no login"),
+            ("file://hidden@localhost/tmp/e.jsonl", "takes no login"),
+            ("stdout://me:hidden@", "takes no login"),
+            ("stdout://:hidden@", "takes no login"),
+            ("zmq+pub://me:hidden@127.0.0.1:5557", "takes no login"),
             ("file:me:hidden@host/e.jsonl", "follow //"),
             ("stdout:me:hidden@", "follow //"),
             ("zmq+pub:me:hidden@127.0.0.1:5557", "follow //"),
         ],
     )
     def test_a_login_is_refused_and_not_repeated(self, url: str, why: str) -> None:
-        """Each sink of this package says why it takes no login, also where the slashes were forgotten."""
+        """A sink that asks for none says so, also where the slashes were forgotten."""
         with pytest.raises(SinkURLError, match=why) as caught:
             open_sink(url, CONTEXT)
         parsed = SinkURL.parse(url)
@@ -246,7 +246,7 @@ class TestRegistry:
         )
         (tmp_path / "plugin_sink.py").write_text(
             "def make(url, context):\n    return [url.host, context.key_bytes]\n"
-            "def ask(url, context):\n    return [url.user, url.password]\n"
+            "def ask(url, context):\n    return [url.user, url.password]\nask.takes_login = True\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "plugin_sink", raising=False)
@@ -258,8 +258,8 @@ class TestRegistry:
         made: object = open_sink("ours://somewhere", CONTEXT)
         assert made == ["somewhere", 32]
 
-    def test_a_login_that_a_sink_does_not_look_at_is_refused(self, plugin: str) -> None:
-        """What a sink of another package ignores is refused for it, what it reads is not."""
+    def test_a_login_that_a_sink_does_not_take_is_refused(self, plugin: str) -> None:
+        """Unless the sink, of another package, says that it takes one."""
         for login in ("me:hidden@", "hidden@", ":hidden@"):
             with pytest.raises(SinkURLError, match="would be ignored") as caught:
                 open_sink(f"{plugin}://{login}somewhere", CONTEXT)

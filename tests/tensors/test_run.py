@@ -659,7 +659,7 @@ class TestKVEventsConfig:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            (["--kv-events-config", '{"format": 1}'], "unknown field 'format'; known fields: enable"),
+            (["--kv-events-config", '{"format": 1}'], "unknown field `format`; known fields: enable"),
             (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-options insecure=1"),
             (["--kv-events-config", "events.json"], "reads a file as @FILE"),
             (["--kv-events-config", "@/no/events.json"], "/no/events.json cannot be read: No such file"),
