@@ -20,7 +20,6 @@ import pytest
 from pydantic import BaseModel
 
 from events.feed.changes import Cleared, Created, Removed, Stored, Updated
-from events.feed.life import LIFE
 from events.formats.trtllm import EventDicts
 from events.formats.vllm import encode_batch
 from events.types import (
@@ -54,6 +53,7 @@ from tests.support.commands import Kvcache, Play
 from tests.support.engines.lives import occasion_name
 from tests.support.examples import snippet
 from tests.support.feeds.keys import Keys
+from tests.support.feeds.life import LIFE
 from tests.support.feeds.publisher import Publisher, batch, replaying, stored
 from tests.support.feeds.workers import Worker
 from tests.support.places import ROOT

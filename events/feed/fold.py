@@ -69,10 +69,6 @@ class Feed(SequenceFold[Change]):
         """The names that routers know in this level."""
         return self._columns[group][level].announced_names()
 
-    def slot_states(self, group: int) -> list[list[int]]:
-        """Return the `events.feed.life.Visibility` of each slot, per level."""
-        return [columns.states() for columns in self._columns[group]]
-
     # -- the cache
 
     def _forget(self) -> None:

@@ -16,15 +16,29 @@ import struct
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from events.feed.changes import Removed, Stored
-from events.feed.life import Visibility
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
 from events.types import PRIMARY, SECONDARY, Namespace
+
+
+class Visibility(IntEnum):
+    """What there is in a slot for routers."""
+
+    ABSENT = 0
+    """No full block."""
+    IN_FLIGHT = 1
+    """One whose copy has not landed."""
+    WAITING = 2
+    """One whose parent routers do not know yet."""
+    ANNOUNCED = 3
+    """One that they know."""
+
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = map(int, Visibility)
 """Plain numbers: numpy takes longer to compare with others."""
@@ -197,10 +211,6 @@ class SlotColumns:
         """The names of the blocks that routers know."""
         names = self._names[self.announced_slots()].tobytes()
         return {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
-
-    def states(self) -> list[int]:
-        """Return the `Visibility` of each slot."""
-        return self._state.tolist()
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from events.feed.fold import Feed
-from events.feed.life import LIFE, Visibility
+from events.feed.slots import Visibility
 from events.types import BlocksMoved, CacheCreated, Event, EventBatch
 from tests.support.engines.lives import Witness, explore, occasion_name, steps_of
+from tests.support.feeds.life import LIFE
 from tests.support.seeds import seeds
 
 ALLOWED = steps_of(LIFE)
@@ -35,7 +36,7 @@ class FeedWitness(Witness):
         self.seq += 1
 
     def states(self) -> list[list[int]]:
-        return self.feed.slot_states(self.group)
+        return [columns._state.tolist() for columns in self.feed._columns[self.group]]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         occasion = event.why if isinstance(event, BlocksMoved) else type(event)

@@ -18,13 +18,13 @@ import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from events.codec import encode_batch, to_json
-from events.formats.schema import json_schema, msgpack_schema
 from events.types import EventBatch
 from kvcache import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.feeds.sinks import KEY_BYTES, SAMPLES
 from tests.support.feeds.strict import Engine
 from tests.support.places import ROOT
+from tests.support.schema import json_schema, msgpack_schema
 from tests.support.seeds import seeds
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -1,25 +1,10 @@
-"""The life of a block as routers see it: what the feed knows of a slot, and what may become of that by which event."""
+"""The life of a block as routers see it: what may become of what the feed knows of a slot, by which event."""
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from events import types as ev
+from events.feed.slots import Visibility
 from events.types import MoveReason
-
-
-class Visibility(IntEnum):
-    """What there is in a slot for routers."""
-
-    ABSENT = 0
-    """No full block."""
-    IN_FLIGHT = 1
-    """One whose copy has not landed."""
-    WAITING = 2
-    """One whose parent routers do not know yet."""
-    ANNOUNCED = 3
-    """One that they know."""
-
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = Visibility
 
