@@ -8,7 +8,7 @@ A batch without events is a heartbeat, and says which batch was the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -29,27 +29,14 @@ class Origin(NamedTuple):
     epoch: int
 
 
-class NativeCodec(Protocol):
-    """Writes batches."""
-
-    def encode(self, batch: EventBatch) -> bytes:
-        """One message."""
-
-    def join(self, payloads: Sequence[bytes]) -> bytes:
-        """One message for several that follow each other, which has the number and the time of the last one.
-
-        It begins with the last state, or gap, that is in them, if there is one.
-        """
-
-
 class _PackedBatch(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     ts: int
     events: list[msgspec.Raw]
 
 
-class _PackedKind(msgspec.Struct, frozen=True, array_like=True):
-    name: str
+class _PackedEvent(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
 
 
 class _SpelledBatch(msgspec.Struct, frozen=True):
@@ -58,56 +45,41 @@ class _SpelledBatch(msgspec.Struct, frozen=True):
     events: list[msgspec.Raw]
 
 
-class _SpelledKind(msgspec.Struct, frozen=True):
-    type: str
+class _SpelledEvent(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    kind: str
 
 
-class PackedBatches:
-    """In msgpack, as `events.codec.encode_batch` gives them."""
+class NativeCodec:
+    """Writes batches: in msgpack as `events.codec.encode_batch` gives them, or in JSON as `to_json` does.
 
-    _decode = staticmethod(msgspec.msgpack.Decoder(_PackedBatch).decode)
-    _kind = staticmethod(msgspec.msgpack.Decoder(_PackedKind).decode)
+    `key_bytes` are those of a key.
+    """
 
-    def encode(self, batch: EventBatch) -> bytes:
-        """As `NativeCodec` says."""
-        return encode_batch(batch)
-
-    def join(self, payloads: Sequence[bytes]) -> bytes:
-        """As `NativeCodec` says."""
-        if len(payloads) == 1:
-            return payloads[0]
-        batches = [self._decode(payload) for payload in payloads]
-        first = _last_beginning([self._kind(each.events[0]).name if each.events else "" for each in batches])
-        last, events = batches[-1], _events_of(batches[first:])
-        return msgspec.msgpack.encode(_PackedBatch(last.seq, last.ts, events))
-
-
-class SpelledBatches:
-    """In JSON, as `events.codec.to_json` gives them; `key_bytes` are those of a key."""
-
-    _decode = staticmethod(msgspec.json.Decoder(_SpelledBatch).decode)
-    _kind = staticmethod(msgspec.json.Decoder(_SpelledKind).decode)
-
-    def __init__(self, key_bytes: int) -> None:
+    def __init__(self, encoding: Encoding, key_bytes: int) -> None:
         self._key_bytes = key_bytes
+        self._format: Any = msgspec.msgpack if encoding == "msgpack" else msgspec.json
+        batch, event = (
+            (_PackedBatch, _PackedEvent) if encoding == "msgpack" else (_SpelledBatch, _SpelledEvent)
+        )
+        self._decode, self._event = self._format.Decoder(batch).decode, self._format.Decoder(event).decode
 
     def encode(self, batch: EventBatch) -> bytes:
-        """As `NativeCodec` says."""
-        return to_json(batch, self._key_bytes)
+        """One message."""
+        return encode_batch(batch) if self._format is msgspec.msgpack else to_json(batch, self._key_bytes)
 
     def join(self, payloads: Sequence[bytes]) -> bytes:
-        """As `NativeCodec` says."""
+        """One message for several that follow each other, which has the number and the time of the last one.
+
+        It begins with the last state, or gap, that is in them, if there is one.
+        """
         if len(payloads) == 1:
             return payloads[0]
         batches = [self._decode(payload) for payload in payloads]
-        first = _last_beginning([self._kind(each.events[0]).type if each.events else "" for each in batches])
-        last, events = batches[-1], _events_of(batches[first:])
-        return msgspec.json.encode(_SpelledBatch(last.seq, last.ts, events))
-
-
-def codec_of(encoding: Encoding, key_bytes: int) -> NativeCodec:
-    """What writes batches in this encoding."""
-    return PackedBatches() if encoding == "msgpack" else SpelledBatches(key_bytes)
+        kinds = [self._event(each.events[0]).kind if each.events else "" for each in batches]
+        first = max((at for at, kind in enumerate(kinds) if kind in _BEGINNINGS), default=0)
+        events = [event for batch in batches[first:] for event in batch.events]
+        joined: bytes = self._format.encode(msgspec.structs.replace(batches[-1], events=events))
+        return joined
 
 
 def decode_native(payload: bytes) -> EventBatch:
@@ -132,11 +104,3 @@ def loses_track(batch: EventBatch, last_seq: int) -> bool:
         elif isinstance(event, Gap) and event.last_seq > last_seq:
             lost = True
     return lost
-
-
-def _last_beginning(kinds: Sequence[str]) -> int:
-    return max((at for at, kind in enumerate(kinds) if kind in _BEGINNINGS), default=0)
-
-
-def _events_of(batches: Sequence[Any]) -> list[msgspec.Raw]:
-    return [event for batch in batches for event in batch.events]

@@ -10,7 +10,7 @@ import msgspec
 
 from events.feed.changes import AnyChange, Batched, EncodedEvent, Stored
 from events.feed.fold import Feed
-from events.formats.native import NativeCodec, codec_of
+from events.formats.native import NativeCodec
 from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, join_batches
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, GroupCreated, WorkerSeen
@@ -90,7 +90,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
             if name in url.options:
                 reason = "is about other formats: format=native publishes batches as they are, leave it out"
                 raise SinkURLError(str(url), f"{name}= {reason}")
-        codec = codec_of("json" if options.format == "native-json" else "msgpack", context.key_bytes)
+        codec = NativeCodec("json" if options.format == "native-json" else "msgpack", context.key_bytes)
         encode, join = _encode_native(codec), lambda payloads, rank: codec.join(payloads)
     else:
         encode, join = ENCODERS[options.format], join_batches  # type: ignore[index]

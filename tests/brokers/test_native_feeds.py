@@ -12,7 +12,7 @@ import pytest
 
 from events.brokers.records import StreamRecord
 from events.brokers.subscriber import NativeBrokerSubscriber, NativeRecordFollower
-from events.formats.native import PackedBatches
+from events.formats.native import NativeCodec
 from events.subscribe.continuity import Missed, ReceivedBatch, Restarted, Restated
 from kvcache.record.outputs import ReplayedState
 from sinks import SinkContext, SinkRunner, open_sink
@@ -203,7 +203,7 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
     """
     monkeypatch.setattr("sinks.brokers.TELL_SECONDS", 0)
     rng, kept = random.Random(seed), Kept()
-    codec = PackedBatches()
+    codec = NativeCodec("msgpack", 0)
     writer = PayloadWriter(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)
     settings = BrokerSettings(piece_bytes=400, min_bytes=1000, writer=writer)
     transport = BrokerTransport(kept, settings)

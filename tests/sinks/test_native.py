@@ -15,7 +15,7 @@ import zmq
 
 import sinks.router.replay
 from events.codec import batch_without_tokens, decode_batch, encode_batch
-from events.formats.native import PackedBatches, SpelledBatches
+from events.formats.native import NativeCodec
 from events.formats.vllm import Message
 from events.log import LogReader, LogWriter
 from events.subscribe.continuity import Missed, NativeContinuity, ReceivedBatch, Restarted, Restated
@@ -407,8 +407,8 @@ def test_heartbeats_say_what_is_missing() -> None:
     assert isinstance(continuity.take()[-1], Missed)
 
 
-@pytest.mark.parametrize("codec", [PackedBatches(), SpelledBatches(32)])
-def test_joined_messages_say_the_same(codec: Any) -> None:
+@pytest.mark.parametrize("codec", [NativeCodec("msgpack", 32), NativeCodec("json", 32)])
+def test_joined_messages_say_the_same(codec: NativeCodec) -> None:
     """Several as one, from the last state or gap on, with the number of the last."""
     sent, _ = sent_by_a_cache(5)
     batches = [decode_batch(message.payload) for message in sent.messages if message.payload]
