@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import ssl
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -26,6 +27,7 @@ STREAM = "kvcache"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 """What workers and streams may be called: no broker gives any of these letters a meaning."""
 _MOST_PASSWORD_BYTES = 4096
+REFUSED = "user or password is wrong, or has no right to this"
 
 
 @dataclass(eq=False, repr=False)
@@ -46,7 +48,7 @@ class BrokerURLError(BrokerError, ValueError):
 
 
 class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options about how a broker is entered."""
+    """Options about how a broker is entered, and whose records are meant."""
 
     password_file: str | None = None
     tls: bool = False
@@ -54,15 +56,11 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     certfile: str | None = None
     keyfile: str | None = None
     insecure: bool = False
+    worker: str | None = None
+    """The one that is written as, or that alone is read."""
 
 
 _PLAIN = AccessOptions()
-
-
-class ReaderOptions(AccessOptions, frozen=True, kw_only=True):
-    """Options of an address to read from."""
-
-    worker: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def is_broker(url: str) -> bool:
     return url.partition("://")[0] in PORTS
 
 
-def parse(url: str) -> tuple[BrokerAddress, str | None]:
-    """An address to read from, and the one worker that is wanted, if one is. Raises BrokerURLError."""
+def parse(url: str) -> BrokerAddress:
+    """An address to read from. Raises BrokerURLError."""
     try:
         parts = urlsplit(url)
         port, pairs = (
@@ -157,7 +155,7 @@ def parse(url: str) -> tuple[BrokerAddress, str | None]:
         raise BrokerURLError(
             parts.scheme, "in a password / is written %2F, or the password in password_file="
         )
-    known = [each.encode_name for each in msgspec.structs.fields(ReaderOptions)]
+    known = [each.encode_name for each in msgspec.structs.fields(AccessOptions)]
     bare = without_login(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
     unknown = [name for name, _ in pairs if name not in known]
     if unknown:
@@ -165,10 +163,10 @@ def parse(url: str) -> tuple[BrokerAddress, str | None]:
             bare, f"unknown option {option_name(unknown[0])}; known options: {', '.join(known)}"
         )
     try:
-        options = msgspec.convert(dict(pairs), ReaderOptions, strict=False)
+        options = msgspec.convert(dict(pairs), AccessOptions, strict=False)
     except msgspec.ValidationError as error:
         raise BrokerURLError(bare, f"bad option: {shortened(str(error))}") from None
-    address = BrokerAddress(
+    return BrokerAddress(
         parts.scheme,
         parts.hostname or "127.0.0.1",
         port or PORTS[parts.scheme],
@@ -177,9 +175,12 @@ def parse(url: str) -> tuple[BrokerAddress, str | None]:
         unquote(parts.password) if parts.password else None,
         options,
     )
-    return address, options.worker
 
 
-def missing_extra(address: BrokerAddress) -> BrokerError:
-    """What to raise where the client's package is not installed."""
-    return BrokerError(str(address), f"its client is missing: pip install 'kvcache[{address.scheme}]'")
+def require_client(address: BrokerAddress, package: str) -> None:
+    """Raise BrokerError where the client's package is not installed."""
+    try:
+        import_module(package)
+    except ImportError:
+        reason = f"its client is missing: pip install 'kvcache[{address.scheme}]'"
+        raise BrokerError(str(address), reason) from None

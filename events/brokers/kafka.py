@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
-from events.brokers.records import StreamRecord, StreamRewound, parse_record
-from events.errors import EventDecodeError
+from events.brokers.address import REFUSED, BrokerAddress, BrokerError, BrokerUnavailable, require_client
+from events.brokers.records import StreamRecord, StreamRewound, records_of
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message, Producer
@@ -59,7 +58,7 @@ def told(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
         return BrokerUnavailable(where, "it does not answer")
     name = error.name()
     if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"):
-        return BrokerError(where, "user or password is wrong, or has no right to this")
+        return BrokerError(where, REFUSED)
     if name == "MSG_SIZE_TOO_LARGE":
         reason = "a batch is more than it takes in one message (message.max.bytes in its configuration)"
         return BrokerError(where, reason)
@@ -79,10 +78,7 @@ class KafkaReader:
     """Reads all workers, or one; the other's records come over the wire all the same."""
 
     def __init__(self, address: BrokerAddress, worker: str | None) -> None:
-        try:
-            import confluent_kafka  # noqa: F401
-        except ImportError:
-            raise missing_extra(address) from None
+        require_client(address, "confluent_kafka")
         self._address, self._only = address, worker
         self._consumer: Consumer | None = None
         self._error: KafkaError | None = None
@@ -146,11 +142,7 @@ class KafkaReader:
         worker = (message.key() or b"").decode(errors="replace")
         if self._only is not None and worker != self._only:
             return []
-        tags = dict(message.headers() or ())
-        try:
-            return [(worker, parse_record(tags.get(TAG), message.value() or b""))]
-        except EventDecodeError:
-            return []  # not the feed's
+        return records_of(worker, dict(message.headers() or ()).get(TAG), message.value() or b"")
 
 
 _CONNECT_SECONDS = 1.5
@@ -162,10 +154,7 @@ class KafkaStream:
     max_payload = MAX_BYTES
 
     def __init__(self, address: BrokerAddress, worker: str, *, timeout_seconds: float = 5.0) -> None:
-        try:
-            import confluent_kafka  # noqa: F401
-        except ImportError:
-            raise missing_extra(address) from None
+        require_client(address, "confluent_kafka")
         self.name = str(address)
         self._address, self._worker, self._timeout = address, worker, timeout_seconds
         self._producer: Producer | None = None

@@ -18,8 +18,8 @@ from collections.abc import Coroutine
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
-from events.brokers.records import StreamRecord, StreamRewound, parse_record
+from events.brokers.address import REFUSED, BrokerAddress, BrokerError, BrokerUnavailable, require_client
+from events.brokers.records import StreamRecord, StreamRewound, parse_record, records_of
 from events.errors import EventDecodeError
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ class NATSSession:
     """Connects when it is needed. All its errors are BrokerError."""
 
     def __init__(self, address: BrokerAddress) -> None:
-        try:
-            import nats  # noqa: F401
-        except ImportError:
-            raise missing_extra(address) from None
+        require_client(address, "nats")
         self._address = address
         self._runner: asyncio.Runner | None = None
         self._client: Client | None = None
@@ -95,6 +92,10 @@ class NATSSession:
         except nats.errors.Error as error:
             raise self._refused(error) from None
 
+    def find(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result | None:
+        """Do it, as `run` does; None: the server does not have what is asked for."""
+        return self.run(_found(work), seconds)
+
     def breathe(self) -> None:
         """Let the client answer the server's pings."""
         if self._runner is not None and self.connected:
@@ -140,10 +141,19 @@ class NATSSession:
         # What the server says quotes at most our own names.
         text = str(error).removeprefix("nats: ").strip("'\" ")
         if "authorization" in text.lower() or "authentication" in text.lower():
-            return BrokerError(where, "user or password is wrong, or has no right to this")
+            return BrokerError(where, REFUSED)
         if isinstance(error, APIError):
             return BrokerUnavailable(where, f"JetStream refuses: {error.description or type(error).__name__}")
         return BrokerUnavailable(where, text or type(error).__name__)
+
+
+async def _found(work: Coroutine[Any, Any, Result]) -> Result | None:
+    from nats.js.errors import NotFoundError
+
+    try:
+        return await work
+    except NotFoundError:
+        return None
 
 
 TAG = "Kvcache-Record"
@@ -222,16 +232,10 @@ class NATSReader:
             return True
         if info.created != self._created or info.state.last_seq < self._last:
             return False
-        there = self._session.run(self._find(self._last), _ASK_SECONDS)
+        there = self._session.find(
+            self._session.jetstream.get_msg(self._address.stream, self._last), _ASK_SECONDS
+        )
         return there is None or (there.subject, (there.headers or {}).get(TAG)) == self._last_record
-
-    async def _find(self, place: int) -> RawStreamMsg | None:
-        from nats.js.errors import NotFoundError
-
-        try:
-            return await self._session.jetstream.get_msg(self._address.stream, place)
-        except NotFoundError:
-            return None
 
     def _look(self, pull: JetStreamContext.PullSubscription, *, heard: bool) -> None:
         """Silence may mean that the server was started anew, and knows nothing of us."""
@@ -246,11 +250,7 @@ class NATSReader:
         tag = (message.headers or {}).get(TAG)
         self._last = message.metadata.sequence.stream
         self._last_record = message.subject, tag
-        try:
-            record = parse_record(tag, message.data)
-        except EventDecodeError:
-            return []  # not the feed's
-        return [(message.subject.rpartition(".")[2], record)]
+        return records_of(message.subject.rpartition(".")[2], tag, message.data)
 
     async def _fetch(self, pull: JetStreamContext.PullSubscription, seconds: float) -> list[Msg]:
         import nats.errors
@@ -362,12 +362,9 @@ class NATSStream:
 
     async def _make_stream(self) -> None:
         from nats.js.api import StorageType, StreamConfig
-        from nats.js.errors import NotFoundError
 
         jetstream = self._session.jetstream
-        try:
-            await jetstream.stream_info(self._stream)
-        except NotFoundError:
+        if await _found(jetstream.stream_info(self._stream)) is None:
             config = StreamConfig(
                 name=self._stream,
                 subjects=[f"{self._stream}.*"],
@@ -416,12 +413,5 @@ class NATSStream:
         return answer.seq
 
     def _last_message(self) -> RawStreamMsg | None:
-        return self._session.run(self._find_last_message(), _ANSWER_SECONDS)
-
-    async def _find_last_message(self) -> RawStreamMsg | None:
-        from nats.js.errors import NotFoundError
-
-        try:
-            return await self._session.jetstream.get_last_msg(self._stream, self._subject)
-        except NotFoundError:
-            return None
+        work = self._session.jetstream.get_last_msg(self._stream, self._subject)
+        return self._session.find(work, _ANSWER_SECONDS)

@@ -68,3 +68,11 @@ def parse_record(tag: str | bytes | None, payload: bytes) -> StreamRecord:
     if match[2] is None:
         return StreamRecord(int(match[1]), payload)
     return StreamRecord(int(match[1]), payload, int(match[3]), int(match[2]), match[4] is not None)
+
+
+def records_of(worker: str, tag: str | bytes | None, payload: bytes) -> list[tuple[str, StreamRecord]]:
+    """The record with its worker; none where something stands there that is not a feed's."""
+    try:
+        return [(worker, parse_record(tag, payload))]
+    except EventDecodeError:
+        return []

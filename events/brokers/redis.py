@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
-from events.brokers.records import StreamRecord, StreamRewound, parse_record
+from events.brokers.address import REFUSED, BrokerAddress, BrokerError, BrokerUnavailable, require_client
+from events.brokers.records import StreamRecord, StreamRewound, parse_record, records_of
 from events.diagnostics import get_logger
 from events.errors import EventDecodeError
 
@@ -29,18 +29,11 @@ SECONDS = 2.0
 Result = TypeVar("Result")
 
 
-class WrongType(BrokerUnavailable):
-    """What stands under the key is no stream; the connection holds on."""
-
-
 class RedisSession:
     """Connects when it is needed. All its errors are BrokerError."""
 
     def __init__(self, address: BrokerAddress) -> None:
-        try:
-            import redis  # noqa: F401
-        except ImportError:
-            raise missing_extra(address) from None
+        require_client(address, "redis")
         self._address = address
         self._client: Redis | None = None
 
@@ -92,10 +85,11 @@ class RedisSession:
             return work(self._client)
         except (exceptions.AuthenticationError, exceptions.NoPermissionError):
             self.close()
-            raise BrokerError(where, "user or password is wrong, or has no right to this") from None
+            raise BrokerError(where, REFUSED) from None
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
-                raise WrongType(where, "it refuses: WRONGTYPE, the key is no stream") from None
+                # The connection holds on.
+                raise BrokerUnavailable(where, "it refuses: WRONGTYPE, the key is no stream") from None
             self.close()
             # The server's words may quote what was sent; its first one is the kind of error.
             kind = (
@@ -104,7 +98,7 @@ class RedisSession:
                 else type(error).__name__
             )
             if kind in ("NOAUTH", "WRONGPASS", "NOPERM"):
-                raise BrokerError(where, "user or password is wrong, or has no right to this") from None
+                raise BrokerError(where, REFUSED) from None
             raise BrokerUnavailable(where, f"it refuses: {kind}") from None
         except (exceptions.RedisError, OSError) as error:
             self.close()
@@ -197,7 +191,9 @@ class RedisReader:
         key = self._session.key(name)
         try:
             last = cast("Any", self._session.run(lambda client: client.xrevrange(key, count=1)))
-        except WrongType:
+        except BrokerUnavailable:
+            if not self._session.connected:
+                raise
             if name not in self._set_aside:
                 self._set_aside.add(name)
                 _log.warning(
@@ -207,13 +203,10 @@ class RedisReader:
         return cast("bytes", last[0][0]) if last else b""
 
     def _records(self, name: str, entries: list[Any]) -> list[tuple[str, StreamRecord]]:
-        records = []
+        records: list[tuple[str, StreamRecord]] = []
         for place, fields in entries:
             self._places[name] = place
-            try:
-                records.append((name, parse_record(fields.get(TAG), fields.get(PAYLOAD, b""))))
-            except EventDecodeError:
-                continue  # not the feed's
+            records += records_of(name, fields.get(TAG), fields.get(PAYLOAD, b""))
         return records
 
 

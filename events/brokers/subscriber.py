@@ -53,11 +53,54 @@ def open_reader(address: BrokerAddress, worker: str | None) -> Reader:
     return cast("Reader", getattr(import_module(module), name)(address, worker))
 
 
+class Pieces:
+    """Payloads that come in pieces, at most `at_once` at a time: others were not told to the end.
+
+    `held` are the batches since the first piece of the oldest of them.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._pieces: dict[tuple[int, int], list[bytes]] = {}
+        """By number and telling, those that came, oldest payload first."""
+        self.held: list[Message] = []
+
+    def add(self, record: StreamRecord) -> list[bytes] | None:
+        """All pieces, if this is the last one; None: others are missing."""
+        of = record.seq, record.telling
+        if record.piece == 0:
+            self._pieces[of] = []
+            if len(self._pieces) > self._at_once:
+                del self._pieces[next(iter(self._pieces))]
+            if len(self._pieces) == 1:
+                self.held.clear()
+        pieces = self._pieces.get(of)
+        if pieces is None or record.piece != len(pieces):
+            self._pieces.pop(of, None)
+            return None
+        pieces.append(record.payload)
+        return self._pieces.pop(of) if record.last else None
+
+    def hold(self, message: Message) -> None:
+        """Keep a batch, as long as pieces are missing that it may follow."""
+        if self._pieces and len(self.held) < HELD_MAX:
+            self.held.append(message)
+        else:
+            self.clear()  # Nobody goes on with what was begun so long ago.
+
+    def clear(self) -> None:
+        """Forget what was begun."""
+        self._pieces.clear()
+        self.held.clear()
+
+
 class RecordFollower:
     """Follows one worker."""
 
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
+        self._pieces = Pieces(at_once=1)
+        """Of a state."""
         self.malformed = 0
         """States that could not be read; the next one is waited for."""
         self._begin()
@@ -71,8 +114,8 @@ class RecordFollower:
         """What is to be reported once this record is known."""
         reports: list[Report] = []
         if record.piece is not None:
-            if self._asked is not None:
-                self._take_piece(record)
+            if self._asked is not None and (pieces := self._pieces.add(record)) is not None:
+                self._answer(self._numbered(record.seq, pieces, self._asked))
         elif self._asked is None:
             self._continuity.live(self._message(record.seq, record.payload))
         else:
@@ -90,14 +133,7 @@ class RecordFollower:
         start = self._continuity.take_request()
         if start is not None:
             self._asked = start
-            self._forget_pieces()
-
-    def _forget_pieces(self) -> None:
-        self._pieces: list[bytes] = []
-        self._of: tuple[int, int] | None = None
-        """The state of which there are pieces: its number and telling."""
-        self._held: list[Message] = []
-        """Batches since its first piece."""
+            self._pieces.clear()
 
     def _message(self, seq: int, payload: bytes) -> Message:
         return Message(self._topic, seq, payload)
@@ -112,35 +148,17 @@ class RecordFollower:
                 self._begin()
             self._answer([message])
             return reports
-        if self._of is not None:
-            self._held.append(message)
-            if len(self._held) > HELD_MAX:
-                self._forget_pieces()  # nobody goes on with that state
+        self._pieces.hold(message)
         return []
 
-    def _take_piece(self, record: StreamRecord) -> None:
-        state = (record.seq, record.telling)
-        if record.piece == 0:
-            self._forget_pieces()
-            self._of = state
-        if self._of != state or record.piece != len(self._pieces):
-            self._forget_pieces()  # one that was not told to its end
-            return
-        self._pieces.append(record.payload)
-        if record.last:
-            self._answer(self._numbered(record.seq))
-
-    def _numbered(self, seq: int) -> list[Message]:
+    def _numbered(self, seq: int, pieces: list[bytes], wanted: int) -> list[Message]:
         """The pieces under the numbers up to the state's, none of them below the one that is wanted."""
-        assert self._asked is not None
-        room = seq + 1 - self._asked
+        room = seq + 1 - wanted
         if room <= 0:
             return []  # a state from before what was heard
-        each = -(-len(self._pieces) // room)
+        each = -(-len(pieces) // room)
         try:
-            payloads = [
-                self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)
-            ]
+            payloads = [self._joined(pieces[at : at + each]) for at in range(0, len(pieces), each)]
         except (EventDecodeError, IndexError, struct.error):
             # Not what a feed writes: whole batches of this very form. The next state is waited for.
             self.malformed += 1
@@ -153,21 +171,15 @@ class RecordFollower:
         return joined
 
     def _answer(self, messages: list[Message]) -> None:
-        if not messages:
-            self._forget_pieces()
-            return
-        held = self._held
-        self._asked = None
-        self._forget_pieces()
-        for message in messages:
-            self._continuity.answer(message)
-        self._continuity.end_of_replay()
-        for message in held:
-            self._continuity.live(message)
-
-
-_UNFINISHED_AT_ONCE = 2
-"""Batches whose pieces come between each other: a state, and one that follows it. Others were not told to the end."""
+        held = [*self._pieces.held]
+        self._pieces.clear()
+        if messages:
+            self._asked = None
+            for message in messages:
+                self._continuity.answer(message)
+            self._continuity.end_of_replay()
+            for message in held:
+                self._continuity.live(message)
 
 
 class NativeRecordFollower:
@@ -179,10 +191,8 @@ class NativeRecordFollower:
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
         self._continuity = NativeContinuity()
-        self._pieces: dict[tuple[int, int], list[bytes]] = {}
-        """Of batches, by number and telling, those that came, oldest batch first."""
-        self._held: list[Message] = []
-        """Batches since the first of these pieces."""
+        self._pieces = Pieces(at_once=2)
+        """Of batches: of a state, and of one that follows it."""
 
     @property
     def waiting(self) -> bool:
@@ -191,44 +201,20 @@ class NativeRecordFollower:
 
     def take(self, record: StreamRecord) -> list[NativeReport]:
         """What is to be reported once this record is known."""
-        payload = record.payload if record.piece is None else self._put_together(record)
-        if payload is not None:
-            message = Message(self._topic, record.seq, payload)
+        pieces: list[bytes] | None = [record.payload]
+        if record.piece is not None:
+            # A state that is known already, that of the last batch, is passed over.
+            is_known = not self.waiting and record.seq + 1 == self._continuity.next
+            pieces = None if is_known and record.piece == 0 else self._pieces.add(record)
+        if pieces is not None:
+            message = Message(self._topic, record.seq, b"".join(pieces))
             self._continuity.live(message)
             if record.piece is not None and not self.waiting:
                 # Those that are known already are passed over.
-                for each in self._held:
+                for each in self._pieces.held:
                     self._continuity.live(each)
-            self._hold(message)
+            self._pieces.hold(message)
         return self._continuity.take()
-
-    def _put_together(self, record: StreamRecord) -> bytes | None:
-        """The payload whose last piece this is; None: it is none, or others are missing."""
-        of = record.seq, record.telling
-        if record.piece == 0 and self._wants(record):
-            self._pieces[of] = []
-            if len(self._pieces) > _UNFINISHED_AT_ONCE:
-                del self._pieces[next(iter(self._pieces))]
-        pieces = self._pieces.get(of)
-        if pieces is None or record.piece != len(pieces):
-            self._pieces.pop(of, None)
-            return None
-        pieces.append(record.payload)
-        return b"".join(self._pieces.pop(of)) if record.last else None
-
-    def _wants(self, record: StreamRecord) -> bool:
-        """Whether the piece is not of a state that is known already: that of the last batch."""
-        return self.waiting or record.seq + 1 != self._continuity.next
-
-    def _hold(self, message: Message) -> None:
-        if not self._pieces:
-            self._held.clear()
-            return
-        self._held.append(message)
-        if len(self._held) > HELD_MAX:
-            # Nobody goes on with a state that was begun so long ago.
-            self._pieces.clear()
-            self._held.clear()
 
 
 _TURN_SECONDS = 0.2
@@ -263,7 +249,8 @@ class StreamSubscriber(ABC, Generic[AnyReport]):
     """
 
     def __init__(self, url: str) -> None:
-        address, worker = parse(url)
+        address = parse(url)
+        worker = address.access.worker
         if worker is not None and not NAME.fullmatch(worker):
             raise BrokerURLError(str(address), "a worker's name has letters, digits, _ and - only")
         self._address = address
