@@ -469,9 +469,9 @@ class FeedState:
             FeedReceived: self._receive,
             FeedStored: self.store,
             FeedRemoved: self.remove,
-            FeedCleared: self._clear,
-            FeedGap: self._lose,
-            FeedRestarted: self._restart,
+            FeedCleared: self._forget,
+            FeedGap: self._forget,
+            FeedRestarted: self._forget,
             FeedUnknown: self._note,
         }
 
@@ -488,10 +488,6 @@ class FeedState:
     def remove(self, event: FeedRemoved) -> list[Hash]:
         """What is not resident any more."""
         return self.workers[event.worker].remove(event)
-
-    def forget(self, worker: WorkerState) -> None:
-        """Nothing in a worker is known to be resident any more."""
-        worker.forget()
 
     def _begin_epoch(self, event: ev.EpochStarted) -> None:
         self.epoch, self.tokens_recorded = event.epoch, event.tokens_recorded
@@ -511,24 +507,17 @@ class FeedState:
         worker.number, worker.published_ts = event.number, event.published_ts
         worker.batches += 1
 
-    def _clear(self, event: FeedCleared) -> None:
+    def _forget(self, event: FeedCleared | FeedGap | FeedRestarted) -> None:
         worker = self.workers[event.worker]
-        self.forget(worker)
-        worker.complete = True
-        worker.clears += 1
-
-    def _lose(self, event: FeedGap) -> None:
-        worker = self.workers[event.worker]
-        self.forget(worker)
-        worker.complete = False
-        worker.gaps += 1
-        worker.lost += event.last - event.first + 1
-
-    def _restart(self, event: FeedRestarted) -> None:
-        worker = self.workers[event.worker]
-        self.forget(worker)
-        worker.complete = True
-        worker.restarts += 1
+        worker.forget()
+        worker.complete = not isinstance(event, FeedGap)
+        if isinstance(event, FeedGap):
+            worker.gaps += 1
+            worker.lost += event.last - event.first + 1
+        elif isinstance(event, FeedRestarted):
+            worker.restarts += 1
+        else:
+            worker.clears += 1
 
     def _note(self, event: FeedUnknown) -> None:
         self.workers[event.worker].unknown_events += 1
@@ -544,23 +533,16 @@ class WorkerFeed(StreamFold[AnyChange]):
     `fold` raises SeveralWorkers.
     """
 
-    _heard_when_lost = (ev.Gap, ev.FeedStarted, ev.WorkerSeen)
+    _heard_when_lost = (ev.Gap, FeedStarted, WorkerSeen)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.worker: WorkerState | None = None
         self._name = name
-        self._number: int | None = None
         self._names: dict[int, str] = {}
-        self._of_worker: dict[type, Callable[[WorkerState, Any], None]] = {
-            ev.FeedStored: self._store,
-            ev.FeedRemoved: self._remove,
-            ev.FeedCleared: self._clear,
-            ev.FeedGap: self._clear,
-            ev.FeedRestarted: self._clear,
-        }
-        self._handlers |= {ev.FeedStarted: self._start, ev.WorkerSeen: self._see}
-        self._handlers |= dict.fromkeys(self._of_worker, self._hear)
+        told: tuple[type, ...] = (FeedStored, FeedRemoved, FeedCleared, FeedGap, FeedRestarted)
+        self._handlers |= {FeedStarted: self._start, WorkerSeen: self._see}
+        self._handlers |= dict.fromkeys(told, self._hear)
 
     def snapshot(self) -> Iterator[AnyChange]:
         """Everything that is known to be resident, as stores, parents first; what is folded later changes nothing."""
@@ -578,18 +560,31 @@ class WorkerFeed(StreamFold[AnyChange]):
         names = ", ".join(sorted(self._names.values())) or "none"
         return f"the log knows of no worker {self._name}; there are {names}"
 
-    def _hear(self, event: Any) -> None:
+    def _hear(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
         """What some worker told."""
-        if self.worker is not None and event.worker == self._number:
-            self._of_worker[type(event)](self.worker, event)
+        worker = self.worker
+        if worker is None or event.worker != worker.seen.worker:
+            return
+        if isinstance(event, FeedStored):
+            new = worker.store(event)
+            if len(new) == len(event.block_hashes):
+                self._changes += [_told(event)] if new else []
+            else:
+                self._changes += map(_told, stores_of(new))
+        elif isinstance(event, FeedRemoved):
+            if gone := worker.remove(event):
+                self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
+        else:
+            worker.forget()
+            self._changes.append(Cleared())
 
-    def _start(self, event: ev.FeedStarted) -> None:
+    def _start(self, event: FeedStarted) -> None:
         self._begin()
-        self.worker = self._number = None
+        self.worker = None
         self._names.clear()
         self._changes.append(Cleared())
 
-    def _see(self, event: ev.WorkerSeen) -> None:
+    def _see(self, event: WorkerSeen) -> None:
         self._names[event.worker] = name_of(event)
         if self._name is None and len(self._names) > 1:
             names = ", ".join(sorted(self._names.values()))
@@ -598,27 +593,12 @@ class WorkerFeed(StreamFold[AnyChange]):
             )
         if self._name in (None, self._names[event.worker]):
             if self.worker is None:
-                self.worker, self._number = WorkerState(event), event.worker
-            self.worker.seen = event
-
-    def _store(self, worker: WorkerState, event: ev.FeedStored) -> None:
-        new = worker.store(event)
-        if len(new) == len(event.block_hashes):
-            self._changes += [_told(event)] if new else []
-        else:
-            self._changes += map(_told, stores_of(new))
-
-    def _remove(self, worker: WorkerState, event: ev.FeedRemoved) -> None:
-        gone = worker.remove(event)
-        if gone:
-            self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
-
-    def _clear(self, worker: WorkerState, event: ev.FeedCleared | ev.FeedGap | ev.FeedRestarted) -> None:
-        worker.forget()
-        self._changes.append(Cleared())
+                self.worker = WorkerState(event)
+            elif self.worker.seen.worker == event.worker:
+                self.worker.seen = event
 
 
-def _told(event: ev.FeedStored | ev.FeedRemoved) -> EncodedEvent:
+def _told(event: FeedStored | FeedRemoved) -> EncodedEvent:
     return EncodedEvent(to_wire(event))
 
 

@@ -195,8 +195,8 @@ def audit(args: argparse.Namespace, out: Output) -> int:
                 "kind": "feed",
                 **stamp(first.seq, first.ts, "first_"),
                 **stamp(last.seq, last.ts, "last_"),
-                "tokens_recorded": history.tokens_recorded,
-                "workers": [worker_json(worker) for worker in history.workers.values()],
+                "tokens_recorded": history.state.tokens_recorded,
+                "workers": [worker_json(worker) for worker in history.state.workers.values()],
                 "blocks": _blocks_json(history),
             }
         )
@@ -204,7 +204,7 @@ def audit(args: argparse.Namespace, out: Output) -> int:
     times = Times(args.time, batches.first_ts)
     ends = f"batches {first.seq:,} to {last.seq:,} ({times.of(first.ts)} to {times.of(last.ts)})"
     out.heading(f"{printable(str(args.log))}: {ends}")
-    _show_workers(history, out)
+    _show_workers(history.state, out)
     out.line()
     out.facts(list(_facts(history)))
     out.line()

@@ -9,9 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from events.subscribe.workers import BlockPlace, FeedState, WorkerBlock, WorkerState, place_of
-from events.types import AnyEvent, EventBatch, FeedReceived, FeedRemoved, FeedStarted, FeedStored, Hash
+from events.types import (
+    AnyEvent,
+    EventBatch,
+    FeedCleared,
+    FeedGap,
+    FeedReceived,
+    FeedRemoved,
+    FeedRestarted,
+    FeedStarted,
+    FeedStored,
+    Hash,
+)
 from kvcache.audit.histogram import Ages
-from kvcache.replay import fold_told
+from kvcache.replay import fitting, known_events
 
 _Key = tuple[int, BlockPlace, Hash]
 _Name = tuple[int, int, Hash]
@@ -26,14 +37,14 @@ class _Left(NamedTuple):
     at: int
 
 
-class FeedHistory(FeedState):
-    """A fold that also counts. Ages are in ns, by the clock of the engine where it says the time.
+class FeedHistory:
+    """A fold that counts what becomes of `state`. Ages are in ns, by the clock of the engine where it says the time.
 
     A block that leaves a level and is in another one behind the same batch has moved: it lives on.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.state = FeedState()
         self.now = 0
         self.first: EventBatch | None = None
         self.last: EventBatch | None = None
@@ -62,22 +73,32 @@ class FeedHistory(FeedState):
     def fold(self, batch: EventBatch, *, counts: bool = True) -> None:
         """Take a batch in. Raises `Unreplayable`."""
         self.now, self.counting = batch.ts, counts
-        fold_told(self, batch)
+        with fitting(batch.seq):
+            for event in known_events(batch):
+                self._apply(event)
         for key in [*self._left]:
             self._settle(key)
         self._arrived.clear()
         if counts:
             self.first, self.last = self.first or batch, batch
 
-    def apply(self, event: AnyEvent) -> None:
+    def _apply(self, event: AnyEvent) -> None:
         """Change the state by one event, and count it."""
+        if isinstance(event, FeedStored):
+            self._count_stored(event, self.state.store(event))
+            return
+        if isinstance(event, FeedRemoved):
+            self._count_removed(event, self.state.remove(event))
+            return
         if isinstance(event, FeedStarted):
             self._taken_over, self._since = self._since, {}
             self._arrived.clear()
             self._holders.clear()
-        if isinstance(event, FeedReceived) and event.published_ts:
+        elif isinstance(event, FeedReceived) and event.published_ts:
             self.now = event.published_ts
-        super().apply(event)
+        elif isinstance(event, FeedCleared | FeedGap | FeedRestarted):
+            self._count_forgotten(self.state.workers[event.worker])
+        self.state.apply(event)
 
     @property
     def held_by(self) -> dict[int, int]:
@@ -85,9 +106,8 @@ class FeedHistory(FeedState):
         counted = Counter(len(workers) for workers in self._holders.values())
         return dict(sorted(counted.items()))
 
-    def store(self, event: FeedStored) -> list[WorkerBlock]:
-        """Count what becomes resident."""
-        new, place, ages = super().store(event), place_of(event), []
+    def _count_stored(self, event: FeedStored, new: list[WorkerBlock]) -> None:
+        place, ages = place_of(event), []
         for block in new:
             key, holders = (event.worker, place, block.name), self._holders.setdefault(block.name, Counter())
             its_name = event.worker, place.group, block.name
@@ -107,11 +127,9 @@ class FeedHistory(FeedState):
                     ages.append(max(0, self.now - gone))
         self.stored_again += len(ages)
         _add(self.gone_ages, ages)
-        return new
 
-    def remove(self, event: FeedRemoved) -> list[Hash]:
-        """Count what is not resident any more."""
-        gone, place = super().remove(event), place_of(event)
+    def _count_removed(self, event: FeedRemoved, gone: list[Hash]) -> None:
+        place = place_of(event)
         for name in gone:
             key = event.worker, place.group, name
             since = self._since.pop((event.worker, place, name))
@@ -123,7 +141,6 @@ class FeedHistory(FeedState):
                 continue
             self._settle(key)
             self._left[key] = _Left(place, since, self.now)
-        return gone
 
     def _before_move(self, key: _Name, place: BlockPlace) -> int | None:
         """Since when a block lives that has just left another place; None: it has not."""
@@ -152,8 +169,8 @@ class FeedHistory(FeedState):
             self.removed += 1
             _add(self.lifetimes, [max(0, left.at - left.since)])
 
-    def forget(self, worker: WorkerState) -> None:
-        """Count what is not known to be there any more."""
+    def _count_forgotten(self, worker: WorkerState) -> None:
+        """Count what will not be known to be there any more."""
         number = worker.seen.worker
         for place, there in worker.blocks.items():
             for name in there:
@@ -162,7 +179,6 @@ class FeedHistory(FeedState):
         self.forgotten += worker.num_blocks if self.counting else 0
         self._taken_over = {key: since for key, since in self._taken_over.items() if key[0] != number}
         self._arrived.clear()
-        super().forget(worker)
 
     def _release(self, worker: int, name: Hash) -> None:
         """One place of a worker less has it."""

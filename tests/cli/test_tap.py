@@ -178,7 +178,7 @@ def test_history_over_epochs(log: Path) -> None:
     history = FeedHistory()
     for each in LogReader(log, kind="feed"):
         history.fold(each)
-    there = sum(worker.num_blocks for worker in history.workers.values())
+    there = sum(worker.num_blocks for worker in history.state.workers.values())
     assert history.stored - history.removed - history.forgotten == there
     assert history.lifetimes.total == history.removed
 
@@ -207,11 +207,11 @@ def history_of(*batches: EventBatch) -> FeedHistory:
     start = (FeedStarted(endpoints=()), WorkerSeen(worker=0, source="a", topic="", rank=0))
     for each in (EventBatch(0, 1, start), *batches):
         history.fold(each)
-        there = sum(worker.num_blocks for worker in history.workers.values())
+        there = sum(worker.num_blocks for worker in history.state.workers.values())
         assert history.stored - history.removed - history.forgotten == there
         assert history.lifetimes.total == history.removed
         assert set(history._since) == {
-            (0, place, name) for place, blocks in history.workers[0].blocks.items() for name in blocks
+            (0, place, name) for place, blocks in history.state.workers[0].blocks.items() for name in blocks
         }
     return history
 
