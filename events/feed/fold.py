@@ -20,7 +20,7 @@ from events import types as ev
 from events.feed.cache_fold import SequenceFold
 from events.feed.changes import Change, Cleared, Removed, Stored, told
 from events.feed.exported import ExportedRun, exported_runs
-from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, FrozenBlocks, SlotColumns, freeze, visible_blocks
+from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, FrozenBlocks, SlotColumns, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, SLIDING, MoveReason
@@ -36,6 +36,8 @@ class Feed(SequenceFold[Change]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._both: list[SlotColumns] = []
+        """Per group, of primary and secondary together."""
         self._columns: list[tuple[SlotColumns, SlotColumns]] = []
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
@@ -62,7 +64,8 @@ class Feed(SequenceFold[Change]):
         A store has all blocks of one prefix up to where it branches. A block on its way to another level that something
         visible hangs behind is stored, and removed again at the end.
         """
-        frozen = [freeze(levels, slides) for levels, slides in zip(self._columns, self._slides, strict=True)]
+        groups = zip(self.groups, self._both, self._slides, strict=True)
+        frozen = [both.freeze(group.num_blocks[PRIMARY], slides) for group, both, slides in groups]
         return _told_blocks(frozen, self._symbols.copy())
 
     def resident(self, group: int, level: int) -> set[bytes]:
@@ -73,20 +76,16 @@ class Feed(SequenceFold[Change]):
 
     def _forget(self) -> None:
         super()._forget()
-        size = self.tokens_per_block
-        self._columns = [
-            (SlotColumns(group.num_blocks[PRIMARY], size), SlotColumns(group.num_blocks[SECONDARY], size))
-            for group in self.groups
-        ]
+        columns = [SlotColumns.of_levels(*group.num_blocks, self.tokens_per_block) for group in self.groups]
+        self._both, self._columns = [both for both, _ in columns], [levels for _, levels in columns]
         self._hidden = [set() for _ in self.groups]
         self._slides = [group.kind == SLIDING for group in self.groups]
         self._transfers.clear()
         self._waiting = [{} for _ in self.groups]
 
     def _clear(self, event: ev.CacheCleared) -> None:
-        for levels in self._columns:
-            for columns in levels:
-                columns.clear()
+        for columns in self._both:
+            columns.clear()
         for hidden in self._hidden:
             hidden.clear()
         for waiting in self._waiting:

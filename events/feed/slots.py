@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import repeat
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from events.feed.changes import Removed, Stored
-from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, split_names
 from events.types import PRIMARY, SECONDARY, Namespace
 
 
@@ -46,31 +46,41 @@ _FEW = 8
 """Up to here a loop takes less time than numpy."""
 _NO_PARENT = bytes(NAME_BYTES)
 _unpack_slots = struct.Struct("<i").iter_unpack
-Rows = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.void], npt.NDArray[np.int64]]
-"""Names and parents' names as numbers (0: the start of a prompt), tokens, numbers of namespaces."""
+_Column = npt.NDArray[Any]
 
 
 class SlotColumns:
-    """One entry per slot."""
+    """One entry per slot of a level; as `both`, one per slot of primary and then of secondary, in the same memory."""
 
-    def __init__(self, size: int, tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        tokens_per_block: int,
+        columns: Sequence[_Column],
+        known: list[Namespace],
+        numbers: dict[Namespace, int],
+    ) -> None:
         self.tokens_per_block = tokens_per_block
         self._token_size = tokens_per_block * TOKEN_BYTES
-        self._state = np.zeros(size, np.uint8)
-        self._names = np.zeros(size, f"V{NAME_BYTES}")
-        self._parents = np.zeros(size, f"V{NAME_BYTES}")
-        self._tokens = np.zeros(size, f"V{self._token_size}")
-        self._transfers = np.zeros(size, np.int64)
-        self._namespaces = np.zeros(size, np.int32)
-        self.known: list[Namespace] = []
-        """The namespaces of blocks, by the number that `rows` gives."""
-        self._numbers: dict[Namespace, int] = {}
+        self._state, self._names, self._parents, self._tokens, self._transfers, self._namespaces = columns
+        self.known = known
+        """The namespaces of blocks, by their numbers."""
+        self._numbers = numbers
         # The same memory without numpy's overhead per call.
         self._state_bytes = self._state.data
         self._name_bytes = self._names.view(np.uint8).data
         self._parent_bytes = self._parents.view(np.uint8).data
         self._token_bytes = self._tokens.view(np.uint8).data
         self._namespace_numbers = self._namespaces.data
+
+    @classmethod
+    def of_levels(cls, primary: int, secondary: int, tokens_per_block: int) -> tuple[Self, tuple[Self, Self]]:
+        """Columns of so many slots: of both levels, and of each."""
+        types = ("u1", f"V{NAME_BYTES}", f"V{NAME_BYTES}", f"V{tokens_per_block * TOKEN_BYTES}", "i8", "i4")
+        both = [np.zeros(primary + secondary, each) for each in types]
+        parts = both, [each[:primary] for each in both], [each[primary:] for each in both]
+        known, numbers = list[Namespace](), dict[Namespace, int]()
+        whole, *levels = (cls(tokens_per_block, each, known, numbers) for each in parts)
+        return whole, (levels[0], levels[1])
 
     def write(self, slots: array[int], stored: Stored, state: int, transfer: int = 0) -> None:
         """Note consecutive blocks."""
@@ -162,9 +172,7 @@ class SlotColumns:
         self._tokens[to] = source._tokens[at]
         self._transfers[to] = transfer
         self._state[to] = np.where(source._state[at] == ABSENT, ABSENT, IN_FLIGHT)
-        used = set(source._namespaces[at].tolist())
-        numbers = {old: self._number(source.known[old]) for old in used if old < len(source.known)}
-        self._namespaces[to] = [numbers.get(number, 0) for number in source._namespaces[at].tolist()]
+        self._namespaces[to] = source._namespaces[at]
 
     def chains(self, slots: array[int], transfer: int) -> Iterator[array[int]]:
         """The blocks among these that this transfer has brought, in pieces without a hole, shallowest first."""
@@ -193,28 +201,49 @@ class SlotColumns:
         for begin, end in zip(ends[::2], ends[1::2], strict=True):
             yield slots[begin:end]
 
-    def announced_slots(self) -> npt.NDArray[np.intp]:
-        """The slots of all blocks that routers know."""
-        return np.flatnonzero(self._state == ANNOUNCED)
-
-    def hidden_slots(self) -> npt.NDArray[np.intp]:
-        """The slots of all full blocks that they do not know yet."""
-        return np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING))
-
-    def rows(self, slots: npt.NDArray[np.intp]) -> Rows:
-        """A copy of what is known of these blocks."""
-        namespaces = self._namespaces[slots].astype(np.int64)
-        names, parents = self._names[slots].view(np.uint64), self._parents[slots].view(np.uint64)
-        return names, parents, self._tokens[slots], namespaces
-
     def announced_names(self) -> set[bytes]:
         """The names of the blocks that routers know."""
-        names = self._names[self.announced_slots()].tobytes()
-        return {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
+        return set(split_names(self._names[self._state == ANNOUNCED].tobytes()))
 
     def clear(self) -> None:
         """Forget all blocks."""
         self._state[:] = ABSENT
+
+    def freeze(self, primary: int, slides: bool) -> FrozenBlocks:
+        """Copy what is visible now in both levels, of which the first has `primary` slots.
+
+        In a sliding window blocks may be visible without the one before.
+        """
+        seen = np.flatnonzero(self._state == ANNOUNCED)
+        at = seen if slides else np.concatenate([seen, self._bridges(seen)])
+        return FrozenBlocks(
+            self._names[at].view(np.uint64),
+            self._parents[at].view(np.uint64),
+            (at >= primary).astype(np.uint8),
+            np.arange(len(at)) >= len(seen),
+            self._namespaces[at],
+            tuple(self.known),
+            self._tokens[at],
+            self.tokens_per_block,
+            slides,
+        )
+
+    def _bridges(self, seen: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """The slots of blocks that are not visible and have something visible behind them."""
+        hidden = np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING))
+        if not len(hidden):
+            return hidden
+        names, parents = self._names.view(np.uint64), self._parents.view(np.uint64)
+        places = zip(parents[hidden].tolist(), hidden.tolist(), strict=True)
+        left = dict(zip(names[hidden].tolist(), places, strict=True))
+        visible, found = set(names[seen].tolist()), list[int]()
+        missing = left.keys() & set(parents[seen].tolist()) - visible
+        while missing:
+            parent, slot = left.pop(missing.pop())
+            found.append(slot)
+            if parent in left and parent not in visible:
+                missing.add(parent)
+        return np.array(found, np.intp)
 
 
 def _places(slots: array[int] | bytes) -> npt.NDArray[np.intp]:
@@ -238,35 +267,13 @@ class FrozenBlocks:
     parents: _Names
     levels: npt.NDArray[np.uint8]
     on_their_way: npt.NDArray[np.bool_]
-    namespaces: _Indices
+    namespaces: npt.NDArray[np.int32]
     """Indices into `known`."""
     known: tuple[Namespace, ...]
     tokens: npt.NDArray[np.void]
     tokens_per_block: int
     slides: bool
     """Whether a block is told whose parent is not."""
-
-
-def freeze(levels: tuple[SlotColumns, SlotColumns], slides: bool) -> FrozenBlocks:
-    """Copy what is visible now; in a sliding window blocks may be so without the one before."""
-    seen = [columns.announced_slots() for columns in levels]
-    behind = [np.empty(0, np.intp), np.empty(0, np.intp)] if slides else _bridges(levels, seen)
-    slots = [np.concatenate(both) for both in zip(seen, behind, strict=True)]
-    rows = [columns.rows(at) for columns, at in zip(levels, slots, strict=True)]
-    names, parents, tokens, namespaces = map(np.concatenate, zip(*rows, strict=True))
-    sizes = [len(at) for at in slots]
-    namespaces[sizes[0] :] += len(levels[0].known)  # each level counts its own
-    return FrozenBlocks(
-        names,
-        parents,
-        np.repeat(np.array([PRIMARY, SECONDARY], np.uint8), sizes),
-        np.concatenate([np.arange(len(at)) >= len(its) for at, its in zip(slots, seen, strict=True)]),
-        namespaces,
-        (*levels[0].known, *levels[1].known),
-        tokens,
-        levels[0].tokens_per_block,
-        slides,
-    )
 
 
 def visible_blocks(group: int, blocks: FrozenBlocks) -> Iterator[Stored | Removed]:
@@ -349,25 +356,3 @@ def _stores(group: int, blocks: FrozenBlocks, chains: list[list[int]]) -> Iterat
             blocks.known[blocks.namespaces[head]],
         )
         begin = end
-
-
-def _bridges(
-    levels: tuple[SlotColumns, SlotColumns], seen: list[npt.NDArray[np.intp]]
-) -> list[npt.NDArray[np.intp]]:
-    """The slots of blocks that are not visible and have something visible behind them, per level."""
-    found: list[list[int]] = [[], []]
-    hidden: dict[int, tuple[int, int, int]] = {}
-    for level, columns in enumerate(levels):
-        at = columns.hidden_slots()
-        names, parents, *_ = columns.rows(at)
-        hidden.update(zip(names.tolist(), zip(parents.tolist(), repeat(level), at.tolist()), strict=False))
-    if hidden:
-        rows = [columns.rows(at) for columns, at in zip(levels, seen, strict=True)]
-        visible = {name for names, *_ in rows for name in names.tolist()}
-        missing = hidden.keys() & {parent for _, parents, *_ in rows for parent in parents.tolist()} - visible
-        while missing:
-            parent, level, slot = hidden.pop(missing.pop())
-            found[level].append(slot)
-            if parent in hidden and parent not in visible:
-                missing.add(parent)
-    return [np.array(slots, np.intp) for slots in found]
