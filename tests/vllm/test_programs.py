@@ -35,6 +35,8 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "not loaded",
         "invalidated",
         "last of a hit",
+        "continued",
+        "embeddings",
     )
     assert all(seen[name] for name in least), seen
 
@@ -44,7 +46,7 @@ def test_all_groups_of_hybrid_models_are_what_vllm_has(first: int) -> None:
     """Likewise with sliding windows, chunks, states and more full attention in one pool: names and tables of each."""
     seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS, "hybrid"))
     assert seen["programs"] == PROGRAMS
-    least = ("admitted", "hits", "copies", "refused", "preempted", "aborted", "ahead")
+    least = ("admitted", "hits", "copies", "refused", "preempted", "aborted", "ahead", "continued")
     reasons = ("lost in a group", "last of a hit")
     events = ("PoolShared", "SlotsTaken", "SlotsLeft", "SlotsNamed", "SlotsUnnamed")
     kinds = [f"further {kind}" for kind in ("sliding", "state", "chunked")]

@@ -144,6 +144,8 @@ class Attached:
         self._wrapped: list[tuple[Any, str, Any]] = []
         try:
             self._listen(scheduler.kv_cache_manager, recording, in_groups=in_groups)
+            self._precede(scheduler, "_update_request_as_session", recording.continuing)
+            self._follow(scheduler, "_update_request_as_session", recording.continued)
         except BaseException:
             self._let_go()
             raise

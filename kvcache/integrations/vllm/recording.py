@@ -11,6 +11,7 @@ it: names and tokens are told at the step's end, or before something else depend
 from __future__ import annotations
 
 import hashlib
+import importlib
 from operator import attrgetter
 from typing import Any
 
@@ -42,11 +43,11 @@ class _RecordedRequest:
         "table",
     )
 
-    def __init__(self, request: Any, table: list[int], computed: int, external: int) -> None:
+    def __init__(self, request: Any, prompt: int, table: list[int], computed: int, external: int) -> None:
         self.request, self.id = request, request.request_id
         self.name = name_of(request)
         """Its id in the log."""
-        self.prompt = request.num_tokens
+        self.prompt = prompt
         """Tokens when it was admitted."""
         self.table, self.computed = table, computed
         self.stored = len(table)
@@ -81,6 +82,8 @@ class Recording:
         """Those of which not all is computed that they had when they were admitted."""
         self._loading: dict[str, _RecordedRequest] = {}
         """Those with tokens from outside."""
+        self._continuing: _RecordedRequest | None = None
+        """The session that is getting further input."""
         self._counts = [0, 0]
         """Tokens that vLLM has looked up, and those of them that it has found, but for the statistics that it keeps."""
         self._names: list[str] = []
@@ -140,9 +143,8 @@ class Recording:
                 self._refuse(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
             return
         if running is None:
-            running = self._admit(
-                request, num_new_computed_tokens, new_computed_blocks, num_external_computed_tokens
-            )
+            found = self._hit(num_new_computed_tokens, new_computed_blocks)
+            running = self._admit(request, found, num_external_computed_tokens)
         if running.loads:
             self._arrive(running)
         if num_external_computed_tokens:
@@ -191,28 +193,55 @@ class Recording:
         running = self._running.get(request.request_id)
         if running is None:
             return
-        self._tell_grown()
         # What is awaited still may come if it is aborted, and does not if it goes on.
         running.loads = running.loads and request.is_finished()
-        if running.external and not running.loads:
-            self._arrive(running)
-        if running.id in self._prefilling and not running.loads:
-            self._compute(running, request.num_computed_tokens)
-        self._append([self._names.index(running.name)])
-        self._store(running)
-        self._prefilling.pop(running.id, None)
-        self._loading.pop(running.id, None)
-        del self._running[running.id]
+        self._settle_request(running)
         for group in self._groups:
             group.end(running.id)
-        self._look_anew()
         # It is preempted before its status says so.
         bad = request.status.name in _BAD_ENDS
-        why = _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED
-        self.recorder.ended(running.name, why)  # type: ignore[arg-type]
+        self._end(running, _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED)
         if not self._running:
             # There may be no further step for long.
             self.recorder.flush()
+
+    def continuing(self, request: Any, *_: Any) -> None:
+        """`Scheduler._update_request_as_session` is called: a session gets further input.
+
+        In a log that is a request of its own, which reuses what the session has kept.
+        """
+        self._continuing = running = self._running.get(request.request_id)
+        if running is not None:
+            self._settle_request(running)
+            self._end(running, _FINISHED)
+
+    def continued(self, _: Any, request: Any, *__: Any) -> None:
+        """It has returned: the last token that was sampled is gone, and the input is a part of the prompt."""
+        was, self._continuing = self._continuing, None
+        if was is None:
+            return
+        table, kept = was.table, 0
+        while kept < len(table) and self._cached[table[kept]]:
+            kept += 1
+        computed, prompt = kept * self._size, request.num_prompt_tokens
+        running = _RecordedRequest(request, prompt, table[:kept], computed, 0)
+        if was.stored == _NEVER:
+            running.stored = _NEVER
+        # vLLM looks nothing up, and does not count it.
+        self._counts[0] += prompt
+        self._counts[1] += computed
+        self._record_admission(running, resumed=False)
+        if table[kept:]:
+            self.recorder.allocated(running.name, table[kept:])
+            running.table = table
+        for group in self._groups:
+            named = {block for number, block, _ in self._given if number == group.number}
+            had = group.tables.get(running.id, {})
+            for again in (True, False):
+                rows = {index: block for index, block in had.items() if (block in named) == again}
+                self.recorder.taken(
+                    running.name, list(rows), list(rows.values()), group=group.number, reused=again
+                )
 
     def reset(self, successful: Any, *_: Any) -> None:
         """`KVCacheManager.reset_prefix_cache` has returned."""
@@ -308,36 +337,62 @@ class Recording:
     def _hit(self, tokens: int, blocks: Any) -> Any:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
 
-    def _admit(self, request: Any, hit: int, hit_blocks: Any, external: int) -> _RecordedRequest:
-        if request.resumable:
-            raise Unsupported("streaming input", "record an engine whose prompts are complete when they come")
-        if request.prompt_embeds is not None:
-            raise Unsupported("prompts given as embeddings", "record an engine that gets tokens")
+    def _admit(self, request: Any, found: Any, external: int) -> _RecordedRequest:
         # What was named in this step can be hit in it.
         self._tell_grown()
         self._store_all()
-        reused = [block.block_id for block in self._hit(hit, hit_blocks)]
+        reused = [block.block_id for block in found]
         # Of a prompt that is loaded as a whole the last token is computed again.
         external = min(external, request.num_tokens - 1 - len(reused) * self._size)
         if request.skip_reading_prefix_cache:
             # vLLM does not count it.
             self._counts[0] += request.num_tokens
-        running = _RecordedRequest(request, reused, len(reused) * self._size, external)
-        self.recorder.admitted(
-            running.name,
-            request.all_token_ids[:],
-            reused,
-            lora_name=self._adapter(request.lora_request),
-            cache_salt=_text(request.cache_salt or "") or None,
-            multimodal=_items(request.mm_features),
-            resumed=request.num_preemptions > 0,
-            external=external,
-        )
+        running = _RecordedRequest(request, request.num_tokens, reused, len(reused) * self._size, external)
+        self._record_admission(running, resumed=request.num_preemptions > 0)
         if external:
             self._loading[running.id] = running
+        return running
+
+    def _record_admission(self, running: _RecordedRequest, *, resumed: bool) -> None:
+        request = running.request
+        self.recorder.admitted(
+            running.name,
+            request.all_token_ids[: running.prompt],
+            running.table,
+            lora_name=self._adapter(request.lora_request),
+            cache_salt=_text(request.cache_salt or "") or None,
+            multimodal=_items(request.mm_features) + self._embeddings(request),
+            resumed=resumed,
+            external=running.external,
+        )
         self._running[running.id] = self._prefilling[running.id] = running
         self._look_anew()
-        return running
+
+    def _settle_request(self, running: _RecordedRequest) -> None:
+        """Record what is not recorded yet of a request which is about to end."""
+        self._tell_grown()
+        if running.external and not running.loads:
+            self._arrive(running)
+        if running.id in self._prefilling and not running.loads:
+            self._compute(running, running.request.num_computed_tokens)
+        self._append([self._names.index(running.name)])
+        self._store(running)
+
+    def _end(self, running: _RecordedRequest, why: str) -> None:
+        for requests in (self._prefilling, self._loading, self._running):
+            requests.pop(running.id, None)
+        self._look_anew()
+        self.recorder.ended(running.name, why)  # type: ignore[arg-type]
+
+    def _embeddings(self, request: Any) -> list[MultimodalItem]:
+        """What stands for a prompt that is given as embeddings: an item for each block of it."""
+        embeddings, size = request.prompt_embeds, self._size
+        if embeddings is None:
+            return []
+        return [
+            MultimodalItem(_digest(embeddings[at : at + size]), at, len(embeddings[at : at + size]))
+            for at in range(0, len(embeddings), size)
+        ]
 
     def _adapter(self, lora: Any) -> str | None:
         if lora is None:
@@ -501,6 +556,12 @@ class Recording:
         for block in running.table[running.stored : last]:
             self._cached[block] = 1
         running.stored = last
+
+
+def _digest(tensor: Any) -> bytes:
+    """Hash the bytes of a tensor, of whatever type its numbers are."""
+    plain = tensor.detach().flatten().cpu().contiguous()
+    return hashlib.sha256(plain.view(importlib.import_module("torch").uint8).numpy().data).digest()
 
 
 def _text(text: str) -> str:

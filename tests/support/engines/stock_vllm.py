@@ -229,14 +229,22 @@ class StockVLLM:
         adapter: tuple[str, int, str] | None = None,
         skip: bool = False,
         priority: int = 0,
+        resumable: bool = False,
+        embeddings: torch.Tensor | None = None,
     ) -> None:
-        """A request comes. The lowest `priority` is served first, if the scheduler goes by them."""
+        """A request comes, or further input of a session. The lowest `priority` is served first, if the scheduler goes
+        by them. `resumable`: there may be more input; without, the session with this name ends.
+        """
+        # Of further input a recorder hears with the next step.
+        self.amid_step = self.amid_step or name in self.scheduler.requests
         lora = None if adapter is None else LoRARequest(*adapter)
         params = SamplingParams(max_tokens=output, ignore_eos=True, skip_reading_prefix_cache=skip or None)
         self.scheduler.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=tokens,
+                prompt_token_ids=None if embeddings is not None else tokens,
+                prompt_embeds=embeddings,
+                resumable=resumable,
                 sampling_params=params,
                 pooling_params=None,
                 lora_request=lora,

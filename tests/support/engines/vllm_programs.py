@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from events.log import LogReader
 from events.types import BlocksRemoved, EndReason, PoolShared, RemoveReason, SequenceRemoved
 from kvcache.audit.admission import ExplainedAdmission
@@ -73,6 +75,8 @@ class Shape(NamedTuple):
     """Whether drafts are EAGLE's, for which the last block of a hit is computed again."""
     in_flight: int
     """Steps that are scheduled before the outputs of the first of them come."""
+    embeddings: bool
+    """Whether some prompts come as embeddings."""
     factors: tuple[int, ...]
     """How many times as large as `block_size` the blocks of each group are, from the first one on again."""
 
@@ -106,6 +110,7 @@ def shape_of(rng: random.Random, *, hybrid: bool = False) -> Shape:
         None if window or hybrid else rng.choice((None, None, "fail", "recompute")),
         drafts > 0 and rng.random() < 0.5,
         rng.choice((0, 0, 1)) if not runs_ahead and not drafts else 0,
+        rng.random() < 0.2,
         factors,
     )
 
@@ -152,6 +157,11 @@ class Program:
             connector.rng = random.Random(seed)
             # Ahead of its outputs vLLM 0.32 can stop scheduling a request whose tokens it would compute again.
             connector.fails_in_steps = not (shape.runs_ahead and shape.on_failure == "recompute")
+        self.kept = 0
+        """Tokens that sessions have kept when further input came."""
+        self.room = dict[str, int]()
+        """Of the session that is open, how many tokens it may still get; there is one at most, lest all wait for all."""
+        self._count_kept()
         self.known: dict[str, Any] = {}
         """All requests so far."""
         self.above: dict[bytes, bytes | None] = {}
@@ -169,11 +179,27 @@ class Program:
             self.seen["copies"] += compare(self.engine, self._can_be_found)
         self._compare_log()
 
+    def _count_kept(self) -> None:
+        scheduler = self.engine.scheduler
+        update, blocks = (
+            scheduler._update_request_as_session,
+            scheduler.kv_cache_manager.coordinator.single_type_managers[0],
+        )
+
+        def counted(session: Any, *args: Any) -> None:
+            self.kept += blocks.num_cached_block.get(session.request_id, 0) * blocks.block_size
+            self.seen["continued"] += 1
+            update(session, *args)
+
+        scheduler._update_request_as_session = counted
+
     def steps(self) -> Iterator[None]:
         """Do one thing after another."""
         for _ in range(STEPS):
             self._act()
             yield
+        self._end_session()
+        yield
         while self.engine.step(self.rng):
             yield
         self.engine.scheduler.shutdown()
@@ -186,9 +212,12 @@ class Program:
             self.seen["aborted"] += 1
             self.engine.abort(self.rng.choice(list(self.engine.scheduler.requests)))
         elif chance < 0.38:
-            # With all preempted, as vLLM can if nothing is being loaded, or only if there is nothing to preempt.
-            preempt = self.rng.random() < 0.5 and self.shape.on_failure is None
+            # With all preempted, as vLLM can if nothing is being loaded and no session waits for input, or only if there
+            # is nothing to preempt.
+            preempt = self.rng.random() < 0.5 and self.shape.on_failure is None and not self.room
             self.seen["reset"] += self.engine.scheduler.reset_prefix_cache(preempt)
+        elif chance < 0.5 and self.room:
+            self._continue_session()
         else:
             self.engine.step(self.rng)
 
@@ -209,16 +238,46 @@ class Program:
         self.numbers += 1
         if skip:
             self.skipping.add(f"r{self.numbers}")
+        name, room = f"r{self.numbers}", longest - len(tokens) - output
+        is_session = not self.room and self.shape.on_failure is None and room > 0 and rng.random() < 0.5
+        if is_session:
+            self.room[name] = room
+            self.skipping.add(name)
+        embeddings = None
+        if not is_session and self.shape.embeddings and rng.random() < 0.3:
+            embeddings = torch.tensor(tokens, dtype=torch.float16).unsqueeze(1).expand(-1, 4)
+            self.seen["embeddings"] += 1
         self.engine.add(
-            f"r{self.numbers}",
+            name,
             tokens,
             output,
             salt=rng.choice(SALTS),
             adapter=rng.choice(ADAPTERS),
             skip=skip,
             priority=rng.randrange(3),
+            resumable=is_session,
+            embeddings=embeddings,
         )
         self._learn_names()
+
+    def _continue_session(self) -> None:
+        (name,) = self.room
+        more, output = self.rng.randrange(1, 9), self.rng.randrange(1, 9)
+        left = self.room[name] - more - output
+        if name not in self.engine.scheduler.requests:
+            self.room.clear()
+        elif left <= 0 or self.rng.random() < 0.2:
+            self._end_session()
+        else:
+            self.room[name] = left
+            tokens = [self.rng.randrange(2) for _ in range(more)]
+            self.engine.add(name, tokens, output, resumable=True)
+            self._learn_names()
+
+    def _end_session(self) -> None:
+        for name in self.room.keys() & self.engine.scheduler.requests.keys():
+            self.engine.add(name, [0], 1)
+        self.room.clear()
 
     def _learn_names(self) -> None:
         self.known |= self.engine.scheduler.requests
@@ -253,7 +312,7 @@ class Program:
         return found
 
     def _compare_log(self) -> None:
-        audit = compare_log(self.engine, self.log)
+        audit = compare_log(self.engine, self.log, self.kept)
         self.seen["loaded"] += audit.loaded
         self.seen["not loaded"] += audit.not_loaded
         # What of smaller blocks ends within those of full attention has no reason.
