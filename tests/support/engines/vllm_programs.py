@@ -160,7 +160,7 @@ class Program:
         self.kept = 0
         """Tokens that sessions have kept when further input came."""
         self.room = dict[str, int]()
-        """Of the session that is open, how many tokens it may still get; there is one at most, lest all wait for all."""
+        """Of the session that is open, how many tokens it may still get; one at most is open, lest all wait."""
         self._count_kept()
         self.known: dict[str, Any] = {}
         """All requests so far."""
@@ -212,7 +212,7 @@ class Program:
             self.seen["aborted"] += 1
             self.engine.abort(self.rng.choice(list(self.engine.scheduler.requests)))
         elif chance < 0.38:
-            # With all preempted, as vLLM can if nothing is being loaded and no session waits for input, or only if there
+            # With all preempted, as vLLM can if nothing is being loaded and no session waits, or only if there
             # is nothing to preempt.
             preempt = self.rng.random() < 0.5 and self.shape.on_failure is None and not self.room
             self.seen["reset"] += self.engine.scheduler.reset_prefix_cache(preempt)
