@@ -362,8 +362,7 @@ def test_names_are_vllms_own(make: Make, tmp_path: Path, hashing: str, algorithm
 
 
 UNSUITED: dict[str, dict[str, Any]] = {
-    "streaming input": {"resumable": True},
-    "embeddings": {"prompt_embeds": object()},
+    "embeddings that are no tensor": {"prompt_embeds": [0.5] * len(PROMPT)},
     "a token below 0": {"all_token_ids": [1, -1, 2]},
 }
 
@@ -384,6 +383,39 @@ def test_unsuited_requests_end_the_recording(
     end = replay(tmp_path / "log", verify=True).end
     assert end is not None
     assert (end.kind, end.next_seq) == ("clean", (end.last_seq or 0) + 2)
+
+
+@pytest.mark.parametrize("update", [[7, 8, 9], [7]])
+def test_a_session_goes_on(make: Make, tmp_path: Path, update: list[int]) -> None:
+    """Its further input is a request of its own, which reuses the blocks that the session has kept."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    session = Request("a", PROMPT, resumable=True)
+    (*_, table) = scheduler.serve(session)
+    scheduler._update_request_as_session(session, update)
+    session.resumable = False
+    (*_, later) = scheduler.serve(session)
+    assert later[: len(table)] == table
+    audit = audited(attached(scheduler), tmp_path)
+    kept = (len(PROMPT) + 2) // toy_vllm.SIZE * toy_vllm.SIZE
+    assert (audit.requests, audit.reused) == (2, kept)
+    assert audit.prompt_tokens == len(PROMPT) + len(PROMPT) + 2 + len(update)
+
+
+def test_a_scheduler_that_is_none_of_vllms_is_told(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    """One that is not derived from vLLM's own cannot be recorded; without a setting nobody minds."""
+    stock = toy_vllm.install(monkeypatch)
+    core = toy_vllm.core(monkeypatch)
+    plugin.register()
+    plugin.register()
+    given = {"kvcache": {"log": str(tmp_path / "log")}}
+    recorded = core(SimpleNamespace(additional_config=given, scheduler_cls=lambda: stock(additional=given)))
+    recorded.scheduler.shutdown()
+    core(SimpleNamespace(additional_config=None, scheduler_cls=SimpleNamespace))
+    assert len(warnings()) == 1
+    core(SimpleNamespace(additional_config=given, scheduler_cls=SimpleNamespace))
+    assert "is not derived from vllm.v1.core.sched.scheduler.Scheduler" in warnings()[1]
 
 
 def begun(make: Make, tmp_path: Path) -> tuple[Any, Any]:

@@ -24,6 +24,8 @@ KEY = "kvcache"
 """Of vLLM's `--additional-config`: a dict of settings, or false."""
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ENGINES = "vllm.v1.engine.utils"
+_CORE = "vllm.v1.engine.core"
+_SEEN = "_kvcache_seen"
 _WAITS = "_kvcache_waits"
 _log = logging.getLogger("vllm.kvcache")
 
@@ -31,7 +33,7 @@ _log = logging.getLogger("vllm.kvcache")
 def register() -> None:
     """Have schedulers recorded that this process makes from now on, if they are to be."""
     try:
-        for name, hook in ((_SCHEDULER, _hook), (_ENGINES, _hook_engines)):
+        for name, hook in ((_SCHEDULER, _hook), (_ENGINES, _hook_engines), (_CORE, _hook_core)):
             module = sys.modules.get(name)
             if module is not None:
                 hook(module)
@@ -79,10 +81,31 @@ def _hook(module: ModuleType) -> None:
     @wraps(made)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
+        setattr(self, _SEEN, True)
         _look(self)
 
     make.kvcache = True  # type: ignore[attr-defined]
     scheduler.__init__ = make
+
+
+def _hook_core(module: ModuleType) -> None:
+    """Have an engine warn whose scheduler is not derived from vLLM's, and so is not recorded."""
+    core: Any = getattr(module, "EngineCore", None)
+    if core is None or getattr(core.__init__, "kvcache", False):
+        return
+    made = core.__init__
+
+    @wraps(made)
+    def make(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, vllm_config, *args, **kwargs)
+        scheduler = getattr(self, "scheduler", None)
+        if _asked(vllm_config) is not None and not hasattr(scheduler, _SEEN):
+            _log.warning(
+                "The KV cache is not recorded: the scheduler is not derived from %s.Scheduler", _SCHEDULER
+            )
+
+    make.kvcache = True  # type: ignore[attr-defined]
+    core.__init__ = make
 
 
 def _hook_engines(module: ModuleType) -> None:

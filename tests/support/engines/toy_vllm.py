@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCHEDULER, ENGINES = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.utils"
+SCHEDULER, ENGINES, CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.utils", "vllm.v1.engine.core"
 SIZE = 4
 
 
@@ -243,10 +243,18 @@ class Scheduler:
             tables.append([block.block_id for block in manager.tables[request.request_id]])
             request.append(step)
             manager.take_events()
+        if request.resumable:
+            return tables
         request.status = Status.FINISHED_STOPPED
         manager.free(request)
         manager.take_events()
         return tables
+
+    def _update_request_as_session(self, session: Request, update: list[int]) -> None:
+        """A session goes on with more input, and without the token that it has sampled last."""
+        session.all_token_ids[-1:] = update
+        session._output_token_ids.clear()
+        session.num_prompt_tokens = session.num_tokens
 
 
 class CoreEngineProcManager:
@@ -268,6 +276,22 @@ def engines(monkeypatch: pytest.MonkeyPatch, grace: float = 0) -> type[CoreEngin
     module.CoreEngineProcManager = made
     module.get_engine_process_shutdown_timeout = lambda _, timeout: grace or timeout
     monkeypatch.setitem(sys.modules, ENGINES, module)
+    return made
+
+
+class EngineCore:
+    """Makes a scheduler of a class that its configuration names."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.scheduler = vllm_config.scheduler_cls()
+
+
+def core(monkeypatch: pytest.MonkeyPatch) -> type[EngineCore]:
+    """Let its module be imported; returns the class."""
+    made: type[EngineCore] = type("EngineCore", (), dict(vars(EngineCore)))
+    module: Any = ModuleType(CORE)
+    module.EngineCore = made
+    monkeypatch.setitem(sys.modules, CORE, module)
     return made
 
 
