@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cuda_ops.copier import Copier, Copy, Ticket
 from kvcache import KVCacheManager
 from kvcache.calls.tables import BlockTables
-from kvcache.fold import matching, prefix_tree
+from kvcache.fold import prefix_tree
 from kvcache.results import Admission
 from tests.support.engines.inside import sequence_of
 from tests.support.engines.llm_workload import SIZE, Dense, Workload, WrongAnswer, small_llm
@@ -85,7 +85,7 @@ def claim_one_block_too_many(patch: pytest.MonkeyPatch) -> dict[str, Any]:
         common = found(run, symbols, start, stop, *more) // size * size + size
         return min(common, len(run.symbols), (stop - start) // size * size)
 
-    patch.setattr(matching, "common_bytes", too_many)
+    patch.setattr(prefix_tree, "common_bytes", too_many)
     return {}
 
 
