@@ -164,7 +164,7 @@ class KVCacheManager(EventSourced):
             block_hash=created.hash_algorithm,
             log_has_tokens=outputs.records_tokens,
         )
-        self._upkeep = self._blocks.upkeep
+        self._upkeep, self._running = self._blocks.upkeep, self._blocks.running
         guard, blocks = self._guard, self._blocks
         self.tables = BlockTables(guard, config, self.layout, state, blocks, self._readiness, self._pools)
         self.scheduling = Scheduling(guard, state, blocks, self._checker, reuse=config.enable_block_reuse)
@@ -453,7 +453,7 @@ class KVCacheManager(EventSourced):
         copies have not been started: nothing can have been computed from them.
         """
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
@@ -475,7 +475,7 @@ class KVCacheManager(EventSourced):
         Nothing has to be told of an input that was reused whole (`Admission.reused_encoder_tokens`), or of a branch.
         Raises `UsageError` where the model has no encoder.
         """
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         encoder = sequence.encoder
         if encoder is None:
             raise UsageError(
@@ -510,7 +510,7 @@ class KVCacheManager(EventSourced):
         packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None and draft is False:
-            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
+            batch = self._running.decode_batch(ids, num_tokens, self._checker.longest_sequence)
             if not self._readiness.certain:
                 self._readiness.refuse_uncomputable(batch.sequences)
             if not batch.even:
@@ -522,7 +522,7 @@ class KVCacheManager(EventSourced):
                 raise
         draft = checked_flag(draft, "draft")
         sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
-        running = self._blocks.running(ids)
+        running = self._running.sequences(ids)
         self._blocks.refuse_without_slots(running)
         if not self._readiness.certain:
             # Of drafts nothing counts as computed, so nothing need be there.
@@ -545,7 +545,7 @@ class KVCacheManager(EventSourced):
         """
         ids = listed(request_ids, "request_ids")
         sizes = pack_naturals(counts, len(ids))
-        running = self._blocks.running(ids)
+        running = self._running.sequences(ids)
         with self._guard:
             self._blocks.reserve(running, sizes, self._checker.longest_sequence)
 
@@ -566,7 +566,7 @@ class KVCacheManager(EventSourced):
         if not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
         start, stop = checked_range(start, stop, self._checker.max_tokens)
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         with self._guard:
             return self._blocks.set_priority(sequence, priority, start, stop)
 
@@ -581,7 +581,7 @@ class KVCacheManager(EventSourced):
         `OutOfBlocks` if these cannot be had, `DuplicateRequest`, and as `store_context_blocks` does where the parent's
         own copies have not been started or have failed.
         """
-        parent, child = self._blocks.sequence(request_id), checked_request_id(child_id)
+        parent, child = self._running.sequence(request_id), checked_request_id(child_id)
         self._checker.refuse_running(child)
         if not self._readiness.certain:
             self._readiness.refuse_uncomputable([parent])
@@ -599,7 +599,7 @@ class KVCacheManager(EventSourced):
         `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has let go of what the
         token sees.
         """
-        number, sequence = checked_integer(num_tokens, "num_tokens"), self._blocks.sequence(request_id)
+        number, sequence = checked_integer(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if not 1 <= number <= sequence.num_tokens:
             raise UsageError(
                 f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens, of which from 1 to "
@@ -621,7 +621,7 @@ class KVCacheManager(EventSourced):
         their names, not the blocks. Raises `PinsExceeded` beyond `max_pinned_share`.
         """
         start, stop = checked_range(start, stop, self._checker.max_tokens)
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         with self._guard:
             return self._blocks.pin(sequence, start, stop)
 
@@ -647,7 +647,7 @@ class KVCacheManager(EventSourced):
         reason = (
             _FINISHED if type(why) is str and why == "finished" else checked_choice(why, EndReason, "why")
         )
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store, why=reason)
             self._readiness.forget(sequence.request_id)

@@ -16,17 +16,17 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from events import types as ev
-from events.ids import BlockIndex, Handle, LevelIndex
+from events.ids import Handle, LevelIndex
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
-from events.tokens.names import NAMED_BY_ENGINE, chain_symbols
-from events.tokens.sequences import lengths
+from events.tokens.names import NAMED_BY_ENGINE
 from events.types import FULL, PRIMARY, SECONDARY, UNCACHED, RemoveReason, RequestId
 from kvcache.calls.guard import exclusive
 from kvcache.config import KVCacheConfig
+from kvcache.decide.decoding import RunningRequests
 from kvcache.decide.upkeep import Upkeep
+from kvcache.decide.window_manager import BlockEvents, BlockNames
 from kvcache.errors import (
     Contradiction,
-    InvalidTokens,
     OutOfBlocks,
     Unsupported,
     UsageError,
@@ -35,7 +35,7 @@ from kvcache.errors import (
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.positional import MOST_TOKENS, PositionalGroup, shared_slots
 from kvcache.fold.prefix_tree import Piece
-from kvcache.fold.sequence import DEFAULT_PRIORITY, Sequence, packed_handles
+from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, Sequence, packed_handles
 from kvcache.inputs import (
     CheckedRequest,
     MultimodalItem,
@@ -58,35 +58,6 @@ from sinks import Sink, SinkRunner
 
 Names = bytes | Items[bytes]
 """Names of blocks that an engine has made, behind each other or one by one; each has `name_bytes`."""
-
-
-class _Row:
-    """Sequences that get one token each, step after step."""
-
-    __slots__ = ("_due", "_size", "_steps", "_steps_left", "handles", "ids", "sequences")
-
-    def __init__(self, ids: list[RequestId], sequences: list[Sequence], size: int, limit: int) -> None:
-        self.ids, self.sequences, self._size = ids.copy(), sequences, size
-        self.handles = packed_handles(sequences)
-        self._steps = 0
-        ends = lengths(sequences)
-        self._steps_left = limit - max(ends, default=0)
-        self._due: dict[int, list[Sequence]] = {}
-        for end, sequence in zip(ends, sequences, strict=True):
-            self._due.setdefault((1 - end) % size, []).append(sequence)
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether some sequence cannot get another token."""
-        return self._steps >= self._steps_left
-
-    def due(self) -> list[Sequence]:
-        """Those whose last token so far must have got the first slot of a block by now; at first, all of them."""
-        return self._due.get(self._steps % self._size, []) if self._steps else self.sequences
-
-    def advance(self) -> None:
-        """Each has got its token."""
-        self._steps += 1
 
 
 class _Storing(NamedTuple):
@@ -181,8 +152,8 @@ class Recorder(EventSourced):
             block_hash=hashing.name,
             log_has_tokens=outputs.records_tokens,
         )
-        self._mirror = Mirror(self.state, group, self._ids)
-        self._row: _Row | None = None
+        self._events = BlockEvents(self.state, group, self._emit)
+        self._mirror, self._running = Mirror(self.state, group, self._ids), RunningRequests(self.state)
         self._fresh: set[int] = set()
         """Sequences that have not got a block of their own yet."""
 
@@ -243,7 +214,7 @@ class Recorder(EventSourced):
         free: array[int],
         external: int,
     ) -> None:
-        size, sequences = self._size, self.state.sequences
+        size = self._size
         self._emit(
             ev.SequenceAdded(
                 handle=handle,
@@ -259,33 +230,14 @@ class Recorder(EventSourced):
                 reused_external=external,
             )
         )
+        sequence = self.state.sequences[handle]
         if slots:
-            self._take(sequences[handle], PRIMARY, 0, slots, self._mirror.names_at(PRIMARY, slots))
+            names = self._mirror.names_at(PRIMARY, slots)
+            self._events.reuse(sequence, BlockNames(PRIMARY, 0, slots, names))
         if below:
-            names, first = self._mirror.names_at(SECONDARY, below), BlockIndex(len(slots))
-            self._take(sequences[handle], SECONDARY, first, below, names)
-            self._move(names, below, free, ev.MoveReason.ONBOARD, handle, first)
-
-    def _take(
-        self,
-        sequence: Sequence,
-        level: LevelIndex,
-        first: int,
-        slots: array[int],
-        names: bytes,
-        own: bytes = b"",
-    ) -> None:
-        self._emit(
-            ev.BlocksReused(
-                handle=sequence.handle,
-                group=self._group.index,
-                level=level,
-                first_block=BlockIndex(first),
-                slots=slots.tobytes(),
-                names=names,
-                replaced=own,
-            )
-        )
+            found = BlockNames(SECONDARY, len(slots), below, self._mirror.names_at(SECONDARY, below))
+            self._events.reuse(sequence, found)
+            self._events.move_up(sequence, found, free, ev.MoveReason.ONBOARD)
 
     @exclusive
     def refused(self, request_id: RequestId, needed: int, available: int | None = None) -> None:
@@ -307,18 +259,18 @@ class Recorder(EventSourced):
     @exclusive
     def allocated(self, request_id: RequestId, blocks: Blocks) -> None:
         """Free blocks were appended to a request's block table. What had been cached there is evicted before."""
-        sequence = self._mirror.sequence(request_id)
+        sequence = self._running.sequence(request_id)
         ids, slots = self._located(blocks)
         if not slots:
             return
         self._mirror.refuse_taken(ids, slots, sequence.request_id)
         with self._guard:
-            self._allocate([sequence], array("I", [len(slots)]).tobytes(), slots, self._why(sequence))
+            self._allocate([sequence], [len(slots)], slots, self._why(sequence))
 
     @exclusive
     def grown(self, request_ids: Items[RequestId], blocks: Blocks) -> None:
         """As `allocated`, of one block for each of these requests: one call, and mostly one event, for a step."""
-        sequences, ids = self._mirror.running(listed(request_ids, "request_ids")), listed_blocks(blocks)
+        sequences, ids = self._running.sequences(listed(request_ids, "request_ids")), listed_blocks(blocks)
         slots = self._ids.slots(ids)
         if len(slots) != len(sequences):
             raise UsageError(f"{len(slots)} blocks are given to {len(sequences)} requests: one each")
@@ -331,7 +283,7 @@ class Recorder(EventSourced):
             for why in dict.fromkeys(reasons):
                 these = [at for at, other in enumerate(reasons) if other == why]
                 given = array("i", [slots[at] for at in these])
-                self._allocate([sequences[at] for at in these], b"", given, why)
+                self._allocate([sequences[at] for at in these], None, given, why)
 
     def _why(self, sequence: Sequence) -> ev.AllocateReason:
         if sequence.handle in self._fresh:
@@ -341,18 +293,10 @@ class Recorder(EventSourced):
         return ev.AllocateReason.DECODE
 
     def _allocate(
-        self, sequences: list[Sequence], counts: bytes, slots: array[int], why: ev.AllocateReason
+        self, sequences: list[Sequence], counts: list[int] | None, slots: array[int], why: ev.AllocateReason
     ) -> None:
         self._fresh.difference_update([sequence.handle for sequence in sequences])
-        self._emit(
-            ev.BlocksAllocated(
-                handles=packed_handles(sequences),
-                counts=counts,
-                group=self._group.index,
-                slots=slots.tobytes(),
-                why=why,
-            )
-        )
+        self._events.allocate(packed_handles(sequences), slots, counts, why)
 
     @exclusive
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
@@ -360,7 +304,7 @@ class Recorder(EventSourced):
 
         Needed for prompts: `stored` says it of the blocks that it names, `appended` of all tokens but the new ones.
         """
-        number, sequence = checked_natural(num_tokens, "num_tokens"), self._mirror.sequence(request_id)
+        number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         name, slots = shown(sequence.request_id), len(sequence.tables[0]) * self._size
         if number > min(sequence.num_tokens, slots):
             raise Contradiction(
@@ -379,7 +323,7 @@ class Recorder(EventSourced):
     @exclusive
     def not_loaded(self, request_id: RequestId, num_tokens: int) -> None:
         """So many of a request's `external` tokens do not come, and are computed like others."""
-        number, sequence = checked_natural(num_tokens, "num_tokens"), self._mirror.sequence(request_id)
+        number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if number >= sequence.num_tokens:
             raise Contradiction(
                 f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens: {number} cannot be missing",
@@ -396,7 +340,7 @@ class Recorder(EventSourced):
         Their K/V is written, or will be by the step that is about to run. `names` are those of the blocks that were not
         stored before, if the engine makes them. What is cached already in another block is a copy from now on.
         """
-        sequence, last = self._mirror.sequence(request_id), checked_natural(num_blocks, "num_blocks")
+        sequence, last = self._running.sequence(request_id), checked_natural(num_blocks, "num_blocks")
         if last <= sequence.path_ends[0].end:
             return
         storing = self._storing(sequence, last, self._given(names, last - sequence.path_ends[0].end))
@@ -406,7 +350,7 @@ class Recorder(EventSourced):
     @exclusive
     def filled(self, request_ids: Items[RequestId], names: Names | None = None) -> None:
         """As `stored`, of one more block of each of these requests: one call, and mostly one event, for a step."""
-        sequences = self._mirror.running(listed(request_ids, "request_ids"))
+        sequences = self._running.sequences(listed(request_ids, "request_ids"))
         keys, size = self._given(names, len(sequences)), self._key_bytes if self._names_given else 0
         others: list[_Storing] = []
         row: list[tuple[Sequence, int, bytes]] = []
@@ -438,7 +382,7 @@ class Recorder(EventSourced):
 
         For engines that keep no copies. It begins with the first block that the request has not got cached.
         """
-        sequence, first = self._mirror.sequence(request_id), checked_natural(first_block, "first_block")
+        sequence, first = self._running.sequence(request_id), checked_natural(first_block, "first_block")
         ids, slots = self._located(blocks)
         if not slots:
             return
@@ -463,9 +407,8 @@ class Recorder(EventSourced):
         with self._guard:
             self._ids.hold(sequence.handle, ids, slots)
             self._note_computed(sequence, last)
-            self._take(
-                sequence, PRIMARY, first, slots, self._mirror.names_at(PRIMARY, slots), own[::-1].tobytes()
-            )
+            blocks = BlockNames(PRIMARY, first, slots, self._mirror.names_at(PRIMARY, slots))
+            self._events.reuse(sequence, blocks, own[::-1].tobytes())
 
     @exclusive
     def appended(
@@ -479,22 +422,15 @@ class Recorder(EventSourced):
         packed = pack_tokens(tokens, limit.tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None:
-            row = self._row_of(ids)
-            if num_tokens != len(ids):
-                raise InvalidTokens(
-                    f"{num_tokens} tokens were given for {len(ids)} requests: one each, or counts"
-                )
-            if row.at_limit:
-                raise limit.exceeded_by(limit.tokens + 1)
-            for sequence in row.due():
+            batch = self._running.decode_batch(ids, num_tokens, limit)
+            for sequence in batch.begun:
                 self._mirror.refuse_uncomputable(sequence, sequence.num_tokens)
             if ids:
                 with self._guard:
-                    self._emit(ev.TokensAppended(handles=row.handles, counts=b"", tokens=packed))
-                    row.advance()
-                self._row = row
+                    self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=packed))
+                    batch.advance()
             return
-        sizes, sequences = pack_counts(counts, len(ids), num_tokens), self._mirror.running(ids)
+        sizes, sequences = pack_counts(counts, len(ids), num_tokens), self._running.sequences(ids)
         for sequence, count in zip(sequences, sizes, strict=True):
             if sequence.num_tokens + count > limit.tokens:
                 raise limit.exceeded_by(sequence.num_tokens + count)
@@ -512,7 +448,7 @@ class Recorder(EventSourced):
         self, request_id: RequestId, why: Literal["finished", "preempted", "aborted"] = "finished"
     ) -> None:
         """A request has released all its blocks: those that are cached stay cached, the others are free."""
-        reason, sequence = checked_choice(why, ev.EndReason, "why"), self._mirror.sequence(request_id)
+        reason, sequence = checked_choice(why, ev.EndReason, "why"), self._running.sequence(request_id)
         table, shared = sequence.tables[0], self._group.shared
         own = table[sequence.path_ends[0].end :][::-1]
         if shared:
@@ -547,7 +483,7 @@ class Recorder(EventSourced):
         or in the same call. `request_id`: the running request that needed the room.
         """
         index, ids = self._level(level), listed_blocks(blocks)
-        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        handle = None if request_id is None else self._running.sequence(request_id).handle
         leaving: list[tuple[int, int]] = []
         if index == PRIMARY:
             leaving, slots = self._ids.evictable(ids, self._ids.slots(ids))
@@ -558,7 +494,7 @@ class Recorder(EventSourced):
             for block, slot in leaving:
                 self._ids.leave(block, slot)
             for piece, names in ends:
-                self._remove(index, piece, names, ev.RemoveReason.CAPACITY, handle)
+                self._events.remove(index, piece, names, ev.RemoveReason.CAPACITY, handle)
 
     @exclusive
     def invalidated(self, blocks: Blocks) -> list[int]:
@@ -576,7 +512,7 @@ class Recorder(EventSourced):
     def _invalidate(self, slots: array[int]) -> list[int]:
         lost = list[int]()
         for level, piece, names in self._mirror.tails(slots):
-            self._remove(level, piece, names, ev.RemoveReason.INVALIDATED)
+            self._events.remove(level, piece, names, ev.RemoveReason.INVALIDATED)
             lost += self._ids.lose(piece) if level == PRIMARY else ()
         return lost
 
@@ -591,7 +527,7 @@ class Recorder(EventSourced):
         slots, free = self._ids.slots(ids), self._lower_ids.slots(targets)
         if len(slots) != len(free):
             raise UsageError(f"{len(slots)} blocks are moved to {len(free)}")
-        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        handle = None if request_id is None else self._running.sequence(request_id).handle
         for block, slot in zip(ids, slots, strict=True):
             if slot in self._ids.copies:
                 instead = "tell that this one is evicted, and move the last one"
@@ -601,7 +537,7 @@ class Recorder(EventSourced):
         with self._guard:
             for piece, names in ends:
                 to_slots = free[done : done + len(piece)]
-                self._move(names, piece, to_slots, ev.MoveReason.OFFLOAD, handle)
+                self._events.offload(piece, names, to_slots, handle)
                 done += len(piece)
 
     @exclusive
@@ -621,7 +557,7 @@ class Recorder(EventSourced):
 
         They are free ones or, if `reused`, have names there by which they were found.
         """
-        into, sequence = self._positional(group), self._mirror.sequence(request_id)
+        into, sequence = self._positional(group), self._running.sequence(request_id)
         ids = listed_blocks(blocks)
         slots, at = self._ids.slots(ids), self._indices(indices, len(ids))
         if not slots:
@@ -657,7 +593,7 @@ class Recorder(EventSourced):
 
         Named blocks can still be found; the others are free. A request that has `ended` has released all of its blocks.
         """
-        of, sequence = self._positional(group), self._mirror.sequence(request_id)
+        of, sequence = self._positional(group), self._running.sequence(request_id)
         table, at = of.tables.get(sequence.handle, {}), self._indices(indices)
         slots = array("i")
         for index in at:
@@ -688,7 +624,7 @@ class Recorder(EventSourced):
 
         Their content is written, or will be by the step that is about to run. A block can have several names.
         """
-        of, sequence = self._positional(group), self._mirror.sequence(request_id)
+        of, sequence = self._positional(group), self._running.sequence(request_id)
         if of.created.kind == UNCACHED:
             raise UsageError(f"nothing of group {group} is found")
         ids = listed_blocks(blocks)
@@ -736,7 +672,7 @@ class Recorder(EventSourced):
         of, reason = self._positional(group), checked_choice(why, RemoveReason, "why")
         ids, slots = self._located(blocks)
         keys, seen = self._keys(names, len(slots)), set[tuple[int, bytes]]()
-        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        handle = None if request_id is None else self._running.sequence(request_id).handle
         for block, slot, key in zip(ids, slots, keys, strict=True):
             if key not in of.names.get(slot, {}) or (slot, key) in seen:
                 raise Contradiction(
@@ -815,13 +751,6 @@ class Recorder(EventSourced):
         number = {} if block is None else {"block": int(block)}  # type: ignore[call-overload]
         return Contradiction(f"request {shown(sequence.request_id)} {told}", sequence.request_id, **number)
 
-    def _row_of(self, ids: list[RequestId]) -> _Row:
-        """These requests as they are decoded together: as in the step before, if nothing else has happened to them."""
-        row = self._row
-        if row is None or self.state.running.handles != row.handles or row.ids != ids:
-            row = _Row(ids, self._mirror.running(ids), self._size, self._checker.max_tokens)
-        return row
-
     def _given(self, names: Names | None, blocks: int) -> bytes:
         """Return the keys that an engine gave for this number of blocks; empty if they are made here."""
         if not self._names_given:
@@ -852,52 +781,6 @@ class Recorder(EventSourced):
                 raise self._mirror.other_name(sequence, piece.first + wrong, piece.slots[wrong])
         return _Storing(sequence, first, last, keys, cached)
 
-    def _move(
-        self,
-        names: bytes,
-        from_slots: array[int],
-        to_slots: array[int],
-        why: ev.MoveReason,
-        handle: Handle | None,
-        first_block: int = 0,
-    ) -> None:
-        """Cached blocks lie in the other level from now on."""
-        target = SECONDARY if why is ev.MoveReason.OFFLOAD else PRIMARY
-        self._emit(
-            ev.BlocksMoved(
-                group=self._group.index,
-                names=names,
-                from_level=PRIMARY if target else SECONDARY,
-                from_slots=from_slots.tobytes(),
-                to_level=target,
-                to_slots=to_slots.tobytes(),
-                why=why,
-                transfer=0 if why is ev.MoveReason.RECOMPUTED else self.state.next_transfer,
-                handle=handle,
-                first_block=BlockIndex(first_block),
-            )
-        )
-
-    def _remove(
-        self,
-        level: LevelIndex,
-        slots: array[int],
-        names: bytes,
-        why: ev.RemoveReason,
-        handle: Handle | None = None,
-    ) -> None:
-        """Cached blocks are gone."""
-        self._emit(
-            ev.BlocksRemoved(
-                group=self._group.index,
-                level=level,
-                slots=slots.tobytes(),
-                names=names,
-                why=why,
-                handle=handle,
-            )
-        )
-
     def _note_computed(self, sequence: Sequence, blocks: int) -> None:
         """Blocks are cached whose K/V the engine writes: they count as computed."""
         if blocks * self._size > sequence.computed and not sequence.is_decoding:
@@ -908,51 +791,22 @@ class Recorder(EventSourced):
         self._note_computed(sequence, last)
         for piece in cached:
             self._adopt(sequence, piece)
-        begin = sequence.path_ends[0].end
-        if begin == last:
-            return
-        size, known = self._key_bytes, sequence.keys
-        named = len(known) // size if size else last
-        keys = keys[max(0, named - first) * size :] if keys else self._made(sequence, named, last)
-        above = known[(begin - 1) * size :][:NAME_BYTES] if begin and size else b""
-        self._emit(
-            ev.BlocksStored(
-                handle=sequence.handle,
-                group=self._group.index,
-                first_block=BlockIndex(begin),
-                parent=bytes(above),
-                keys=keys,
-                slots=sequence.tables[0][begin:last].tobytes(),
-                level=PRIMARY,
-                priority=DEFAULT_PRIORITY,
-                last_tokens=self._size,
-            )
-        )
-
-    def _made(self, sequence: Sequence, named: int, last: int) -> bytes:
-        """The keys of the blocks behind those that a sequence has named."""
-        state, size, block_bytes = self.state, self._key_bytes, self._size * TOKEN_BYTES
-        if named >= last:
-            return b""
-        symbols = sequence.packed(named * self._size, last * self._size)
-        parent = bytes(sequence.keys[-size:]) if named else state.root_key(sequence.namespace)
-        if sequence.handle in state.rich:
-            return chain_symbols(
-                state.hashing, state.symbols, sequence.namespace, parent, symbols, block_bytes
-            )
-        return state.hashing.chain(sequence.namespace, parent, symbols, block_bytes)
+        begin, size = sequence.path_ends[0].end, self._key_bytes
+        if begin < last:
+            named = len(sequence.keys) // size if size else last
+            keys = keys[max(0, named - first) * size :]
+            self._events.store(sequence, begin, last * self._size, DEFAULT, keys)
 
     def _adopt(self, sequence: Sequence, piece: Piece) -> None:
         """Blocks of a sequence hold what is cached already: copies of it, or in place of what lay in secondary."""
-        first, last = piece.first, piece.first + len(piece.slots)
-        own, names = sequence.tables[0][first:last], names_of_keys(piece.keys, self._key_bytes)
+        blocks = BlockNames(piece.level, piece.first, piece.slots, names_of_keys(piece.keys, self._key_bytes))
+        own = sequence.tables[0][piece.first : piece.first + len(piece.slots)]
         if piece.level == PRIMARY:
             for slot, cached in zip(own, piece.slots, strict=True):
                 self._ids.share(sequence.handle, slot, cached, self._group.run_at(PRIMARY, cached).refs)
-            self._take(sequence, PRIMARY, first, piece.slots, names, own[::-1].tobytes())
-            return
-        recomputed, handle = ev.MoveReason.RECOMPUTED, sequence.handle
-        self._move(names, piece.slots, own, recomputed, handle, first)
+            self._events.reuse(sequence, blocks, own[::-1].tobytes())
+        else:
+            self._events.move_up(sequence, blocks, own, ev.MoveReason.RECOMPUTED)
 
     def _goes_on_alone(self, sequence: Sequence, block: int) -> bool:
         """Whether a sequence fills its next block behind what it alone has cached, with plain tokens."""
@@ -973,18 +827,11 @@ class Recorder(EventSourced):
         size, parents, keys = self._key_bytes, list[bytes](), list[bytes]()
         for sequence, block, key in row if size else ():
             parents.append(bytes(sequence.keys[-size:][:NAME_BYTES]))
-            keys.append(key or self._made(sequence, block, block + 1))
-        self._emit(
-            ev.BlocksFilled(
-                handles=packed_handles([sequence for sequence, _, _ in row]),
-                group=self._group.index,
-                blocks=array("I", [block for _, block, _ in row]).tobytes(),
-                parents=b"".join(parents),
-                keys=b"".join(keys),
-                slots=array("i", [sequence.tables[0][block] for sequence, block, _ in row]).tobytes(),
-                priority=DEFAULT_PRIORITY,
-            )
-        )
+            keys.append(key or self._events.made(sequence, block, (block + 1) * self._size))
+        blocks = array("I", [block for _, block, _ in row])
+        slots = array("i", [sequence.tables[0][block] for sequence, block, _ in row])
+        handles = packed_handles([sequence for sequence, _, _ in row])
+        self._events.fill(handles, blocks, slots, b"".join(parents), b"".join(keys), DEFAULT)
 
 
 def _checked_engine(engine: object) -> str:

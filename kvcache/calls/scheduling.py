@@ -66,7 +66,7 @@ class Scheduling:
         (`reserve_tokens`) it is what a chunk of `draft_tokens` tokens takes, behind what is computed.
         """
         more = 1 + checked_natural(draft_tokens, "draft_tokens")
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._blocks.running.sequence(request_id)
         if self._blocks.slots_of(sequence) < sequence.num_tokens:
             chunk = min(sequence.num_tokens, sequence.computed + more - 1)
             more = chunk - sequence.num_tokens
@@ -95,7 +95,7 @@ class Scheduling:
         max_new_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         if chunk_tokens is not None and checked_integer(chunk_tokens, "chunk_tokens") < 1:
             raise UsageError("chunk_tokens must be at least 1")
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._blocks.running.sequence(request_id)
         return {
             each.window: each.blocks_to_grow(sequence, max_new_tokens, chunk_tokens)
             for each in self._blocks.windows
@@ -217,7 +217,7 @@ class Simulation:
         What others hold, too, comes free with the last of them. Raises `UsageError` for one that was removed here
         before, and once the manager has gone on.
         """
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._blocks.running.sequence(request_id)
         if sequence.handle in self._removed:
             raise UsageError(f"request {request_id!r} was removed from this simulation before")
         self._refuse_past()

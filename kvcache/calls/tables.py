@@ -118,14 +118,14 @@ class BlockTables:
     def one(self, request_id: RequestId, window: int | None) -> BlockTable:
         """See `KVCacheManager.block_table`."""
         group = self._group_of(window)
-        return self._table_of(self._blocks.sequence(request_id), group)
+        return self._table_of(self._blocks.running.sequence(request_id), group)
 
     @exclusive
     def of_admission(self, request_id: RequestId, handle: int) -> tuple[BlockTable, ...]:
         """The block tables of one admission: a later one of the same id is another sequence."""
         if self._handles.get(request_id) != handle:
             raise UnknownRequest(request_id)
-        sequence = self._blocks.sequence(request_id)
+        sequence = self._blocks.running.sequence(request_id)
         return tuple(self._table_of(sequence, group) for group in range(len(sequence.tables)))
 
     def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
@@ -283,7 +283,7 @@ class BlockTables:
 
     def _readable(self, request_ids: Iterable[RequestId], group: int) -> list[Sequence]:
         """The sequences, or for cross attention the encoders' inputs that they read."""
-        sequences = [self._blocks.sequence(each) for each in listed(request_ids, "request_ids")]
+        sequences = [self._blocks.running.sequence(each) for each in listed(request_ids, "request_ids")]
         self._readiness.refuse_unreadable(sequences)
         return [sequence.part_in(group) for sequence in sequences]
 

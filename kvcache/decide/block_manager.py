@@ -23,18 +23,16 @@ from events.packed import SLOT_BYTES, TOKEN_BYTES
 from events.tokens.sequences import lengths
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, AllocateReason, Event, RequestId
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch
+from kvcache.decide.decoding import DecodeBatch, RunningRequests
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.decide.sliding_window import SlidingWindowManager
 from kvcache.decide.upkeep import Upkeep
 from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowManager, WindowPlan
 from kvcache.errors import (
-    InvalidTokens,
     OutOfBlocks,
     OutOfNumbers,
     PinsExceeded,
-    UnknownRequest,
     UsageError,
     invariant,
     shown,
@@ -43,7 +41,7 @@ from kvcache.fold.prefix_tree import in_all
 from kvcache.fold.sequence import Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
-from kvcache.inputs import CheckedRequest, checked_request_id
+from kvcache.inputs import CheckedRequest
 from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
@@ -79,7 +77,6 @@ class BlockManager:
         self._handles_end = state.next_handle + numbers_left(state.next_handle)
         self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
         """Those that the epoch does not have any more."""
-        self._decoding: DecodeBatch | None = None
         order = order or ORDERS[config.eviction_policy]
         self._ahead = order.ahead
         managers: list[FullAttentionManager | SlidingWindowManager] = [
@@ -92,6 +89,7 @@ class BlockManager:
         self.cross = tuple([each for each in managers if each.window == CROSS_WINDOW])
         """What decides for cross attention, if the model has any."""
         self._sliding = [each for each in self.windows if isinstance(each, SlidingWindowManager)]
+        self.running = RunningRequests(state, [each.window for each in self._sliding])
         self._blocks_for = self.windows[0].blocks_for
 
     def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
@@ -107,60 +105,11 @@ class BlockManager:
         self._expiry.check()
         pairs = zip(self._pinned, self._count_pins(), strict=True)
         invariant(all(np.array_equal(*pair) for pair in pairs), "pinned blocks are miscounted")
-        batch = self._decoding
-        if batch is not None and self._state.running.handles == batch.handles:
-            batch.check()
+        self.running.check()
 
     def _time(self, *, begins: bool = False) -> int:
         """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
         return self._expiry.now() if begins or self._state.clock else 0
-
-    # -- which sequences run
-
-    def sequence(self, request_id: RequestId) -> Sequence:
-        """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
-        if type(request_id) is not str and type(request_id) is not int:
-            request_id = checked_request_id(request_id)
-        handle = self._state.handles.get(request_id)
-        if handle is None:
-            raise UnknownRequest(checked_request_id(request_id))
-        return self._state.sequences[handle]
-
-    def running(self, request_ids: list[RequestId]) -> list[Sequence]:
-        """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
-        handles, sequences = self._state.handles, self._state.sequences
-        if not PLAIN_IDS.issuperset(map(type, request_ids)):
-            request_ids = [checked_request_id(request_id) for request_id in request_ids]
-        try:
-            running = list(map(sequences.__getitem__, map(handles.__getitem__, request_ids)))
-        except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
-            running = [self.sequence(request_id) for request_id in request_ids]
-        if len(set(running)) != len(running):
-            raise UsageError("a call names a sequence twice: counts say how many tokens each one gets")
-        return running
-
-    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
-        """The sequences that get one token each: the batch of the last step, if they are the same."""
-        batch = self._decoding
-        # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
-        # Types before ids, for what is no id may equal one.
-        if (
-            batch is None
-            or self._state.running.handles != batch.handles
-            or batch.kinds != list(map(type, request_ids))
-            or batch.ids != request_ids
-        ):
-            windows = [window.window for window in self._sliding]
-            size = self._state.tokens_per_block
-            batch = DecodeBatch(request_ids, self.running(request_ids), size, limit.tokens, windows)
-        if num_tokens != len(batch.ids):
-            raise InvalidTokens(
-                f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
-            )
-        if batch.at_limit:
-            raise limit.exceeded_by(limit.tokens + 1)
-        self._decoding = batch
-        return batch
 
     def refuse_without_slots(self, sequences: Items[Sequence]) -> None:
         """Raise `UsageError` for a sequence of which not all tokens have slots yet."""
@@ -288,11 +237,11 @@ class BlockManager:
         # The widest first: it holds most of the blocks, and so gives their names.
         for window in reversed(self.windows) if plan.reused_tokens else ():
             for blocks in plan.windows[window.index].claimed:
-                window.claim(sequence, blocks)
+                window.events.reuse(sequence, window.with_names_before(sequence, blocks))
         for window, each in zip(self.cross, plan.cross, strict=True):
             encoder = self._add_input(window, sequence, plan, each)
             for blocks in each.claimed:
-                window.claim(encoder, blocks)
+                window.events.reuse(encoder, window.with_names_before(encoder, blocks))
         return sequence
 
     def _add_input(self, cross: WindowManager, reader: Sequence, plan: Plan, own: WindowPlan) -> Sequence:
@@ -334,7 +283,7 @@ class BlockManager:
             count = each.new_blocks - (each.source is not None)
             if count:
                 slots = window.primary.peek(count)
-                window.allocate(packed_handles([sequence]), slots, [count], AllocateReason.PROMPT)
+                window.events.allocate(packed_handles([sequence]), slots, [count], AllocateReason.PROMPT)
             if each.secondary:
                 window.onboard(sequence)
 
@@ -375,7 +324,7 @@ class BlockManager:
         if not batch.ids:
             return {}
         if not batch.even:
-            self._decoding = None
+            self.running.batch = None
             return self._append(batch.sequences, tokens, None)
         replaced: dict[Sequence, list[Replacement]] = {}
         due, handles = batch.due, b""
@@ -493,7 +442,7 @@ class BlockManager:
                     ahead = min(self._ahead, size // EVICT_AHEAD_SHARE, left)
                     window.free_up(max(needed, ahead), growing[0].handle)
         for window in self.windows:
-            window.allocate(handles, window.primary.peek(needed), blocks, why)
+            window.events.allocate(handles, window.primary.peek(needed), blocks, why)
 
     def _refuse_beyond(
         self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None, returned: int = 0

@@ -1,4 +1,4 @@
-"""The sequences that an engine decodes together, step after step.
+"""The sequences of the requests that an engine names, and those that it decodes together, step after step.
 
 Which of them fills a block next depends only on how long each is, so it is worked out once, when the batch changes,
 and not for every token: a step in which nothing fills costs a list comparison and one event.
@@ -10,8 +10,11 @@ from collections.abc import Sequence as Items
 
 from events.tokens.sequences import lengths
 from events.types import RequestId
-from kvcache.errors import invariant
+from kvcache.errors import InvalidTokens, UnknownRequest, UsageError, invariant
 from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding, packed_handles
+from kvcache.fold.state import CacheState
+from kvcache.inputs import checked_request_id
+from kvcache.layout import Bound
 
 PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
@@ -72,6 +75,11 @@ class DecodeBatch:
         """The sequences whose next token needs a new block; None: there is none."""
         return self._due.get(self._steps % self._period)
 
+    @property
+    def begun(self) -> Items[Sequence]:
+        """The sequences whose last token is the first of a block; before the first step all of them."""
+        return self._due.get((self._steps - 1) % self._period, ()) if self._steps else self.sequences
+
     def leaving(self, window: int) -> Items[Sequence]:
         """The sequences of which a sliding window, by its number, may leave a block behind in this step."""
         # Who fills a block in one step leaves one in another, as many steps later as the window is longer than blocks.
@@ -91,3 +99,61 @@ class DecodeBatch:
     def advance(self) -> None:
         """Every sequence got its token."""
         self._steps += 1
+
+
+class RunningRequests:
+    """Looks up the sequences of running requests, and remembers those of the last step of decoding."""
+
+    def __init__(self, state: CacheState, windows: Items[int] = ()) -> None:
+        self._state, self._windows = state, windows
+        self.batch: DecodeBatch | None = None
+        """That of the last step, as long as the next one may be like it."""
+
+    def sequence(self, request_id: RequestId) -> Sequence:
+        """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
+        if type(request_id) is not str and type(request_id) is not int:
+            request_id = checked_request_id(request_id)
+        handle = self._state.handles.get(request_id)
+        if handle is None:
+            raise UnknownRequest(checked_request_id(request_id))
+        return self._state.sequences[handle]
+
+    def sequences(self, request_ids: list[RequestId]) -> list[Sequence]:
+        """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
+        handles, sequences = self._state.handles, self._state.sequences
+        if not PLAIN_IDS.issuperset(map(type, request_ids)):
+            request_ids = [checked_request_id(request_id) for request_id in request_ids]
+        try:
+            running = list(map(sequences.__getitem__, map(handles.__getitem__, request_ids)))
+        except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
+            running = [self.sequence(request_id) for request_id in request_ids]
+        if len(set(running)) != len(running):
+            raise UsageError("a call names a request twice: counts say how many tokens each one gets")
+        return running
+
+    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
+        """The sequences that get one token each: the batch of the last step, if they are the same."""
+        batch = self.batch
+        # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
+        # Types before ids, for what is no id may equal one.
+        if (
+            batch is None
+            or self._state.running.handles != batch.handles
+            or batch.kinds != list(map(type, request_ids))
+            or batch.ids != request_ids
+        ):
+            size, running = self._state.tokens_per_block, self.sequences(request_ids)
+            batch = DecodeBatch(request_ids, running, size, limit.tokens, self._windows)
+        if num_tokens != len(batch.ids):
+            raise InvalidTokens(
+                f"{num_tokens} tokens were given for {len(batch.ids)} requests: one each, or counts"
+            )
+        if batch.at_limit:
+            raise limit.exceeded_by(limit.tokens + 1)
+        self.batch = batch
+        return batch
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if the batch has left what the state says."""
+        if self.batch is not None and self._state.running.handles == self.batch.handles:
+            self.batch.check()

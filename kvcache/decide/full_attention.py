@@ -221,14 +221,15 @@ class FullAttentionManager(WindowManager):
         # What to remove is noted first: a removal may join the runs that are left.
         below = [(each.level, *self._tails([(each, len(each.slots))])) for each in reversed(runs_below(run))]
         for level, slots, names in below:
-            self._remove_blocks(level, slots, names, RemoveReason.UNREACHABLE, handle)
+            self.events.remove(level, slots, names, RemoveReason.UNREACHABLE, handle)
 
     def _offload(self, victims: list[tuple[Run, int]], handle: Handle | None) -> None:
-        self._offload_blocks(*self._tails(victims), handle)
+        slots, names = self._tails(victims)
+        self.events.offload(slots, names, self.group.levels[SECONDARY].peek(len(slots)), handle)
 
     def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: Handle | None) -> None:
         """Remove the ends of runs of one level, behind which nothing hangs, in this order."""
-        self._remove_blocks(tails[0][0].level, *self._tails(tails), why, handle)
+        self.events.remove(tails[0][0].level, *self._tails(tails), why, handle)
 
     def _tails(self, tails: list[tuple[Run, int]]) -> tuple[array[int], bytes]:
         """The slots and names of the last blocks of each run, deepest first."""

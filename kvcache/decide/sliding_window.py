@@ -77,12 +77,14 @@ class SlidingWindowManager(WindowManager):
         """Of a batch of which nothing is counted yet."""
         return PlaceClaims(self.group)
 
-    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
+    def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
+        """These blocks, to be held, with names of the sequence's blocks before them that no event has given."""
         known = len(sequence.keys) // self.key_bytes if self.key_bytes else blocks.first
         if known >= blocks.first:
-            return b""
+            return blocks
         run, _ = self.group.find(self.group.places(blocks.level, blocks.slots[:1])[0])
-        return names_of_keys(self.group.keys_between(run, known, blocks.first), self.key_bytes)
+        before = names_of_keys(self.group.keys_between(run, known, blocks.first), self.key_bytes)
+        return blocks._replace(names=before + blocks.names)
 
     def released_by(self, sequence: Sequence, first: int) -> int:
         """Cached blocks from the block `first` on that can be had when the sequence releases them."""
@@ -343,7 +345,7 @@ class SlidingWindowManager(WindowManager):
                     self.remove(going, RemoveReason.CAPACITY, handle)
             if room:
                 going = victims[:room]
-                self._offload_blocks(going, self.group.names_of(going), handle)
+                self.events.offload(going, self.group.names_of(going), secondary.peek(len(going)), handle)
             else:
                 lower = order.next(SECONDARY, spares)
                 higher = (
@@ -360,4 +362,4 @@ class SlidingWindowManager(WindowManager):
         level = self.group.slot_of(places[0])[0]
         begin = self.primary.size if level else 0
         slots = array("i", [place - begin for place in places]) if begin else places
-        self._remove_blocks(level, slots, self.group.names_of(places), why, handle)
+        self.events.remove(level, slots, self.group.names_of(places), why, handle)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -116,13 +115,152 @@ class Claims(ABC):
         """Count the cached blocks of one more request."""
 
 
+class BlockEvents:
+    """Emits what becomes of the blocks of one group."""
+
+    def __init__(self, state: CacheState, group: Group, emit: Callable[[Event], None]) -> None:
+        self._state, self._group, self._emit = state, group, emit
+        self._size, self.key_bytes = state.tokens_per_block, state.hashing.key_bytes
+
+    def allocate(
+        self, handles: bytes, slots: array[int], counts: Items[int] | None, why: AllocateReason
+    ) -> None:
+        """Append blank slots to the tables of these sequences, as many to each as counted, or one each."""
+        packed = b"" if counts is None else array("I", counts).tobytes()
+        self._emit(
+            ev.BlocksAllocated(
+                handles=handles, counts=packed, group=self._group.index, slots=slots.tobytes(), why=why
+            )
+        )
+
+    def reuse(self, sequence: Sequence, blocks: BlockNames, replaced: bytes = b"") -> None:
+        """Let a sequence hold cached blocks of its prompt, instead of own ones that are `replaced` (deepest first)."""
+        self._emit(
+            ev.BlocksReused(
+                handle=sequence.handle,
+                group=self._group.index,
+                level=blocks.level,
+                first_block=BlockIndex(blocks.first),
+                slots=blocks.slots.tobytes(),
+                names=blocks.names,
+                replaced=replaced,
+            )
+        )
+
+    def offload(self, slots: array[int], names: bytes, to_slots: array[int], handle: Handle | None) -> None:
+        """Move primary blocks to secondary."""
+        self._emit(
+            ev.BlocksMoved(
+                group=self._group.index,
+                names=names,
+                from_level=PRIMARY,
+                from_slots=slots.tobytes(),
+                to_level=SECONDARY,
+                to_slots=to_slots.tobytes(),
+                why=ev.MoveReason.OFFLOAD,
+                transfer=self._state.next_transfer,
+                handle=handle,
+            )
+        )
+
+    def move_up(
+        self, sequence: Sequence, blocks: BlockNames, to_slots: array[int], why: ev.MoveReason
+    ) -> None:
+        """Move secondary blocks of a sequence's prompt to primary; what was computed again needs no copy."""
+        self._emit(
+            ev.BlocksMoved(
+                group=self._group.index,
+                names=blocks.names,
+                from_level=SECONDARY,
+                from_slots=blocks.slots.tobytes(),
+                to_level=PRIMARY,
+                to_slots=to_slots.tobytes(),
+                why=why,
+                transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
+                handle=sequence.handle,
+                first_block=BlockIndex(blocks.first),
+            )
+        )
+
+    def store(self, sequence: Sequence, first: int, stop: int, how: Kept, keys: bytes = b"") -> None:
+        """Store a sequence's blocks from `first` up to the token `stop`.
+
+        `keys` are those of the blocks that have none yet; empty: they are made here, if blocks have names.
+        """
+        size, key_bytes = self._size, self.key_bytes
+        last, known = -(-stop // size), sequence.keys
+        named = len(known) // key_bytes if key_bytes else last
+        if named < last and not keys:
+            keys = self.made(sequence, named, stop)
+        above = bytes(known[(first - 1) * key_bytes :][:NAME_BYTES]) if first and key_bytes else b""
+        if first > named:  # the name of the block before is among those that were just made
+            above = keys[(first - 1 - named) * key_bytes :][:NAME_BYTES]
+        self._emit(
+            ev.BlocksStored(
+                handle=sequence.handle,
+                group=self._group.index,
+                first_block=BlockIndex(first),
+                parent=above,
+                keys=keys,
+                slots=sequence.tables[self._group.index][first:last].tobytes(),
+                level=PRIMARY,
+                priority=how.priority,
+                last_tokens=stop - (last - 1) * size,
+                duration=how.duration,
+            )
+        )
+
+    def made(self, sequence: Sequence, named: int, stop: int) -> bytes:
+        """The keys of a sequence's blocks behind the first `named` ones, up to the token `stop`."""
+        state, size = self._state, self._size
+        symbols = sequence.packed(named * size, stop)
+        parent = bytes(sequence.keys[-self.key_bytes :]) if named else state.root_key(sequence.namespace)
+        if sequence.handle not in state.rich:
+            return state.hashing.chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
+        return chain_symbols(
+            state.hashing, state.symbols, sequence.namespace, parent, symbols, size * TOKEN_BYTES
+        )
+
+    def fill(
+        self, handles: bytes, blocks: array[int], slots: array[int], parents: bytes, keys: bytes, how: Kept
+    ) -> None:
+        """Store one block of each of these sequences, which makes the run longer that it alone ends with."""
+        self._emit(
+            ev.BlocksFilled(
+                handles=handles,
+                group=self._group.index,
+                blocks=blocks.tobytes(),
+                parents=parents,
+                keys=keys,
+                slots=slots.tobytes(),
+                priority=how.priority,
+                duration=how.duration,
+            )
+        )
+
+    def remove(
+        self, level: int, slots: array[int], names: bytes, why: ev.RemoveReason, handle: Handle | None = None
+    ) -> None:
+        """Forget cached blocks."""
+        self._emit(
+            ev.BlocksRemoved(
+                group=self._group.index,
+                level=LevelIndex(level),
+                slots=slots.tobytes(),
+                names=names,
+                why=why,
+                handle=handle,
+            )
+        )
+
+
 class WindowManager(ABC):
     """Decides for the blocks of one window. Reads state, emits events.
 
     | called for | methods |
     |---|---|
     | an admission: read | `match`, `plan` |
-    | an admission: emit | `claim`, `free_up`, `copy_partial`, `allocate`, `onboard`, `restate` |
+    | an admission: emit | `with_names_before`, `free_up`, `copy_partial`, `allocate`, `onboard`, `restate` |
     | new tokens | `free_up`, `allocate`, `store_filled`, `store` |
     | forks and rewinds | `first_to_leave`, `source_of_own`, `copy_blocks`, `freed_by`, `released_by` |
     | questions of schedulers | `blocks_to_grow`, `blocks_to_complete` |
@@ -137,6 +275,7 @@ class WindowManager(ABC):
         self, state: CacheState, group: Group, emit: Callable[[Event], None], config: KVCacheConfig
     ) -> None:
         self._state, self.group, self._emit = state, group, emit
+        self.events = BlockEvents(state, group, emit)
         self.index, self.window = group.index, group.window
         self.primary, self.tokens_per_block = group.levels[PRIMARY], state.tokens_per_block
         self._reuse = config.enable_block_reuse
@@ -145,7 +284,6 @@ class WindowManager(ABC):
         self._offloads = group.levels[SECONDARY].size > 0
         self.key_bytes = state.hashing.key_bytes
         self._chain, self._rich = state.hashing.chain, state.rich
-        self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
         self._known_keys = self.key_bytes if self.index else 0
         """When decoding has filled a block: key bytes of that block that the first window has made."""
         self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
@@ -264,23 +402,12 @@ class WindowManager(ABC):
 
     # -- blocks for a sequence
 
-    def claim(self, sequence: Sequence, blocks: BlockNames, replaced: bytes = b"") -> None:
-        """Let a sequence hold cached blocks of its prompt, instead of own ones that are `replaced` (deepest first)."""
-        self._emit(
-            ev.BlocksReused(
-                handle=sequence.handle,
-                group=self.index,
-                level=blocks.level,
-                first_block=BlockIndex(blocks.first),
-                slots=blocks.slots.tobytes(),
-                names=self._names_before(sequence, blocks) + blocks.names,
-                replaced=replaced,
-            )
-        )
+    def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
+        """These blocks, to be held, with names of the sequence's blocks before them that no event has given.
 
-    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
-        """Names of the sequence's blocks before these that no event has given: with full attention there are none."""
-        return b""
+        With full attention there are none.
+        """
+        return blocks
 
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.
@@ -295,7 +422,7 @@ class WindowManager(ABC):
         else:
             target = next(free for free in reversed(self.primary.blank) if free not in unread)
         block = len(sequence.tables[self.index])
-        self.allocate(packed_handles([sequence]), array("i", [target]), None, AllocateReason.COPY)
+        self.events.allocate(packed_handles([sequence]), array("i", [target]), None, AllocateReason.COPY)
         self._copy(sequence, source, target, block)
 
     def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: AllocateReason) -> None:
@@ -305,7 +432,7 @@ class WindowManager(ABC):
         elif sources:
             first, count = len(sequence.tables[self.index]), len(sources)
             targets = self.primary.peek(count)
-            self.allocate(packed_handles([sequence]), targets, [count], why)
+            self.events.allocate(packed_handles([sequence]), targets, [count], why)
             # Of what the copies inherit the last one's is kept: that of the block that is stored next.
             for block in reversed(range(count)):
                 self._copy(sequence, sources[block], targets[block], first + block)
@@ -326,17 +453,6 @@ class WindowManager(ABC):
             )
         )
 
-    def allocate(
-        self, handles: bytes, slots: array[int], counts: Items[int] | None, why: AllocateReason
-    ) -> None:
-        """Append blank slots to the tables of these sequences: so many each, or one each."""
-        packed = b"" if counts is None else array("I", counts).tobytes()
-        self._emit(
-            ev.BlocksAllocated(
-                handles=handles, counts=packed, group=self.index, slots=slots.tobytes(), why=why
-            )
-        )
-
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary, if no other one of its batch has."""
         waiting = self._state.awaiting_onboard.get(self.index, ())
@@ -348,24 +464,8 @@ class WindowManager(ABC):
                 size = self.key_bytes
                 names = names_of_keys(bytes(sequence.keys[first * size : (first + len(slots)) * size]), size)
                 found = BlockNames(SECONDARY, first, slots, names)
-                self._move_up(sequence, found, self.primary.peek(len(slots)).tobytes(), ev.MoveReason.ONBOARD)
-
-    def _move_up(self, sequence: Sequence, blocks: BlockNames, to_slots: bytes, why: ev.MoveReason) -> None:
-        """Move secondary blocks of a sequence's prompt to primary; what was computed again needs no copy."""
-        self._emit(
-            ev.BlocksMoved(
-                group=self.index,
-                names=blocks.names,
-                from_level=SECONDARY,
-                from_slots=blocks.slots.tobytes(),
-                to_level=PRIMARY,
-                to_slots=to_slots,
-                why=why,
-                transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
-                handle=sequence.handle,
-                first_block=BlockIndex(blocks.first),
-            )
-        )
+                targets = self.primary.peek(len(slots))
+                self.events.move_up(sequence, found, targets, ev.MoveReason.ONBOARD)
 
     # -- storing
 
@@ -455,18 +555,7 @@ class WindowManager(ABC):
         if left:
             handles = packed_handles([each for each in sequences if each not in left])
         if slots:
-            self._emit(
-                ev.BlocksFilled(
-                    handles=handles,
-                    group=index,
-                    blocks=blocks.tobytes(),
-                    parents=b"".join(parents),
-                    keys=b"".join(keys),
-                    slots=slots.tobytes(),
-                    priority=priority,
-                    duration=duration,
-                )
-            )
+            self.events.fill(handles, blocks, slots, b"".join(parents), b"".join(keys), how)
         return left
 
     def _growing(self) -> Callable[[array[int], int], bool] | None:
@@ -480,49 +569,20 @@ class WindowManager(ABC):
         first, last = blocks.first, blocks.first + len(blocks.slots)
         own = sequence.tables[self.index][first:last]
         if blocks.level == SECONDARY:
-            self._move_up(sequence, blocks, own.tobytes(), ev.MoveReason.RECOMPUTED)
+            self.events.move_up(sequence, blocks, own, ev.MoveReason.RECOMPUTED)
             return
         places = zip(range(first, last), own, blocks.slots, strict=True)
         replaced += [Replacement(*place, self.window) for place in places]
-        self.claim(sequence, blocks, own[::-1].tobytes())
+        self.events.reuse(sequence, self.with_names_before(sequence, blocks), own[::-1].tobytes())
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`: by an event for each row that is to be kept alike."""
         if sequence.retention is None and not sequence.inherited:
-            self._store_row(sequence, first, stop, DEFAULT)  # nearly always
+            self.events.store(sequence, first, stop, DEFAULT)  # nearly always
             return
         size = self.tokens_per_block
         for begin, end, how in rows(sequence, self.index, first, -(-stop // size), size):
-            self._store_row(sequence, begin, min(end * size, stop), how)
-
-    def _store_row(self, sequence: Sequence, first: int, stop: int, how: Kept) -> None:
-        """Names are made that no other window has needed yet."""
-        size, key_bytes = self.tokens_per_block, self.key_bytes
-        last, known = -(-stop // size), sequence.keys
-        named = len(known) // key_bytes if key_bytes else last
-        keys = b""
-        if named < last:
-            symbols = sequence.packed(named * size, stop)
-            parent = bytes(known[-key_bytes:]) if named else self._state.root_key(sequence.namespace)
-            chain = self._chain_rich if sequence.handle in self._rich else self._chain
-            keys = chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
-        above = bytes(known[(first - 1) * key_bytes :][:NAME_BYTES]) if first and key_bytes else b""
-        if first > named:  # the name of the block before is among those that were just made
-            above = keys[(first - 1 - named) * key_bytes :][:NAME_BYTES]
-        self._emit(
-            ev.BlocksStored(
-                handle=sequence.handle,
-                group=self.index,
-                first_block=BlockIndex(first),
-                parent=above,
-                keys=keys,
-                slots=sequence.tables[self.index][first:last].tobytes(),
-                level=PRIMARY,
-                priority=how.priority,
-                last_tokens=stop - (last - 1) * size,
-                duration=how.duration,
-            )
-        )
+            self.events.store(sequence, begin, min(end * size, stop), how)
 
     # -- how blocks are kept
 
@@ -570,34 +630,3 @@ class WindowManager(ABC):
                 )
             )
         return sum(len(row.slots) for row in found)
-
-    # -- evicting
-
-    def _offload_blocks(self, slots: array[int], names: bytes, handle: Handle | None) -> None:
-        self._emit(
-            ev.BlocksMoved(
-                group=self.index,
-                names=names,
-                from_level=PRIMARY,
-                from_slots=slots.tobytes(),
-                to_level=SECONDARY,
-                to_slots=self.group.levels[SECONDARY].peek(len(slots)).tobytes(),
-                why=ev.MoveReason.OFFLOAD,
-                transfer=self._state.next_transfer,
-                handle=handle,
-            )
-        )
-
-    def _remove_blocks(
-        self, level: int, slots: array[int], names: bytes, why: ev.RemoveReason, handle: Handle | None
-    ) -> None:
-        self._emit(
-            ev.BlocksRemoved(
-                group=self.index,
-                level=LevelIndex(level),
-                slots=slots.tobytes(),
-                names=names,
-                why=why,
-                handle=handle,
-            )
-        )

@@ -17,14 +17,14 @@ from events.ids import LevelIndex
 from events.packed import names_of_keys
 from events.types import CHUNKED, PRIMARY, SECONDARY, SLIDING, RequestId
 from kvcache.decide.full_attention import last_names
-from kvcache.errors import Contradiction, UnknownRequest, UsageError, invariant, shown
+from kvcache.errors import Contradiction, UsageError, invariant, shown
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import last_reversed
 from kvcache.fold.positional import KINDS
 from kvcache.fold.prefix_tree import Node, Piece, Root, Run, common_bytes, match, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, checked_request_id, listed
+from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, listed
 
 Blocks = Items[int] | Any
 """An engine's block ids: a list, `array` or numpy array of integers."""
@@ -285,24 +285,6 @@ class Mirror:
     def __init__(self, state: CacheState, group: FullGroup, ids: BlockIds) -> None:
         self._state, self.group, self.ids = state, group, ids
         self._size, self._key_bytes = group.tokens_per_block, group.tree.key_bytes
-
-    def sequence(self, request_id: RequestId) -> Sequence:
-        """The sequence of a running request; raises `UnknownRequest`, or `UsageError` for what is no id."""
-        # What a running request has is right, so it is looked up first: this runs several times per step and request.
-        handle = self._state.handles.get(request_id) if type(request_id) is str else None
-        if handle is None:
-            request_id = checked_request_id(request_id)
-            handle = self._state.handles.get(request_id)
-            if handle is None:
-                raise UnknownRequest(request_id)
-        return self._state.sequences[handle]
-
-    def running(self, request_ids: list[RequestId]) -> list[Sequence]:
-        """The sequences of these requests; raises as `sequence`, and `UsageError` for one that is named twice."""
-        sequences = [self.sequence(request_id) for request_id in request_ids]
-        if len(set(sequences)) != len(sequences):
-            raise UsageError("a call names a request twice")
-        return sequences
 
     def refuse_uncomputable(self, sequence: Sequence, num_tokens: int) -> None:
         """Raise `Contradiction` if a request has no slots for so many tokens, which count as computed."""

@@ -87,7 +87,7 @@ def play(directory: Path, seed: int, *, encoder: bool, record_tokens: bool = Tru
             for name in names if command == "compute" else ():
                 if encoder and share < 0.8:
                     manager.store_encoder_blocks(name)
-                length = manager._blocks.sequence(name).num_tokens
+                length = manager._blocks.running.sequence(name).num_tokens
                 manager.store_context_blocks(name, min(last, length))
         manager.start_transfers()
         copier.tick()

@@ -86,7 +86,7 @@ def test_a_block_that_a_window_has_let_go_of_is_not_touched(
         monkeypatch.setattr(engine, "finds", lambda *_: True)
         if gone == 4:
             engine.manager.add_tokens(["a"], [0])
-            engine.manager._blocks.sequence("a").computed = 6
+            engine.manager._blocks.running.sequence("a").computed = 6
             with pytest.raises(AssertionError, match="let go of a block that is to be written"):
                 engine.write("a", 7)
 
