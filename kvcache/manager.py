@@ -56,7 +56,6 @@ from kvcache.inputs import (
     listed,
     namespace_of,
     pack_counts,
-    pack_naturals,
     pack_tokens,
     rich_tokens,
 )
@@ -544,7 +543,7 @@ class KVCacheManager(EventSourced):
         `max_tokens`.
         """
         ids = listed(request_ids, "request_ids")
-        sizes = pack_naturals(counts, len(ids))
+        sizes = pack_counts(counts, len(ids))
         running = self._running.sequences(ids)
         with self._guard:
             self._blocks.reserve(running, sizes, self._checker.longest_sequence)
