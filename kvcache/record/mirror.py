@@ -29,8 +29,8 @@ from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, lis
 Blocks = Items[int] | Any
 """An engine's block ids: a list, `array` or numpy array of integers."""
 
-_FEW = 16
-"""Up to so many blocks a loop is faster than numpy."""
+_FEW = 48
+"""Up to this number of blocks a loop is faster than numpy: it finds 16 in 1.6 µs, numpy in 4.3; 64 in 6.1 and 5.3."""
 
 
 Kind = Literal["full", "sliding", "chunked", "state", "uncached"]
