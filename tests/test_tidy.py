@@ -177,6 +177,67 @@ def test_what_loads_a_library_is_seen() -> None:
     assert loading(("torch",), edges) == {"a", "b", "c", "e"}
 
 
+LONE = {
+    "AccessOptions",
+    "BrokerOptions",
+    "FeedState",
+    "NamedTokens",
+    "Namespace",
+    "RedisOptions",
+    "SinkURL",
+}
+"""Concrete classes that have exactly one subclass still. None is to be added."""
+
+
+def lone_subclasses(sources: Iterable[str]) -> dict[str, str]:
+    """Concrete classes with exactly one subclass, and that one; of exceptions, protocols and abstract bases none."""
+    nodes = [
+        node for source in sources for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)
+    ]
+    bases = {node.name: [_base(base) for base in node.bases] for node in nodes}
+    exempt = {node.name for node in nodes if "abstractmethod" in ast.dump(node)}
+    exempt |= {name for name in bases if {"ABC", "Protocol"} & set(bases[name]) or _is_exception(name, bases)}
+    children = defaultdict(list)
+    for name, own in bases.items():
+        for base in set(own) & bases.keys() - exempt:
+            children[base].append(name)
+    return {name: found[0] for name, found in children.items() if len(found) == 1}
+
+
+def _base(node: ast.expr) -> str:
+    """Return the last part of a name, whatever it is subscripted with."""
+    if isinstance(node, ast.Subscript):
+        return _base(node.value)
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
+def _is_exception(name: str, bases: dict[str, list[str]]) -> bool:
+    return name.endswith(("Error", "Exception")) or any(
+        _is_exception(base, bases) for base in bases.get(name, ())
+    )
+
+
+def test_no_class_is_there_for_one_subclass() -> None:
+    """A class and its only subclass are one thing in two places: one class, or one that has the other."""
+    sources = [file.read_text(encoding="utf-8") for package in PACKAGES for file in files(package)]
+    found = lone_subclasses(sources)
+    new = [f"{name} has one subclass, {child}" for name, child in found.items() if name not in LONE]
+    assert not new, f"fold each of these into one class, or let one have the other: {'; '.join(new)}"
+    assert found.keys() >= LONE, f"take out of LONE what is folded: {sorted(LONE - found.keys())}"
+
+
+def test_lone_subclasses_are_found() -> None:
+    """Whichever file has them; not those of abstract bases, protocols and exceptions, and no second one."""
+    found = lone_subclasses(
+        [
+            "class A: ...\nclass B(x.A): ...\nclass C(Generic[T]): ...\nclass D(C[int]): ...",
+            "class E(C[str]): ...\nclass F(ABC): ...\nclass G(F): ...\nclass H(Exception): ...\nclass I(H): ...",
+            "class J:\n @abstractmethod\n def f(self): ...\nclass K(J): ...\nclass L(B): ...",
+        ]
+    )
+    assert found == {"A": "B", "B": "L"}
+
+
 def classes(paths_and_sources: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     """The classes of some files, those inside others too: name to the files that have one."""
     found = defaultdict(set)
