@@ -86,8 +86,7 @@ def _token_fields(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
     """The fields with tokens, as their types say; whether it is structs inside that have them."""
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        mark = getattr(hint, "__metadata__", [None])[0]
-        if isinstance(mark, Packed | Spelled) and mark in _OF_TOKENS:
+        if typing.get_origin(hint) is typing.Annotated and hint.__metadata__[0] in _OF_TOKENS:
             found.append((name, False))
         elif typing.get_origin(hint) is tuple:
             item = typing.get_args(hint)[0]

@@ -219,6 +219,12 @@ def type_and_place(error: BaseException) -> str:
     return f"{type(error).__name__}{place}"
 
 
+def system_reason(error: BaseException, otherwise: str = "") -> str:
+    """What the system says of a failure; where it says nothing `otherwise`, by default the type of the error."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or otherwise or type(error).__name__
+
+
 def without_login(address: str) -> str:
     """An address, or a whole URL, without what stands before the last @, all of which may be a password."""
     before, at, behind = address.rpartition("@")

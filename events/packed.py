@@ -156,5 +156,5 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
 
 def _entry_size(hint: Any) -> int | None:
     """Bytes per entry if the hint is that of a column."""
-    marks = getattr(hint, "__metadata__", ())
-    return marks[0].size if marks and isinstance(marks[0], Packed) else None
+    mark = hint.__metadata__[0] if typing.get_origin(hint) is typing.Annotated else None
+    return mark.size if isinstance(mark, Packed) else None

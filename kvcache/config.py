@@ -144,8 +144,8 @@ def _inside(model: type[BaseModel], name: str) -> str | None:
 
 
 def _fields_inside(field: FieldInfo) -> Mapping[str, object]:
-    inner: Mapping[str, object] = getattr(field.annotation, "model_fields", {})
-    return inner
+    kind = field.annotation
+    return kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

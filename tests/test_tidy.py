@@ -7,6 +7,7 @@ import re
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 import pytest
 
@@ -38,6 +39,25 @@ MAY_SLEEP = {
 }
 """Tests that give something time instead of waiting for a state, and why that is right."""
 SLEEP = "time." + "sleep("
+EVENT_FIELDS = {name for event in typing.get_args(AnyEvent) for name in event.__struct_fields__}
+MAY_ASK = {
+    "events/diagnostics.py": "an application configures loggers and streams of any kind",
+    "events/log/durable.py": "what the system offers to sync a file",
+    "events/log/segments.py": "error numbers that only some systems have",
+    "kvcache/__init__.py": "loaders and modules of whatever distribution has the package's name",
+    "kvcache/device/secondary_file.py": "what the system offers to reserve a file's room",
+    "kvcache/device/transfers.py": "an engine's own copier, which may delegate its methods",
+    "kvcache/integrations/transformers/shape.py": "configurations and models have other attributes by their kind",
+    "kvcache/integrations/vllm/attached.py": "objects of vLLM have other attributes by its version and their kind",
+    "kvcache/integrations/vllm/groups.py": "objects of vLLM have other attributes by its version and their kind",
+    "kvcache/integrations/vllm/plugin.py": "objects of vLLM have other attributes by its version and their kind",
+    "sinks/router/feed.py": "only some transports refuse peers",
+    "sinks/router/transport.py": "there is no socket before it is open",
+}
+"""Modules of the product that ask for an attribute by its name, which no protocol or base class could promise, and why.
+
+A field of an event may be asked for everywhere: its many types have different ones.
+"""
 HEAVY = ("torch", "transformers")
 """Libraries that take seconds to load, which workers that run only the core's tests need not."""
 NOT_FOR_TESTS = re.compile(r"test_\w+|conftest")
@@ -70,6 +90,11 @@ def _findings(path: str, source: str, tree: ast.Module) -> Iterator[tuple[int, s
             yield (
                 getattr(node, "lineno", 0),
                 "prints; the library reports through events, errors and structlog",
+            )
+        if in_package and path not in MAY_ASK and _asks_for_attribute(node):
+            yield (
+                node.lineno,
+                "asks for an attribute by its name; a protocol or a base class says that it is there",
             )
         if in_package and isinstance(node, ast.Call) and _is_event_by_position(node):
             yield node.lineno, "builds an event by position, where two columns can be swapped unseen"
@@ -114,6 +139,15 @@ def _prints(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
+def _asks_for_attribute(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it is `getattr` with a name that is written there, but for a field of an event."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"):
+        return False
+    of, name = node.args[0], _text(node.args[1])
+    is_event = isinstance(of, ast.Name) and of.id == "event" and name in EVENT_FIELDS
+    return bool(name) and not is_event
+
+
 def _is_event_by_position(call: ast.Call) -> bool:
     """Whether an event is made with more than one field that is not named; one alone cannot be swapped."""
     name = getattr(call.func, "id", None) or getattr(call.func, "attr", None)
@@ -134,6 +168,12 @@ def test_house_is_tidy(directory: str) -> None:
 def test_who_may_sleep_does() -> None:
     """No exception is left whose reason has gone."""
     assert [path for path in MAY_SLEEP if not any(map(_sleeps, ast.walk(parsed_file(ROOT / path))))] == []
+
+
+def test_who_may_ask_for_attributes_does() -> None:
+    """No exception is left whose reason has gone."""
+    trees = {path: parsed_file(ROOT / path) for path in MAY_ASK}
+    assert [path for path, tree in trees.items() if not any(map(_asks_for_attribute, ast.walk(tree)))] == []
 
 
 def loading(names: tuple[str, ...], edges: dict[str, set[str]]) -> set[str]:
@@ -297,6 +337,15 @@ A = "tests.a"
             DOC + "ev.Gap(1, 2, '')\n",
             ["sinks/a.py:2: builds an event by position, where two columns can be swapped unseen"],
         ),
+        (
+            "sinks/a.py",
+            DOC + "getattr(sink, 'name', None)\n",
+            [
+                "sinks/a.py:2: asks for an attribute by its name; a protocol or a base class says that it is there"
+            ],
+        ),
+        ("sinks/a.py", DOC + "getattr(event, 'handle', None)\ngetattr(sink, name)\n", []),
+        ("tests/a.py", DOC + "getattr(sink, 'name', None)\n", []),
         ("sinks/stdout.py", DOC + "print()\n", []),
         ("kvcache/cli/run.py", DOC + "print()\n", []),
         ("examples/a.py", DOC + "print()\n", []),

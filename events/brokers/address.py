@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from events.errors import EventsError, option_name, shortened, without_login
+from events.errors import EventsError, option_name, shortened, system_reason, without_login
 from events.subscribe.sockets import is_loopback
 
 PORTS = {"nats": 4222, "redis": 6379, "kafka": 9092}
@@ -114,7 +114,7 @@ class BrokerAddress:
             with Path(self.access.password_file).open("rb") as file:
                 return file.read(_MOST_PASSWORD_BYTES).decode().strip()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
+            reason = system_reason(error, "it is no text")
             raise BrokerError(str(self), f"password_file cannot be read: {reason}") from None
 
     def tls_context(self) -> ssl.SSLContext | None:
@@ -127,7 +127,7 @@ class BrokerAddress:
             if access.certfile is not None:
                 context.load_cert_chain(access.certfile, access.keyfile)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "they are no PEM files"
+            reason = system_reason(error, "they are no PEM files")
             raise BrokerError(str(self), f"the files for TLS cannot be used: {reason}") from None
         return context
 

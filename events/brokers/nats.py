@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from events.brokers.address import REFUSED, BrokerAddress, BrokerError, BrokerUnavailable, require_client
 from events.brokers.records import StreamRecord, StreamRewound, parse_record, records_of
-from events.errors import EventDecodeError
+from events.errors import EventDecodeError, system_reason
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -85,7 +85,7 @@ class NATSSession:
         except nats.errors.NoServersError as error:
             raise self._refused(self._noted or error) from None
         except (TimeoutError, OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or "it does not answer"
+            reason = system_reason(error, "it does not answer")
             raise BrokerUnavailable(str(self._address), reason) from None
         except nats.errors.MaxPayloadError:
             raise

@@ -163,11 +163,11 @@ def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
         named = _decode_named(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _decode_any(payload)
-    if any(getattr(event, "more", None) is not None for event in named.events):
+    if any(not isinstance(event, AllBlocksCleared) and event.more is not None for event in named.events):
         return _decode_any(payload)  # whoever sends a field of that name sends one that is not known
     for event in named.events:
-        if (keys := getattr(event, "extra_keys", None)) and any(keys):
-            _refuse_deep_keys(keys)
+        if type(event) is BlockStored and event.extra_keys and any(event.extra_keys):
+            _refuse_deep_keys(event.extra_keys)
     return VLLMBatch(named.ts, named.events, named.rank)
 
 
@@ -217,7 +217,7 @@ def _event(item: Any) -> VLLMEvent:
         event = msgspec.convert(item, kind)
     except (msgspec.MsgspecError, RecursionError):
         raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None
-    _refuse_deep((getattr(event, "extra_keys", None) or (), more))
+    _refuse_deep(((event.extra_keys or ()) if isinstance(event, BlockStored) else (), more))
     return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event
 
 

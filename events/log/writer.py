@@ -35,7 +35,7 @@ from typing import Literal, Self
 import msgspec
 
 from events.diagnostics import get_logger
-from events.errors import LogUnavailable, LogWriteFailed
+from events.errors import LogUnavailable, LogWriteFailed, system_reason
 from events.log.frames import Chain
 from events.log.output import LogOutput, Record
 from events.log.reader import Kind, refuse_other_kind
@@ -416,7 +416,7 @@ class LogWriter:
                 self._lock.give_back()
                 raise
         except OSError as error:
-            raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
+            raise LogUnavailable(self.directory, system_reason(error)) from error
 
     def _window(self, compression: Compression, window: int) -> int:
         if compression == "none":

@@ -22,7 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from events.diagnostics import get_logger
-from events.errors import EventsError, UnsafeFile
+from events.errors import EventsError, UnsafeFile, system_reason
 from events.files.safe import refuse_foreign
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _load(path: Path, forbidden: int) -> tuple[bytes, bytes | None]:
     try:
         public, secret = load_certificate(path)
     except OSError as error:
-        raise KeyFileError(path, error.strerror or "it cannot be read") from None
+        raise KeyFileError(path, system_reason(error, "it cannot be read")) from None
     except (ValueError, IndexError):
         # SECURITY: what is wrong may quote a line of the file.
         raise KeyFileError(path, f"it is no key file; {_MAKE_KEYS}") from None
@@ -237,7 +237,7 @@ def _check_mode(path: Path, forbidden: int) -> None:
         reason = f"{unsafe.reason}; {unsafe.advice}, and make new keys if they may have been seen or replaced"
         raise KeyFileError(path, reason) from None
     except (OSError, ValueError) as error:
-        raise KeyFileError(path, getattr(error, "strerror", None) or "there is no such path") from None
+        raise KeyFileError(path, system_reason(error, "there is no such path")) from None
 
 
 LOOK_SECONDS = 1.0

@@ -20,7 +20,7 @@ from shutil import rmtree
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
-from events.errors import EventsError, LogExists, LogWriteFailed
+from events.errors import EventsError, LogExists, LogWriteFailed, system_reason
 from events.log import LogWriter
 from kvcache.cli import config as settings
 from kvcache.cli.options import add_shared, integer, natural, positive, seconds
@@ -470,7 +470,7 @@ def _given_json(config: str) -> str:
     try:
         return Path(config[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = system_reason(error, "it is no text")
         raise UsageError(f"--kv-events-config: {config[1:]} cannot be read: {reason}") from None
 
 

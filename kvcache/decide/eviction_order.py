@@ -47,6 +47,9 @@ class EvictionOrder(Watcher, ABC):
     one or two of its own. With 32 sequences in a full cache a step takes 84 us without, 68 with 8, 64 with 32, 59 with
     64 and 57 with 256 (with a secondary level 130, 86, 80, 60 and 59)."""
 
+    needs_names = False
+    """Whether it asks for runs that have keys, by which it tells contents apart."""
+
     @abstractmethod
     def __init__(self, group: FullGroup) -> None: ...
 

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from events.errors import NoRegularFile
+from events.errors import NoRegularFile, system_reason
 from events.files.safe import OTHERS, create_file, open_own
 from events.log.durable import Lock, LockHeld, sync_directory, sync_file, take_lock, write_all
 from events.types import SECONDARY
@@ -246,7 +246,7 @@ def _locked(path: Path) -> Lock:
             path, "unavailable", "what has the name of its lock file is something else"
         ) from None
     except (OSError, ValueError) as error:
-        raise SecondaryFileError(path, "unavailable", _why(error)) from error
+        raise SecondaryFileError(path, "unavailable", system_reason(error)) from error
 
 
 def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
@@ -270,7 +270,7 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
     except (IsADirectoryError, NoRegularFile):
         raise SecondaryFileError(path, "foreign") from None
     except OSError as error:
-        raise SecondaryFileError(path, "unavailable", _why(error)) from error
+        raise SecondaryFileError(path, "unavailable", system_reason(error)) from error
     return descriptor
 
 
@@ -331,10 +331,6 @@ def _mapped(descriptor: int, size: int, pin: bool) -> torch.Tensor:
     from cuda_ops.host_memory import mapped_file
 
     return mapped_file(descriptor, size, pin=pin)
-
-
-def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def _disown_all() -> None:

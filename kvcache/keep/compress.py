@@ -107,7 +107,7 @@ def _attempt(work: Callable[[Path, Compressed], None], path: Path, done: Compres
     except BaseException as error:
         with suppress(OSError):
             _unfinished(path).unlink(missing_ok=True)
-        unreadable = getattr(error, "errno", None) in UNREADABLE
+        unreadable = isinstance(error, OSError) and error.errno in UNREADABLE
         if not unreadable and not isinstance(error, LogDamaged | FileNotFoundError):
             raise
         done.left += path.exists()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogBeingKept, LogError, NoRegularFile, NotALog
+from events.errors import LogBeingKept, LogError, NoRegularFile, NotALog, system_reason
 from events.files.safe import check_directory
 from events.log.durable import LockHeld, take_lock
 from events.log.segments import KEEPER_NAME
@@ -50,4 +50,4 @@ def writing(path: Path, advice: str) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None and error.errno not in _FULL:
             raise
-        raise NotWritten(path, error.strerror or type(error).__name__, advice) from error
+        raise NotWritten(path, system_reason(error), advice) from error

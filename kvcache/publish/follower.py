@@ -20,7 +20,7 @@ from typing import Literal
 
 from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
-from events.errors import LogDamaged, UnsafeFile
+from events.errors import LogDamaged, UnsafeFile, system_reason
 from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
@@ -520,7 +520,7 @@ class SinkFollower:
             self._file.save(position)
             self._saved = position
         except (OSError, UnsafeFile) as error:
-            reason = str(error) if isinstance(error, UnsafeFile) else error.strerror or type(error).__name__
+            reason = str(error) if isinstance(error, UnsafeFile) else system_reason(error)
             _log.warning("position_not_saved", sink=self.name, reason=reason)
 
     def _let_routers_forget(self) -> None:

@@ -551,8 +551,7 @@ class _Leaves(LeastRecentlyUsed):
 
 
 ENTRY_POINT_GROUP = "kvcache.eviction_orders"
-"""The entry's name is the policy's; its object is a class derived from `EvictionOrder`. Its attribute `needs_names`, if
-true, asks for runs that have keys."""
+"""The entry's name is the policy's; its object is a class derived from `EvictionOrder`."""
 BOUND = "belady"
 """What others are compared with."""
 BASE = "lru"

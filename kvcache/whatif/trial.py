@@ -110,7 +110,7 @@ def play(
 def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Future]) -> Playback:
     """What plays a trial. Trials with blocks of one size share what is known of the future, in `futures`."""
     order = None if trial.policy is None else policy(trial.policy)
-    named = bool(getattr(order, "needs_names", False))
+    named = order is not None and order.needs_names
     if order is None or not issubclass(order, Clairvoyant):
         return Playback(trial.settings, order, named=named)
     size = trial.sets.get("tokens_per_block")
