@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from events.feed.changes import Removed, Stored
 from events.feed.fold import Feed
 from events.formats.vllm import encode_arrays, encode_batch, encode_sglang
@@ -30,6 +29,7 @@ from sinks.render import Known, render_event
 from tests.support.commands import Kvcache
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
+from tests.support.engines.simulated import LateCopier
 
 
 class Ticking:

@@ -11,7 +11,6 @@ from typing import Any, TypeGuard, cast
 import msgspec
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Stored
 from events.feed.fold import Feed
 from events.formats.vllm import encode_sglang
@@ -22,6 +21,7 @@ from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.errors import CapacityError
 from sinks.router.feed import in_batches
 from tests.support.columns import pack_i64, pack_u32
+from tests.support.engines.simulated import LateCopier
 from tests.support.feeds.strict import NoBytes, StrictIndex, batches, landed_prefixes
 from tests.support.seeds import seeds
 

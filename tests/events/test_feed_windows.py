@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.exported import exported_runs
 from events.feed.fold import Feed
@@ -37,6 +36,7 @@ from events.types import (
 )
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from tests.support.columns import pack_i32, pack_i64
+from tests.support.engines.simulated import LateCopier
 from tests.support.engines.strategies import key_of, split_names
 from tests.support.feeds.batches import (
     FULL,

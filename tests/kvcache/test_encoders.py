@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from events.log import LogReader
 from events.tokens.names import input_digests
 from events.types import CROSS_WINDOW, AdmissionRefused, EncoderAdded, EncoderRemoved, Namespace
@@ -30,6 +29,7 @@ from kvcache.replay import Replayed, replay
 from tests.support.columns import pack_i32
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
+from tests.support.engines.simulated import LateCopier
 
 PROMPT = [1, 2, 3, 4, 5]
 READ = [7, 8, 9, 7, 8]

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from events.types import (
     PRIMARY,
     SECONDARY,
@@ -26,6 +25,7 @@ from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes, Step, Witness, explore, steps_of
+from tests.support.engines.simulated import LateCopier
 from tests.support.seeds import seeds
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from cuda_ops.simulated import FailingCopier
 from events.log import LogReader, LogWriter
 from events.tokens import symbols
 from events.types import (
@@ -31,6 +30,7 @@ from kvcache.replay import replay
 from tests.oracles.naive_audit import REASONS, Admission, naive_audit
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
+from tests.support.engines.simulated import FailingCopier
 from tests.support.logs.random_logs import LossyLog, random_log, write_random_log
 
 

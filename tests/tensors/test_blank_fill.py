@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_ops.simulated import LateCopier
 from kvcache.errors import TransfersPending
 from kvcache.inputs import Request
 from kvcache.layout import Layout
@@ -17,6 +16,7 @@ from kvcache.pools import Pools
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import FakeEngine, expected
 from tests.support.engines.inside import sequence_of
+from tests.support.engines.simulated import LateCopier
 
 
 def primary_of(engine: FakeEngine) -> torch.Tensor:

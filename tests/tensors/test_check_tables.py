@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from cuda_ops.copier import CopyFailed
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import CROSS_WINDOW, KVCacheManager, Layout
 from kvcache.calls.tables import HandedOut
 from kvcache.errors import (
@@ -24,6 +23,7 @@ from kvcache.errors import (
 )
 from kvcache.pools import Pools
 from tests.support.engines import strategies
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 
 def cache(**settings: Any) -> KVCacheManager:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier, Copy, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.config import KVCacheConfig
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
@@ -25,6 +24,7 @@ from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PatternMismatch
 from kvcache.workload.summary import RunResult, StepTimes
+from tests.support.engines.simulated import FailingCopier, LateCopier
 from tests.support.workloads import CHATS, SMALL, TIERED, WINDOWS
 
 TWO_AT_ONCE = DriveOptions(concurrency=2)

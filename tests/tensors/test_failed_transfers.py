@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from events.feed.changes import Change, Cleared
 from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
@@ -23,6 +22,7 @@ from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import DETACHED, FakeEngine
 from tests.support.engines.inside import blocks_of, sequence_of
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 PROMPT = [0, 1, 0, 1, 1]
 

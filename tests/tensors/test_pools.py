@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copy
-from cuda_ops.simulated import LateCopier
 from events.log import LogWriter
 from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
@@ -22,6 +21,7 @@ from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.pools import Pools, PoolSizes
 from sinks import SinkURLError
 from tests.support.engines.inside import blocks_of
+from tests.support.engines.simulated import LateCopier
 
 
 def layout(**changes: object) -> Layout:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier, Copy, CopyFailed
-from cuda_ops.simulated import FailingCopier, LateCopier
 from cuda_ops.torch_copier import TorchCopier
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 
 @dataclass

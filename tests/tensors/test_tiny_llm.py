@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import KVCacheManager, Layout
 from kvcache.calls.tables import BlockTables
 from kvcache.pools import Pools
+from tests.support.engines.simulated import FailingCopier, LateCopier
 from tests.support.examples import load
 
 LLM = load("tiny_llm")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from cuda_ops.torch_copier import TorchCopier
 from events.bus import EventBus
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.types import BlocksCopied, BlocksMoved, MoveReason
 from kvcache.device.transfers import TransferEngine
 from tests.support.columns import pack_i32
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 SLOTS, TOKENS = 6, 4
 CHOSEN = "batch 0 was chosen to fail"

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from cuda_ops import attention
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import KVCacheManager, Layout
 from kvcache.errors import (
     ComputationLost,
@@ -27,6 +26,7 @@ from kvcache.errors import (
 )
 from kvcache.pools import Pools
 from kvcache.replay import replay
+from tests.support.engines.simulated import FailingCopier, LateCopier
 from tests.support.engines.transformers_models import (
     MODELS,
     WINDOW,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cuda_ops.simulated import LateCopier
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
@@ -26,6 +25,7 @@ from tests.support.engines import strategies
 from tests.support.engines.byte_engine import Driver, Wrap, at_once, failing, late, late_and_failing
 from tests.support.engines.fake_engine import FakeEngine
 from tests.support.engines.inside import journal_of
+from tests.support.engines.simulated import LateCopier
 from tests.support.seeds import seeds
 
 

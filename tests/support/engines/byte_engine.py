@@ -9,12 +9,12 @@ from typing import Any
 from zlib import crc32
 
 from cuda_ops.copier import Copier
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.errors import CapacityError, ComputationLost, UsageError
 from kvcache.inputs import Request
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import FakeEngine
 from tests.support.engines.inside import sequence_of
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 Wrap = Callable[[Copier], Copier]
 

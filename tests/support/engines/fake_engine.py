@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cuda_ops.copier import Copier
-from cuda_ops.simulated import LateCopier
 from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
 from kvcache.fold.group import Group
@@ -34,6 +33,7 @@ from kvcache.pools import KVCacheBlockPool, Pools
 from kvcache.results import Admission, PollResult
 from tests.support.engines import strategies
 from tests.support.engines.inside import is_certain, sequence_of, slots_of
+from tests.support.engines.simulated import LateCopier
 
 WRONG = -1.0
 DETACHED = -2

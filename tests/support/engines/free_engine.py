@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuda_ops.copier import Copier
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UnknownRequest, UsageError
 from kvcache.inputs import Request
 from kvcache.results import PollResult
 from tests.support.engines.fake_engine import FakeEngine, RequestId, expected
 from tests.support.engines.inside import sequence_of, slots_of
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 LONGEST = 16
 """Tokens of the longest sequence."""

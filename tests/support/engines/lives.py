@@ -11,7 +11,6 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from events import types as ev
 from events.types import PRIMARY, CacheCreated, Event
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
@@ -20,6 +19,7 @@ from kvcache.manager import KVCacheManager, Substitutes
 from tests.support.columns import pack_i32
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 
 class Step(NamedTuple):

@@ -17,10 +17,10 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from cuda_ops.copier import CopyFailed
-from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import KVCacheManager, Layout, Request
 from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.pools import Pools
+from tests.support.engines.simulated import FailingCopier, LateCopier
 from tests.support.examples import load
 
 SIZE, LONGEST = 4, 32

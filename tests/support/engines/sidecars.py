@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cuda_ops.simulated import LateCopier
 from events.log import LogWriter
 from kvcache import KVCacheManager
 from kvcache.replay import replay
+from tests.support.engines.simulated import LateCopier
 from tests.support.feeds.chaos import CONFIG, Engine, NoBytes, Router, Site, Told, residency
 from tests.support.forked import DEVNULL, PIPE, Forked
 from tests.support.places import ROOT

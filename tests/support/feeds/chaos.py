@@ -20,7 +20,6 @@ from typing import Any
 import zmq
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from cuda_ops.simulated import LateCopier
 from events.formats.vllm import Hash
 from events.packed import NAME_BYTES
 from events.subscribe.continuity import Missed, Received, Restarted
@@ -33,6 +32,7 @@ from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
+from tests.support.engines.simulated import LateCopier
 from tests.support.forked import PIPE, Forked
 from tests.support.places import landed_level
 from tests.support.ports import free_port

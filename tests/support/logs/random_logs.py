@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from cuda_ops.simulated import FailingCopier, LateCopier
 from events.log import LogWriter
 from events.tokens import symbols
 from events.types import EventBatch, Gap
@@ -23,6 +22,7 @@ from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes, Seldom
+from tests.support.engines.simulated import FailingCopier, LateCopier
 
 STEPS = 400
 ITEMS = (b"\x11" * 32, b"\x22" * 32, b"\x33" * 32)
