@@ -17,6 +17,12 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def batches(first: int, last: int, one: str = "", more: str = "") -> str:
+    """Batches by their numbers, and the verb for one or for more of them: "batch 7 was", "batches 7 to 9 were"."""
+    named = f"batch {first:,} {one}" if first == last else f"batches {first:,} to {last:,} {more}"
+    return named.rstrip()
+
+
 def duration(seconds: float) -> str:
     """A time for people, in the unit that suits it."""
     if seconds >= 1:
@@ -82,7 +88,7 @@ def describe_end(end: LogEnd) -> str:
         return f"torn: the writer stopped inside a batch ({where}); everything before it is whole"
     if _lost(end):
         last = -1 if end.last_seq is None else end.last_seq
-        return f"closed, but batches {last + 1:,} to {end.next_seq - 1:,} were lost before"
+        return f"closed, but {batches(last + 1, end.next_seq - 1, 'was', 'were')} lost before"
     if end.kind == "clean":
         return "closed in good order"
     return "open: a writer is at work, or was killed between two batches"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvcache.audit.reasons import LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import feed_log, fleet, times
 from kvcache.cli.audit_json import ages_in_words, to_json
-from kvcache.cli.options import add_shared, positive
+from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, bar, end_json
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
@@ -42,18 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(
         parser,
-        "--time",
-        "--json",
+        "time",
+        "json",
         log="a log directory, or a directory of the logs of several workers",
         since="count what happens from then on",
         until="stop there",
     )
-    add = parser.add_argument
-    add("--top", type=positive, default=10, metavar="N", help="evictions and prefixes to name (10)")
-    add = parser.add_argument_group("several workers").add_argument
+    add = partial(option, parser)
+    add("--top N", "evictions and prefixes to name (10)", type=positive, default=10)
+    add = partial(option, parser.add_argument_group("several workers"))
     jobs = os.cpu_count() or 1
-    add("--jobs", type=positive, default=jobs, metavar="N", help="logs to read at once (one per core)")
-    add("--engine", choices=("processes", "ray"), default="processes", help="where logs are read (processes)")
+    add("--jobs N", "logs to read at once (one per core)", type=positive, default=jobs)
+    add("--engine", "where logs are read (processes)", choices=("processes", "ray"), default="processes")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

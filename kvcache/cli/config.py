@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvcache.cli.options import add_shared
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.config import (
     PRIMARY_LIMITS,
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--schema", action="store_true", help="the JSON schema of the settings")
+    option(form, "--schema", "the JSON schema of the settings")
     add_shared(form, json="the settings as JSON")
 
 
@@ -128,14 +128,14 @@ def _spelled(value: Any) -> str:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """The options that name settings."""
-    parser.add_argument("--config", metavar="FILE", type=Path, help="settings: a .toml, .yaml or .yml file")
-    parser.add_argument(
-        "--set",
-        metavar="FIELD=VALUE",
+    option(parser, "--config FILE", "settings: a .toml, .yaml or .yml file", type=Path)
+    option(
+        parser,
+        "--set FIELD=VALUE",
+        "one setting, as in head_dim=128 or log.fsync=never; wins over the file and KVCACHE_* variables",
         action="append",
         default=[],
         dest="sets",
-        help="one setting, as in head_dim=128 or log.fsync=never; wins over the file and KVCACHE_* variables",
     )
 
 

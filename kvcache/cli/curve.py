@@ -11,7 +11,7 @@ from typing import Any
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.cli.options import add_shared, positive
+from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.config import KVCacheConfig
 from kvcache.curve.curve import SAMPLES, CurveRecorder, HitCurve, best_hits, enough_for
@@ -48,20 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is used least recently were evicted. With two levels, sizes are of both together."
     )
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
-    add_shared(parser, "--json", log="a log directory; it must have token ids")
-    parser.add_argument(
-        "--sample",
+    add_shared(parser, "json", log="a log directory; it must have token ids")
+    option(
+        parser,
+        "--sample RATE",
+        f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory",
         type=_rate,
         default=1.0,
-        metavar="RATE",
-        help=f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory",
     )
-    parser.add_argument(
-        "--bound",
+    option(
+        parser,
+        "--bound SIZES",
+        "also the most that any eviction could reuse, at these sizes in blocks: 1000,2000",
         type=_sizes,
         default=(),
-        metavar="SIZES",
-        help="also the most that any eviction could reuse, at these sizes in blocks: 1000,2000",
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
 from events.types import CacheCreated, EventBatch
 from kvcache.cli.events import event_line
-from kvcache.cli.options import add_shared, positive
+from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, Update, pick, stamp, updating
 from kvcache.cli.times import Times
 from kvcache.diff import (
@@ -36,13 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Batches are compared in their order. Log ids, epochs, software, settings and times may differ. Requests are "
         "told\napart by their ids. The exit code is 0 if the logs say the same, 1 if they differ (or are damaged)."
     )
-    add = parser.add_argument
-    add("log_a", type=Path, metavar="LOG_A", help="a log directory")
-    add("log_b", type=Path, metavar="LOG_B", help="another one")
-    add(
-        "--top", type=positive, default=10, metavar="N", help="how many requests are listed of each kind (10)"
-    )
-    add_shared(parser, "--time", "--json")
+    add = partial(option, parser)
+    add("LOG_A", "a log directory", type=Path)
+    add("LOG_B", "another one", type=Path)
+    add("--top N", "how many requests are listed of each kind (10)", type=positive, default=10)
+    add_shared(parser, "time", "json")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

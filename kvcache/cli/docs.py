@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import kvcache
+from kvcache.cli.options import option
 from kvcache.cli.output import Output
 
 _PACKAGE = Path(kvcache.__file__).parent
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pages = sorted(page.stem for page in directory().glob("*.md"))
     parser.description = "Print a page of the documentation, in Markdown; without PAGE, list the pages."
     parser.epilog = "As in: kvcache docs audit | less"
-    parser.add_argument("page", nargs="?", choices=pages, metavar="PAGE", help=", ".join(pages))
+    option(parser, "PAGE", ", ".join(pages), nargs="?", choices=pages)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -11,7 +11,7 @@ from events.codec import json_line, to_dict
 from events.log import LogReader
 from kvcache.cli import times
 from kvcache.cli.filters import NamingBlock, OfSequences, add_filters, conditions_of
-from kvcache.cli.options import add_shared
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, paint, stamp
 from kvcache.cli.process import nobody_reads
 from kvcache.cli.times import Times, UpTo
@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_filters(parser)
     add_shared(
         parser,
-        "--time",
+        "time",
         since="from this batch on (the first one)",
         until="up to this batch (the last one)",
         at="this batch alone",
         json="one JSON object per event and line: seq, index, ts, time, type and its fields",
     )
-    parser.add_argument("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
-    parser.add_argument("--no-tokens", action="store_true", help="leave token ids out of the JSON")
+    option(parser, "--follow", "wait for more at the end, until Ctrl-C")
+    option(parser, "--no-tokens", "leave token ids out of the JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

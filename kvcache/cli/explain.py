@@ -17,7 +17,7 @@ from kvcache.audit.explanation import (
     tell,
 )
 from kvcache.cli.audit_json import namespace_json
-from kvcache.cli.options import add_shared
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo
 
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "whether it was reused, and if not, why."
     )
     parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
-    add_shared(parser, "log", "--time", "--json")
-    parser.add_argument("--request", metavar="ID", required=True, help="the request, by the engine's id")
+    add_shared(parser, "log", "time", "json")
+    option(parser, "--request ID", "the request, by the engine's id", required=True)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

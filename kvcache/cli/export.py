@@ -7,7 +7,7 @@ from pathlib import Path
 
 from events.log import LogReader
 from kvcache.audit import open_log
-from kvcache.cli.options import add_shared
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.export.export import FORMATS, export
@@ -23,16 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`kvcache docs export` has every column, and queries. Nothing is at PATH until all is written."
     )
     add_shared(parser, "log")
-    parser.add_argument("--to", required=True, choices=sorted(FORMATS), help="the format")
-    parser.add_argument(
-        "-o",
-        "--output",
+    option(parser, "--to", "the format", required=True, choices=sorted(FORMATS))
+    option(
+        parser,
+        "-o --output PATH",
+        "where to: a database (sqlite), or a directory with a file for each table",
         required=True,
         type=Path,
-        metavar="PATH",
-        help="where to: a database (sqlite), or a directory with a file for each table",
     )
-    parser.add_argument("--force", action="store_true", help="replace an earlier export at PATH")
+    option(parser, "--force", "replace an earlier export at PATH")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

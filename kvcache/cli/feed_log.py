@@ -21,7 +21,7 @@ from kvcache.cli.options import origin
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
-from kvcache.phrases import count, describe_end, printable
+from kvcache.phrases import batches, count, describe_end, printable
 from kvcache.replay import fold_told, known_events
 from kvcache.tap.history import FeedHistory
 
@@ -109,7 +109,7 @@ def replay(args: argparse.Namespace, out: Output) -> int:
     _show_workers(state, out)
     out.line()
     missing = [
-        f"batches {gap.first_seq:,} to {gap.last_seq:,} of the log are missing: {printable(gap.reason)}"
+        f"{batches(gap.first_seq, gap.last_seq, 'of the log is', 'of the log are')} missing: {printable(gap.reason)}"
         for gap in folded.gaps
     ]
     replayed = f"{count(folded.events, 'event')} in {count(folded.batches, 'batch', 'batches')}"

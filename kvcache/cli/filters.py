@@ -9,6 +9,7 @@ import re
 import typing
 from array import array
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from itertools import accumulate
 
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from events import types as ev
 from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
+from kvcache.cli.options import option
 from kvcache.errors import UsageError
 from sinks.render import Known
 
@@ -30,32 +32,28 @@ Condition = Callable[[ev.AnyEvent], bool]
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Declare the conditions."""
-    add = parser.add_argument
+    add = partial(option, parser)
     add(
-        "--type",
+        "--type TYPE",
+        "only events of this type; may be given several times",
         action="append",
         dest="types",
-        metavar="TYPE",
         type=lambda text: _BY_LOWER.get(text.lower(), text),
         choices=TYPES,
-        help="only events of this type; may be given several times",
     )
     add(
-        "--request",
-        metavar="ID",
-        help="only what happened to this request, its copies and refusals included "
+        "--request ID",
+        "only what happened to this request, its copies and refusals included "
         "(lines for people leave out the steps that only append a token, unless --type asks for them)",
     )
     add(
-        "--handle",
+        "--handle N",
+        "likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
         type=_handle,
-        metavar="N",
-        help="likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
     )
     add(
-        "--block",
-        metavar="NAME",
-        help="only events that name this block: its first hex digits, at least 4. With several windows a name stands "
+        "--block NAME",
+        "only events that name this block: its first hex digits, at least 4. With several windows a name stands "
         "in the first one's event alone, and none where a window lets go of blocks: --request finds those",
     )
 

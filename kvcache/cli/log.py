@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from events.log.recovery import Recovery, repair
 from events.log.retention import Limits, LogParts
 from events.log.segments import Segment, is_closed, is_log, segment_paths
 from events.units import parse_bytes
-from kvcache.cli.options import add_shared, positive, seconds
+from kvcache.cli.options import add_shared, option, positive, seconds
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.errors import InternalError, UsageError
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import Pruned, prune
 from kvcache.keep.salvage import Loss, Salvaged, salvage
 from kvcache.keep.verify import Verified, verify
-from kvcache.phrases import count, describe_end, iso, printable, size
+from kvcache.phrases import batches, count, describe_end, iso, printable, size
 
 _ACTIONS = {
     "info": "segments and snapshots, what they take, and who still needs them; reads their beginnings only.",
@@ -42,23 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "\n\n".join(f"{action}: {what}" for action, what in _ACTIONS.items())
     parser.add_argument("action", choices=[*_ACTIONS], metavar="|".join(_ACTIONS), help="what to do")
-    add_shared(parser, "log", "--json")
-    add = parser.add_argument
+    add_shared(parser, "log", "json")
+    add = partial(option, parser)
+    add("--retain-bytes SIZE", "of prune: keep so much, as in 8GiB, with snapshots", type=_bytes)
     add(
-        "--retain-bytes",
-        type=_bytes,
-        metavar="SIZE",
-        help="of prune: keep so much, as in 8GiB, with snapshots",
-    )
-    add(
-        "--retain-seconds",
+        "--retain-seconds SECONDS",
+        "of prune: keep what ended so long before the newest segment began, by the log's own clock",
         type=seconds,
-        metavar="SECONDS",
-        help="of prune: keep what ended so long before the newest segment began, by the log's own clock",
     )
-    add("--retain-segments", type=positive, metavar="N", help="of prune: keep so many files")
-    add("--dry-run", action="store_true", help="of repair: only tell what it would do")
-    add("--to", type=Path, metavar="DIR", help="of salvage: the new log")
+    add("--retain-segments N", "of prune: keep so many files", type=positive)
+    add("--dry-run", "of repair: only tell what it would do")
+    add("--to DIR", "of salvage: the new log", type=Path)
 
 
 def _bytes(text: str) -> int:
@@ -261,10 +256,6 @@ def _say_salvaged(args: argparse.Namespace, done: Salvaged, out: Output) -> None
 
 
 def _lost(loss: Loss) -> str:
-    which = (
-        f"all from batch {loss.first:,} on"
-        if loss.last is None
-        else f"batches {loss.first:,} to {loss.last:,}"
-    )
+    which = f"all from batch {loss.first:,} on" if loss.last is None else batches(loss.first, loss.last)
     whole = len(loss.left_out)
     return which + (f" ({whole:,} of them whole, but of no use without those before)" if whole else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.audit.admission import SharedGroups
 from kvcache.audit.explanation import group_in_words
 from kvcache.cli import feed_log, times
-from kvcache.cli.options import add_namespace, add_shared, has_namespace, origin, read_tokens
+from kvcache.cli.options import (
+    TOKENS_HELP,
+    add_namespace,
+    add_shared,
+    has_namespace,
+    option,
+    origin,
+    read_tokens,
+)
 from kvcache.cli.output import Output, pick, stamp
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, UpTo
@@ -39,14 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A prompt's last token is never reused, since the model has to compute something.\n\n"
         + times.FORMS_HELP
     )
-    add_shared(parser, "log", "--time", "--json", at="the state after this batch (the last one)")
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add(
-        "--request",
-        metavar="ID",
-        help="the prompt of this request: its last admission up to --at, else its next one",
-    )
-    add("--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin")
+    add_shared(parser, "log", "time", "json", at="the state after this batch (the last one)")
+    add = partial(option, parser.add_mutually_exclusive_group(required=True))
+    add("--request ID", "the prompt of this request: its last admission up to --at, else its next one")
+    add("--tokens FILE", TOKENS_HELP)
     add_namespace(parser, "--tokens")
 
 

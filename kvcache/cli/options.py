@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,11 @@ LONGEST_TEXT = 1 << 26
 """Characters of token ids that are read."""
 _MOST_DIGITS = 19
 """Of a number that one gives here; Python itself reads no more than some thousands."""
+
+
+TOKENS_HELP = "token ids: a JSON list, or numbers between spaces or commas; - for stdin; or the ids: 5,6,7"
+_IDS = re.compile(r"\d+(?:[\s,]+\d+)+", re.ASCII)
+"""Token ids in place of a file."""
 
 
 def natural(text: str) -> int:
@@ -56,88 +62,110 @@ def seconds(text: str) -> float:
     return value
 
 
-_MOMENT: dict[str, Any] = {"type": times.argument, "metavar": times.METAVAR}
-_SHARED: dict[str, dict[str, Any]] = {
-    "log": {"type": Path, "metavar": "LOG", "help": "a log directory"},
-    "--at": _MOMENT,
-    "--since": _MOMENT,
-    "--until": _MOMENT,
-    "--time": {
-        "choices": times.FORMS,
-        "default": "relative",
-        "help": "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without "
-        "this), or the time of day",
-    },
-    "--every": {"type": seconds, "metavar": "SECONDS"},
-    "--json": {"action": "store_true", "help": "the result as JSON"},
-    "--lora-id": {"type": integer, "metavar": "N", "help": "the adapter's number"},
-    "--lora-name": {"metavar": "NAME", "help": "the adapter's name"},
-    "--cache-salt": {"metavar": "SALT", "help": "the salt of the prompt's namespace"},
+Place = argparse.ArgumentParser | argparse._ArgumentGroup
+_SPELLING = (
+    "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "
+    "time of day"
+)
+_MOMENT = {"type": times.argument}
+_SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "log": ("LOG", "a log directory", {"type": Path}),
+    "at": ("--at MOMENT", "", _MOMENT),
+    "since": ("--since MOMENT", "", _MOMENT),
+    "until": ("--until MOMENT", "", _MOMENT),
+    "time": (
+        "--time",
+        _SPELLING,
+        {"choices": times.FORMS, "default": "relative"},
+    ),
+    "every": ("--every SECONDS", "", {"type": seconds}),
+    "json": ("--json", "the result as JSON", {}),
+    "lora_id": ("--lora-id N", "the adapter's number", {"type": integer}),
+    "lora_name": ("--lora-name NAME", "the adapter's name", {}),
+    "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
 }
+"""Options that several commands have, by their names in the arguments: usage, purpose, and how they are read."""
+_NAMESPACE = ("lora_id", "lora_name", "cache_salt")
 
 
-def add_shared(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **purposes: str
-) -> None:
+def option(place: Place, usage: str, purpose: str, **more: Any) -> None:
+    """Declare an argument as its help shows it.
+
+    ``-o --output FILE`` is an option with a value, ``--force`` a flag (unless it has `choices`), ``TRACE`` an argument
+    by its place. `more` is what argparse takes besides.
+    """
+    names = [word for word in usage.split() if word.startswith("-")]
+    if values := [word for word in usage.split() if word not in names]:
+        more["metavar"] = values[0]
+    elif "choices" not in more:
+        more["action"] = "store_true"
+    place.add_argument(*(names or [usage.lower()]), help=purpose, **more)
+
+
+def add_shared(place: Place, *names: str, **purposes: str) -> None:
     """Declare options that other commands have, too; those of `purposes` (such as ``at="..."``) with another help."""
-    for name in names:
-        parser.add_argument(name, **_SHARED[name])
-    for key, purpose in purposes.items():
-        name = key if key in _SHARED else f"--{key.replace('_', '-')}"
-        parser.add_argument(name, **{**_SHARED[name], "help": purpose})
+    for name in (*names, *purposes):
+        usage, purpose, more = _SHARED[name]
+        option(place, usage, purposes.get(name, purpose), **more)
 
 
-def add_namespace(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: str) -> None:
+def add_namespace(place: Place, of: str) -> None:
     """Declare the options that belong to the tokens given by the option `of`."""
-    names = ("--lora-id", "--lora-name", "--cache-salt")
-    for name in names:
-        parser.add_argument(name, **{**_SHARED[name], "help": f"with {of}: {_SHARED[name]['help']}"})
+    add_shared(place, **{name: f"with {of}: {_SHARED[name][1]}" for name in _NAMESPACE})
 
 
 def add_status_options(parser: argparse.ArgumentParser, what: str) -> None:
     """Declare when lines come that tell `what`, and in which form."""
-    purpose = f"between two lines that tell {what} (10)"
-    parser.add_argument("--every", type=seconds, default=10.0, metavar="SECONDS", help=purpose)
-    add_shared(parser, json="these lines as JSON on stdout, one object each")
+    add_shared(
+        parser,
+        every=f"between two lines that tell {what} (10)",
+        json="these lines as JSON on stdout, one object each",
+    )
+    parser.set_defaults(every=10.0)
 
 
 def has_namespace(args: argparse.Namespace) -> bool:
     """Whether one of these options is given."""
-    return (args.lora_id, args.lora_name, args.cache_salt) != (None, None, None)
+    return any(getattr(args, name) is not None for name in _NAMESPACE)
 
 
 # -- prompts
 
 
-def origin(path: str) -> str:
+def origin(given: str) -> str:
     """Where the token ids come from, for people."""
-    return "stdin" if path == "-" else path
+    return "stdin" if given == "-" else "the prompt given" if _IDS.fullmatch(given) else given
 
 
-def read_tokens(path: str) -> list[Any]:
-    """What a file holds: a JSON list, or numbers between spaces; ``-`` is stdin. Raises UsageError for anything else.
+def read_tokens(given: str) -> list[Any]:
+    """Token ids: themselves (``5,6,7``), or a file (``-`` is stdin) of a JSON list or of numbers.
 
-    Whether they are token ids is for `kvcache.inputs.pack_tokens` to say.
+    Raises UsageError for anything else. Whether they are token ids is for `kvcache.inputs.pack_tokens` to say.
     """
-    try:
-        with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as file:
-            # All of it, or more than is allowed: some files have no end.
-            text = file.read(LONGEST_TEXT + 1)
-    except UnicodeDecodeError:
-        text = "no numbers"
+    text = given if _IDS.fullmatch(given) else _text_in(given)
     if len(text) > LONGEST_TEXT:
         raise UsageError(
-            f"{origin(path)} holds more than {LONGEST_TEXT:,} characters: no prompt is that long"
+            f"{origin(given)} holds more than {LONGEST_TEXT:,} characters: no prompt is that long"
         )
     try:
-        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        is_list = text.lstrip().startswith("[")
+        tokens = json.loads(text) if is_list else [int(word) for word in text.replace(",", " ").split()]
     except (ValueError, RecursionError):
         tokens = None
     if not isinstance(tokens, list):
         # SECURITY: the parser's own message would quote the prompt.
         raise UsageError(
-            f"{origin(path)} does not hold token ids: write a JSON list of numbers, or numbers between spaces"
+            f"{origin(given)} does not hold token ids: write a JSON list, or numbers between spaces or commas"
         )
     if not tokens:
-        raise UsageError(f"{origin(path)} holds no token ids")
+        raise UsageError(f"{origin(given)} holds no token ids")
     return tokens
+
+
+def _text_in(path: str) -> str:
+    """All of it, or more than is allowed: some files have no end."""
+    try:
+        with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as file:
+            return file.read(LONGEST_TEXT + 1)
+    except UnicodeDecodeError:
+        return "no numbers"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from kvcache.cli.options import add_shared, add_status_options
+from kvcache.cli.options import add_shared, add_status_options, option
 from kvcache.cli.output import Output, StatusLines, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
 from kvcache.errors import UsageError
@@ -38,24 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_shared(parser, log="a log directory; it is waited for")
     add_status_options(parser, "how far sinks are behind")
-    add = parser.add_argument
+    add = partial(option, parser)
     add(
-        "--sink",
+        "--sink URL",
+        "where events go, as in zmq+pub://127.0.0.1:5557?replay=5558 or file:e.jsonl; may be repeated",
         action="append",
         required=True,
         dest="sinks",
-        metavar="URL",
-        help="where events go, as in zmq+pub://127.0.0.1:5557?replay=5558 or file:e.jsonl; may be repeated",
     )
-    add(
-        "--state",
-        type=Path,
-        metavar="DIR",
-        help="where it is kept what each sink has had, and the numbers of feeds (LOG)",
-    )
+    add("--state DIR", "where it is kept what each sink has had, and the numbers of feeds (LOG)", type=Path)
     ends = parser.add_mutually_exclusive_group()
-    ends.add_argument("--once", action="store_true", help="end at the end of the log as it is now")
-    ends.add_argument("--until-closed", action="store_true", help="end when the engine has closed the log")
+    option(ends, "--once", "end at the end of the log as it is now")
+    option(ends, "--until-closed", "end when the engine has closed the log")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -13,14 +13,16 @@ from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.audit.explanation import group_in_words
 from kvcache.audit.tables import occupancy
 from kvcache.cli import feed_log, times
-from kvcache.cli.options import add_shared
-from kvcache.cli.output import Output, end_json, paint, pick, stamp
+from kvcache.cli.options import add_shared, option
+from kvcache.cli.output import Output, bar, end_json, paint, pick, stamp
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import InternalError
 from kvcache.fold.group import Group
 from kvcache.fold.state import CacheState, resident_names
-from kvcache.phrases import count, describe_end, printable
+from kvcache.phrases import batches, count, describe_end, printable
 from kvcache.replay import Replayed, fold
+
+_BAR = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "torn\ntail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
         + times.FORMS_HELP
     )
-    add_shared(parser, "log", "--time", "--json", at="stop after this batch (the last one)")
+    add_shared(parser, "log", "time", "json", at="stop after this batch (the last one)")
     purpose = "compare every checkpoint on the way, and check the state's invariants"
-    parser.add_argument("--verify", action="store_true", help=purpose)
+    option(parser, "--verify", purpose)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -97,19 +99,28 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     }
 
 
-def levels_table(state: CacheState) -> tuple[list[str], list[list[str]]]:
-    """Columns, and a row for each level of each window; of the only window there is the name says nothing."""
-    levels = occupancy(state)
+def show_levels(state: CacheState, out: Output, *, bars: bool = False) -> None:
+    """A row for each level of each window that has blocks; of the only window there is the name says nothing."""
+    levels = [each for each in occupancy(state) if each.blocks or each.level == LEVEL_NAMES[PRIMARY]]
     several = len(state.groups) > 1
+    numbers = ["blocks", "held", "cached, free to evict", "blank"]
+    columns = [*["window"] * several, "level", *numbers, *["█ held  ▒ cached  · blank"] * bars]
     rows = [
         [
-            *([f"{each.window:,}"] * several),
+            *[f"{each.window:,}"] * several,
             each.level,
             *(f"{number:,}" for number in (each.blocks, each.held, each.unreferenced, each.blank)),
+            *[bar(each.held, each.unreferenced, each.blocks, _BAR)] * bars,
         ]
         for each in levels
     ]
-    return [*(["window"] * several), "level", "blocks", "held", "cached, free to evict", "blank"], rows
+    styles = ["yellow" if bars and each.blocks and each.held == each.blocks else "" for each in levels]
+    out.table(columns, rows, right=["window", *numbers], styles=styles)
+
+
+def has_secondary(state: CacheState) -> bool:
+    """Whether there is a second level."""
+    return any(group.levels[SECONDARY].size for group in state.groups)
 
 
 def levels_json(state: CacheState) -> list[dict[str, Any]]:
@@ -130,8 +141,7 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
     state = replayed.state
     out.heading(f"{title}, epoch {state.epoch}")
     several = len(state.groups) > 1  # one alone says nothing
-    columns, rows = levels_table(state)
-    out.table(columns, rows, right=[each for each in columns if each != "level"])
+    show_levels(state, out)
     out.line()
     facts = [("sequences", f"{len(state.sequences):,} running")]
     if state.created is not None and state.created.engine:
@@ -153,7 +163,7 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
         ("checkpoints", _checkpoints(replayed, verified=verified)),
         *[("gap", _gap(gap)) for gap in replayed.gaps],
         ("end of the log", "not reached" if replayed.end is None else describe_end(replayed.end)),
-        ("for routers", "{:,} full blocks in primary, {:,} in secondary".format(*_for_routers(state))),
+        ("for routers", _routed(state)),
         ("fingerprint", replayed.fingerprint.hex()),
     ]
     out.facts(facts)
@@ -163,6 +173,13 @@ def _for_routers(state: CacheState) -> list[int]:
     """Blocks per level that a feed tells of: no partial ones, and none on its way between levels."""
     groups = range(len(state.groups))
     return [sum(len(resident_names(state, level, each)) for each in groups) for level in (PRIMARY, SECONDARY)]
+
+
+def _routed(state: CacheState) -> str:
+    primary, secondary = _for_routers(state)
+    return f"{primary:,} full blocks in primary" + (
+        f", {secondary:,} in secondary" if has_secondary(state) else ""
+    )
 
 
 def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
@@ -178,5 +195,5 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
 
 
 def _gap(gap: Gap) -> str:
-    missing = f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}"
-    return paint(missing, "yellow")
+    missing = batches(gap.first_seq, gap.last_seq, "is", "are")
+    return paint(f"{missing} missing: {printable(gap.reason)}", "yellow")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kvcache.audit import open_log
-from kvcache.cli.options import add_shared
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.export.export import replacing
@@ -31,13 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The page names requests, but no tokens and no salts. Needed: pip install 'kvcache[report]'"
     )
     add_shared(parser, "log")
-    add = parser.add_argument
+    add = partial(option, parser)
     default = Path("report.html")
-    add("-o", "--output", type=Path, default=default, metavar="FILE", help=f"the page ({default})")
-    add("--force", action="store_true", help="overwrite the page if it exists")
+    add("-o --output FILE", f"the page ({default})", type=Path, default=default)
+    add("--force", "overwrite the page if it exists")
     for name in ("curve", "whatif"):
-        purpose = f"what `kvcache {name} LOG --json` printed, as a section more"
-        add(f"--{name}", type=Path, metavar="FILE", help=purpose)
+        add(f"--{name} FILE", f"what `kvcache {name} LOG --json` printed, as a section more", type=Path)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from events.errors import EventsError, LogExists, LogWriteFailed, system_reason
 from events.log import LogWriter
 from kvcache.cli import config as settings
-from kvcache.cli.options import add_shared, integer, natural, positive, seconds
+from kvcache.cli.options import add_shared, integer, natural, option, positive, seconds
 from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
 from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
@@ -73,12 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Play requests through a cache and verify every reused byte and the log."
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "trace",
+    option(
+        parser,
+        "TRACE",
+        "requests as JSON lines (Mooncake form, one hash_id for each 512 tokens: `kvcache docs benchmarks`)",
         nargs="?",
         type=Path,
-        metavar="TRACE",
-        help="requests as JSON lines (Mooncake form, one hash_id for each 512 tokens: `kvcache docs benchmarks`)",
     )
     settings.add_settings(parser)
     _add_load_options(parser)
@@ -87,65 +88,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("load").add_argument
-    add("--limit", type=positive, metavar="N", help="play only the first N requests")
-    add("--concurrency", type=positive, default=32, metavar="N", help="most requests running at once (32)")
-    add("--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)")
+    add = partial(option, parser.add_argument_group("load"))
+    add("--limit N", "play only the first N requests", type=positive)
+    add("--concurrency N", "most requests running at once (32)", type=positive, default=32)
+    add("--seed N", "of the chats and the token ids (0)", type=integer, default=0)
     add(
-        "--speed",
-        default="max",
-        metavar="real|N|max",
-        help="wait for the trace's times, N times as fast, or not at all (max: the log has the trace's times, from "
+        "--speed real|N|max",
+        "wait for the trace's times, N times as fast, or not at all (max: the log has the trace's times, from "
         "2026-01-01 on and at least 20 ms a step, so that equal runs write equal logs, and from there again with "
         "--continue; real and N: the machine's clock)",
+        default="max",
     )
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("cache").add_argument
-    add("--tokens-per-block", type=positive, metavar="N", help="tokens of a block (64)")
-    add("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
-    add("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
+    add = partial(option, parser.add_argument_group("cache"))
+    add("--tokens-per-block N", "tokens of a block (64)", type=positive)
+    add("--primary-blocks N", "blocks on the device", type=positive)
+    add("--secondary-blocks N", "blocks in host memory; 0: none", type=natural)
     add(
-        "--secondary-path",
-        metavar="FILE",
-        help="the file in which secondary lies; with --continue its blocks are found again, even after kill -9",
+        "--secondary-path FILE",
+        "the file in which secondary lies; with --continue its blocks are found again, even after kill -9",
     )
-    add("--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch")
+    add("--no-pools", "no tensors, no bytes: bookkeeping only, needs no torch")
 
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("events")
     _add_sink_options(group)
-    add = group.add_argument
-    add(
-        "--wait-subscribers",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="begin when each zmq+pub: sink has N readers",
-    )
+    add = partial(option, group)
+    add("--wait-subscribers N", "begin when each zmq+pub: sink has N readers", type=positive, default=0)
     add(
         "--check-feed",
-        action="store_true",
-        help="attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
+        "attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
     )
-    add("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
-    add(
-        "--continue",
-        "--resume",
-        action="store_true",
-        dest="resume",
-        help="append a new epoch to the log in --log",
-    )
-    add("--keep", action="store_true", help="keep the log even if its directory is temporary")
-    add(
-        "--hold",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="keep the sinks open for so long after the end",
-    )
+    add("--log DIR", "where the log goes (a temporary directory)", type=Path)
+    add("--continue --resume", "append a new epoch to the log in --log", dest="resume")
+    add("--keep", "keep the log even if its directory is temporary")
+    add("--hold SECONDS", "keep the sinks open for so long after the end", type=seconds, default=0.0)
     add_shared(group, json="the summary as JSON; stdout holds nothing else")
 
 
@@ -412,33 +392,27 @@ def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSour
 
 def _add_sink_options(add: argparse._ArgumentGroup) -> None:
     """Declare them."""
-    add.add_argument(
-        "--sink",
+    option(
+        add,
+        "--sink URL",
+        "publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
         action="append",
         default=[],
         dest="sinks",
-        metavar="URL",
-        help="publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
     )
-    add.add_argument(
-        "--kv-events-config",
-        metavar="JSON",
-        help="publish to routers as vLLM does with the same JSON, or @FILE with it: enable_kv_cache_events (false), "
+    option(
+        add,
+        "--kv-events-config JSON",
+        "publish to routers as vLLM does with the same JSON, or @FILE with it: enable_kv_cache_events (false), "
         "publisher (zmq), endpoint (tcp://*:5557), replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
     )
-    add.add_argument(
-        "--kv-events-options",
+    option(
+        add,
+        "--kv-events-options OPTIONS",
+        "what that JSON has no field for, as options of a sink zmq+pub:, as in 'curve_key=K&curve_clients=DIR'",
         default="",
-        metavar="OPTIONS",
-        help="what that JSON has no field for, as options of a sink zmq+pub:, as in 'curve_key=K&curve_clients=DIR'",
     )
-    add.add_argument(
-        "--kv-events-rank",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="data-parallel rank, added to both ports (0)",
-    )
+    option(add, "--kv-events-rank N", "data-parallel rank, added to both ports (0)", type=natural, default=0)
 
 
 def _take_kv_events(args: argparse.Namespace, out: Output) -> None:

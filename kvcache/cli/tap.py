@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from events.errors import without_login
 from events.log.segments import is_log
 from events.subscribe.workers import FeedState
 from kvcache.cli.feed_log import worker_json
-from kvcache.cli.options import add_status_options
+from kvcache.cli.options import add_status_options, option
 from kvcache.cli.output import Output, StatusLines, pick
 from kvcache.cli.process import StopSignals
 from kvcache.cli.subscribe.sources import (
@@ -46,25 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Record live streams of KV events of vLLM, SGLang or TensorRT-LLM into a log."
     parser.epilog = _EPILOG
-    add = parser.add_argument
+    add = partial(option, parser)
     add(
-        "endpoint",
+        "ENDPOINT",
+        "where an engine publishes, as tcp://127.0.0.1:5557, or with its replay tcp://127.0.0.1:5557?replay=5558",
         nargs="+",
-        metavar="ENDPOINT",
-        help="where an engine publishes, as tcp://127.0.0.1:5557, or with its replay tcp://127.0.0.1:5557?replay=5558",
     )
-    add("--log", type=Path, required=True, metavar="DIR", help="a new directory, or one to go on with")
-    add("--resume", "--continue", action="store_true", help="go on with the log that is in DIR")
+    add("--log DIR", "a new directory, or one to go on with", type=Path, required=True)
+    add("--resume --continue", "go on with the log that is in DIR")
     add(
-        "--replay",
-        metavar="ENDPOINT",
-        help=f"the replay socket of the only one; where many connect, {IN_TOPIC}: the sockets that their topics name",
+        "--replay ENDPOINT",
+        f"the replay socket of the only one; where many connect, {IN_TOPIC}: the sockets that their topics name",
     )
-    add(
-        "--no-tokens",
-        action="store_true",
-        help="record no token ids; routers cannot be fed from the log then",
-    )
+    add("--no-tokens", "record no token ids; routers cannot be fed from the log then")
     add_connection_options(parser)
     add_status_options(parser, "what was heard")
 

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,20 @@ from events.log import LogEnd, LogReader
 from events.log.reader import Beginning, LogHead, beginnings, first_batch
 from events.log.segments import Segment, segment_paths
 from events.structs import LEVEL_NAMES
-from events.types import EpochStarted, EventBatch
+from events.types import PRIMARY, SECONDARY, EpochStarted, EventBatch
 from kvcache.audit.history import HistoryFold
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.recent import Lately, Recent
 from kvcache.audit.tables import occupancy
 from kvcache.cli import times
 from kvcache.cli.audit_json import reasons_json
-from kvcache.cli.options import add_shared
-from kvcache.cli.output import Output, Paced, bar, left_of_log, pick, stamp
+from kvcache.cli.options import add_shared, option
+from kvcache.cli.output import Output, Paced, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
-from kvcache.cli.replay import levels_json, levels_table
+from kvcache.cli.replay import has_secondary, levels_json, show_levels
 from kvcache.fold.state import CacheState
 from kvcache.keep.prune import state_batch
-from kvcache.phrases import iso, printable, share, span
+from kvcache.phrases import batches, iso, printable, share, span
 from kvcache.publish.errors import LogReplaced
 from kvcache.publish.follower import CatchUp
 
@@ -39,8 +40,6 @@ _BEHIND_SECONDS = 1.0
 NOW_NS = 10 * 10**9
 """What "now" means of a rate."""
 _NONE = "–"
-_BAR = 30
-_BAR_COLUMN = "█ held  ▒ cached  · blank"
 _EPILOG = """\
 Rates and reasons are those of the last seconds and of --window, by the clock of the log's writer. `kvcache docs audit`
 says what the reasons mean, `kvcache docs monitoring` what the numbers do, and `kvcache docs json` has the keys.
@@ -60,22 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the cache is, evictions and preemptions. On a terminal it is drawn in place (with rich)."
     )
     parser.epilog = _EPILOG
-    add = parser.add_argument
+    add = partial(option, parser)
     add_shared(parser, log="a log directory", json="a JSON object for each look, one a line")
     add(
-        "--window",
+        "--window TIME",
+        "how far rates and reasons reach back, in addition to those of now, as in 90s, 5m or 1h (5m)",
         type=times.length,
         default="5m",
-        metavar="TIME",
-        help="how far rates and reasons reach back, in addition to those of now, as in 90s, 5m or 1h (5m)",
     )
     add(
-        "--interval",
+        "--interval TIME",
+        "between two looks (1s); where stdout is no terminal there is one look without this",
         type=times.length,
-        metavar="TIME",
-        help="between two looks (1s); where stdout is no terminal there is one look without this",
     )
-    add("--once", action="store_true", help="one look at the log as it is")
+    add("--once", "one look at the log as it is")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -273,15 +270,7 @@ def show(log: Followed, out: Output) -> None:
         return
     _show_rates(log, out)
     out.line()
-    columns, rows = levels_table(log.state)
-    levels = occupancy(log.state)
-    styles = ["yellow" if each.blocks and each.held == each.blocks else "" for each in levels]
-    rows = [
-        [*row, bar(each.held, each.unreferenced, each.blocks, _BAR)]
-        for row, each in zip(rows, levels, strict=True)
-    ]
-    right = [name for name in columns if name != "level"]
-    out.table([*columns, _BAR_COLUMN], rows, right=right, styles=styles)
+    show_levels(log.state, out, bars=True)
     out.line()
     _show_reasons(log.lately(log.window), out)
 
@@ -313,8 +302,10 @@ def _show_rates(log: Followed, out: Output) -> None:
         ("requests/s", lambda lately: lately.admitted),
         ("refusals/s", lambda lately: lately.refused),
         ("preemptions/s", lambda lately: lately.preempted),
-        *[(f"evictions/s from {LEVEL_NAMES[at]}", lambda lately, at=at: lately.evicted[at]) for at in (0, 1)],
+        ("evictions/s from primary", lambda lately: lately.evicted[PRIMARY]),
     ]
+    if has_secondary(log.state):
+        rates.append(("evictions/s from secondary", lambda lately: lately.evicted[SECONDARY]))
     rows = [["token hit rate", *map(_hit_rate, spans)]]
     rows += [[name, *(_per_second(of(each), each.seconds) for each in spans)] for name, of in rates]
     columns = ["", *(f"last {span(each.seconds)}" for each in spans)]
@@ -353,10 +344,9 @@ def _notes(log: Followed) -> list[str]:
         notes.append(
             f"known from batch {seq:,} ({iso(ts)}) on: what was evicted or lost before counts as never seen"
         )
-    notes += [
-        f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: nothing in them is counted"
-        for gap in log.history.replayed.gaps[-1:]
-    ]
+    for gap in log.history.replayed.gaps[-1:]:
+        verbs = ("is missing: nothing in it", "are missing: nothing in them")
+        notes.append(f"{batches(gap.first_seq, gap.last_seq, *verbs)} is counted")
     if log.state.created is not None and not log.history.tokens_recorded:
         notes.append("the log records no tokens: why prompt tokens were computed is not known")
     return notes

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvcache.audit import open_log
 from kvcache.cli import logs
 from kvcache.cli.config import parse_sets
-from kvcache.cli.options import add_shared, positive
+from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
 from kvcache.config import look_up
@@ -54,26 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Play the requests of a log again under other settings and other orders of eviction."
     parser.epilog = _EPILOG
-    add = parser.add_argument
-    add_shared(parser, "--json", log="a log directory, with tokens")
+    add = partial(option, parser)
+    add_shared(parser, "json", log="a log directory, with tokens")
     add(
-        "--set",
-        metavar="FIELD=VALUE,...",
+        "--set FIELD=VALUE,...",
+        "a setting and the values to try, as in primary_blocks=1000,2000",
         action="append",
         default=[],
         dest="sets",
-        help="a setting and the values to try, as in primary_blocks=1000,2000",
     )
     add(
-        "--policy",
-        metavar="NAME,...",
+        "--policy NAME,...",
+        "orders of eviction (the log's own)",
         action="append",
         default=[],
         dest="policies",
-        help="orders of eviction (the log's own)",
     )
-    add("--no-bound", action="store_true", help=f"do not play {BOUND}, too, to compare the others with")
-    add("--jobs", type=positive, metavar="N", help="processes beside each other (as many as there are cores)")
+    add("--no-bound", f"do not play {BOUND}, too, to compare the others with")
+    add("--jobs N", "processes beside each other (as many as there are cores)", type=positive)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

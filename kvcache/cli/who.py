@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from kvcache.audit.slots import Occupant, SlotChange, SlotHistory, SlotWatch
 from kvcache.cli import feed_log, times
-from kvcache.cli.options import add_shared, natural
+from kvcache.cli.options import add_shared, natural, option
 from kvcache.cli.output import Output, pick, stamp
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, UpTo
@@ -32,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The history begins where the log does: with its first batch, or with the state that pruning has left. Blocks "
         "are\ncounted from 0 in each prompt.\n\n" + times.FORMS_HELP
     )
-    add_shared(parser, "log", "--time", "--json", at="after this batch (the last one)")
-    add, level = parser.add_argument, LEVEL_NAMES[0]
-    add("--slot", type=natural, metavar="N", required=True, help="the slot, as in block tables")
-    add("--level", choices=LEVEL_NAMES, default=level, help=f"where the slot is ({level}, as without this)")
-    add("--group", type=natural, metavar="N", help="of one window only, by its number in events")
+    add_shared(parser, "log", "time", "json", at="after this batch (the last one)")
+    add, level = partial(option, parser), LEVEL_NAMES[0]
+    add("--slot N", "the slot, as in block tables", type=natural, required=True)
+    add("--level", f"where the slot is ({level}, as without this)", choices=LEVEL_NAMES, default=level)
+    add("--group N", "of one window only, by its number in events", type=natural)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

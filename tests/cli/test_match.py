@@ -168,7 +168,9 @@ class TestRequest:
 class TestTokens:
     """Prompts from a file."""
 
-    @pytest.mark.parametrize("text", ["[100, 101, 102, 103, 104]", "100 101\n102\t103 104\n"])
+    @pytest.mark.parametrize(
+        "text", ["[100, 101, 102, 103, 104]", "100 101\n102\t103 104\n", "100,101, 102,103,104"]
+    )
     def test_forms(self, kvcache: Kvcache, salted: Path, tmp_path: Path, text: str) -> None:
         """A JSON list and plain numbers are the same prompt; its namespace decides what it finds."""
         (tmp_path / "p").write_text(text)
@@ -177,6 +179,13 @@ class TestTokens:
         assert found(kvcache(*args, *ours))["reused_tokens"] == 4
         assert found(kvcache(*args))["reused_tokens"] == 0
         assert found(kvcache(*args, *ours[:4]))["reused_tokens"] == 0
+
+    def test_in_place_of_a_file(self, kvcache: Kvcache, salted: Path) -> None:
+        """The ids themselves are the prompt, too, and are not repeated."""
+        done = kvcache("match", salted, "--tokens", "4711,4712,4713")
+        assert (done.code, done.err) == (0, "")
+        assert done.out.startswith("the prompt given: 3 prompt tokens, looked up after batch ")
+        assert "4711" not in done.out
 
     def test_stdin(self, kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """`-` reads the prompt from stdin."""

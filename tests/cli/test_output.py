@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.phrases import count, duration, printable, share, size, span
+from kvcache.phrases import batches, count, duration, printable, share, size, span
 from tests.support.commands import TRACE, Kvcache
 from tests.support.forked import Forked
 
@@ -116,3 +116,10 @@ def test_numbers_for_people(found: str, expected: str) -> None:
 def test_spans(seconds: float, text: str) -> None:
     """Times in few letters."""
     assert span(seconds) == text
+
+
+def test_batches_are_one_or_several() -> None:
+    """One has its number and the singular."""
+    assert batches(1386, 1386, "was", "were") == "batch 1,386 was"
+    assert batches(1386, 1390, "was", "were") == "batches 1,386 to 1,390 were"
+    assert batches(0, 0) == "batch 0"

@@ -419,8 +419,16 @@ class TestShown:
         """Are said, with their numbers."""
         log = random_log(4, tmp_path)
         gap = json.loads(kvcache("replay", log, "--json").out)["gaps"][-1]
-        says = f"batches {gap['first_seq']:,} to {gap['last_seq']:,} are missing: nothing in them is counted"
-        assert says in kvcache("top", log).out
+        assert gap["first_seq"] == gap["last_seq"]
+        assert f"batch {gap['first_seq']:,} is missing: nothing in it is counted" in kvcache("top", log).out
+
+    @pytest.mark.parametrize("command", ["top", "replay"])
+    def test_no_second_level(self, kvcache: Kvcache, tmp_path: Path, command: str) -> None:
+        """Of a level that is not there people read nothing."""
+        options = ("--primary-blocks", 100, "--limit", 4, "--secondary-blocks")
+        alone, both = (run_log(tmp_path / f"{blocks}", *options, blocks) for blocks in (0, 40))
+        assert "secondary" not in kvcache(command, alone).out
+        assert kvcache(command, both).out.count("secondary") == 2
 
     def test_every_key_is_documented(self, kvcache: Kvcache, log: Path) -> None:
         """In the command's table, and no other ones."""

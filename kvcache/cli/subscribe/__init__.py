@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from kvcache.cli.options import add_namespace, add_shared, has_namespace, positive, read_tokens
+from kvcache.cli.options import (
+    TOKENS_HELP,
+    add_namespace,
+    add_shared,
+    has_namespace,
+    option,
+    positive,
+    read_tokens,
+)
 from kvcache.cli.output import Output, Paced
 from kvcache.cli.process import StopSignals
 from kvcache.cli.subscribe.lines import NativeLines, RouterLines
@@ -28,29 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`kvcache docs json` has what Missed, Restated and Restarted say, and the keys of the table;\n"
         "`kvcache docs wire` what its columns mean."
     )
-    add = parser.add_argument
+    add = partial(option, parser)
     add(
-        "endpoint",
-        nargs="+",
-        metavar="ENDPOINT",
-        help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
+        "ENDPOINT",
+        "where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
         "where many connect, as tcp://*:5557; or, alone, a broker's stream, as nats://127.0.0.1:4222/kvcache",
+        nargs="+",
     )
     add(
-        "--replay",
-        metavar="ENDPOINT",
-        help="its replay socket, or the port alone: begin with all that it can still tell, and ask for what is missed; "
+        "--replay ENDPOINT",
+        "its replay socket, or the port alone: begin with all that it can still tell, and ask for what is missed; "
         f"of many, {IN_TOPIC}: the sockets that their topics name",
     )
     add_connection_options(parser)
     add(
         "--format",
+        "router: stores and removals, in any format that routers read; native: all events of a cache, of one "
+        "ENDPOINT with format=native",
         choices=["router", "native"],
         default="router",
-        help="router: stores and removals, in any format that routers read; native: all events of a cache, of one "
-        "ENDPOINT with format=native",
     )
-    add("--count", type=positive, metavar="N", help="end after N batches with events")
+    add("--count N", "end after N batches with events", type=positive)
     add_shared(
         parser,
         json="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type and its fields; of "
@@ -62,16 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_table_options(parser: argparse.ArgumentParser) -> None:
     table = parser.add_argument_group("table of workers")
-    table.add_argument(
-        "--table", action="store_true", help="also for one ENDPOINT; several have no other form"
-    )
+    option(table, "--table", "also for one ENDPOINT; several have no other form")
     add_shared(table, every=f"between two reports where stdout is no terminal ({_EVERY_SECONDS:.0f})")
-    table.add_argument(
-        "--prompt",
-        metavar="FILE",
-        help="show how much of this prompt each worker holds, and who most; token ids: a JSON list, or numbers "
-        "between spaces; - for stdin",
-    )
+    purpose = f"show how much of this prompt each worker holds, and who most; {TOKENS_HELP}"
+    option(table, "--prompt FILE", purpose)
     add_namespace(table, "--prompt")
 
 

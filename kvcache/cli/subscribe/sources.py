@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl
 from events.brokers.address import is_broker
 from events.subscribe.continuity import Received, ReceivedBatch
 from events.subscribe.endpoints import host_of, is_to_be_bound, refuse_foreign
+from kvcache.cli.options import option
 from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
 from kvcache.errors import UsageError
@@ -40,34 +42,17 @@ _OF_ZMQ = ("replay", "topic", "bind", "curve_key", "curve_server", "curve_client
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Declare how an endpoint is reached, and which of its messages count."""
-    add = parser.add_argument_group("connection").add_argument
+    add = partial(option, parser.add_argument_group("connection"))
+    add("--topic TOPIC", "only topics that begin with this, and batches without any", default="")
+    add("--bind", "bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is")
+    add("--curve-key FILE", "our own keys, NAME.key_secret, where it is encrypted", type=Path)
     add(
-        "--topic",
-        default="",
-        metavar="TOPIC",
-        help="only topics that begin with this, and batches without any",
-    )
-    add(
-        "--bind",
-        action="store_true",
-        help="bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is",
-    )
-    add("--curve-key", type=Path, metavar="FILE", help="our own keys, NAME.key_secret, where it is encrypted")
-    add(
-        "--curve-server",
+        "--curve-server FILE",
+        "the public key, NAME.key, of the publisher; of one of several, ENDPOINT?curve_server=FILE",
         type=Path,
-        metavar="FILE",
-        help="the public key, NAME.key, of the publisher; of one of several, ENDPOINT?curve_server=FILE",
     )
-    add(
-        "--curve-clients",
-        type=Path,
-        metavar="DIR",
-        help="with --bind: the public keys of those that may connect",
-    )
-    add(
-        "--insecure", action="store_true", help="with --bind: let anybody who reaches ENDPOINT be a publisher"
-    )
+    add("--curve-clients DIR", "with --bind: the public keys of those that may connect", type=Path)
+    add("--insecure", "with --bind: let anybody who reaches ENDPOINT be a publisher")
 
 
 class Speaker(NamedTuple):
