@@ -11,11 +11,10 @@ from typing import Any
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
+from kvcache.audit.curve import SAMPLES, CurveRecorder, HitCurve, LoggedPrompts, best_hits, enough_for
 from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.config import KVCacheConfig
-from kvcache.curve.curve import SAMPLES, CurveRecorder, HitCurve, best_hits, enough_for
-from kvcache.curve.prompts import LoggedPrompts
 from kvcache.phrases import count, printable, share, size
 
 _FEWEST = 8

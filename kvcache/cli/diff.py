@@ -11,11 +11,7 @@ from typing import Any
 
 from events.log import LogReader
 from events.types import CacheCreated, EventBatch
-from kvcache.cli.events import event_line
-from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Output, Update, pick, stamp, updating
-from kvcache.cli.times import Times
-from kvcache.diff import (
+from kvcache.audit.diff import (
     ChangedSetting,
     Divergence,
     EventPlace,
@@ -26,6 +22,10 @@ from kvcache.diff import (
     compare_reuse,
     first_divergence,
 )
+from kvcache.cli.events import event_line
+from kvcache.cli.options import add_shared, option, positive
+from kvcache.cli.output import Output, Update, pick, stamp, updating
+from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 from sinks.render import Known, render_event, text
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from events.log import LogReader
 from kvcache.audit import open_log
+from kvcache.audit.export import FORMATS, export
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.export.export import FORMATS, export
 from kvcache.phrases import count, printable
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvcache.audit import open_log
+from kvcache.audit.export import replacing
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.export.export import replacing
 from kvcache.phrases import size
 from kvcache.report.given import GivenCurve, WhatIf, read, refuse_other
 from kvcache.report.page import report

@@ -19,11 +19,11 @@ from events.log import LogEnd, LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, RequestId
 from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.diff import settings_of
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.history import EpochClock, HistoryFold, HistoryListener, RunningRequest, laid_out
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 from kvcache.audit.totals import Audit, AuditTotals, Eviction
-from kvcache.diff import settings_of
 from kvcache.fold.state import CacheState
 
 MOST_LANES = 20_000

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.curve.curve import CurveRecorder, best_hits
-from kvcache.curve.prompts import LoggedPrompts
+from kvcache.audit.curve import CurveRecorder, LoggedPrompts, best_hits
 from tests.support.commands import Kvcache, run_log
 
 

@@ -23,10 +23,10 @@ from events.packed import unpack_i32
 from events.types import BlocksMoved, BlocksRemoved, EventBatch, MoveReason, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager, phrases
 from kvcache.audit import open_log
+from kvcache.audit.export import COLUMNS, FORMATS, Column, TargetExists, export, iso
 from kvcache.audit.tables import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
 from kvcache.audit.totals import audit_batches
 from kvcache.cli.output import Output
-from kvcache.export.export import COLUMNS, FORMATS, Column, TargetExists, export, iso
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.places import ROOT
 

@@ -14,12 +14,12 @@ from events.types import AdmissionRefused, Gap, SequenceAdded, SequenceRemoved, 
 from kvcache.audit import open_log
 from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Columns
+from kvcache.audit.diff import compare_reuse
 from kvcache.audit.explanation import explain_request, tell
 from kvcache.audit.histogram import Ages
 from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import MOST_USES, audit_batches
-from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager

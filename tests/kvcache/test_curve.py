@@ -20,19 +20,19 @@ from events.log import LogReader, LogWriter
 from events.tokens import symbols
 from events.types import AnyEvent, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
-from kvcache.curve.curve import (
+from kvcache.audit.curve import (
     ENOUGH,
     CurveRecorder,
     EmptySamples,
     HitCurve,
     InconsistentBlocks,
+    LoggedPrompts,
     PrefixSums,
     Reuses,
     best_hits,
     enough_for,
     measure,
 )
-from kvcache.curve.prompts import LoggedPrompts
 from kvcache.errors import Unsupported, UsageError
 from kvcache.replay import Unreplayable
 from tests.support.seeds import seeds

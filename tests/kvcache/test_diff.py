@@ -24,7 +24,7 @@ from events.types import (
     StateExported,
     TransferLanded,
 )
-from kvcache.diff import changed_settings, compare_reuse, first_divergence
+from kvcache.audit.diff import changed_settings, compare_reuse, first_divergence
 from tests.support.columns import pack_i32, pack_i64
 
 GROUP = GroupCreated(64, "full", (0,), (), (8, 0))
