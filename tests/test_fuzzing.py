@@ -33,7 +33,7 @@ from kvcache.cli.options import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
 from kvcache.keep.compress import compress
 from kvcache.keep.verify import verify
-from kvcache.publish.start import Position, PositionFile
+from kvcache.publish.start import Position, position_file
 from kvcache.replay import replay
 from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, read
 from kvcache.tap.lines import LineListener
@@ -174,7 +174,7 @@ def numbers(path: Path) -> None:
 
 
 def position(data: bytes, path: Path) -> None:
-    file = PositionFile(path.parent, "x:a")
+    file = position_file(path.parent, "x:a")
     file.path.write_bytes(data)
     try:
         file.open()
@@ -266,8 +266,8 @@ def numbers_file(path: Path) -> list[bytes]:
     return [path.read_bytes()]
 
 
-def position_file(path: Path) -> list[bytes]:
-    file = PositionFile(path.parent, "x:a")
+def saved_position(path: Path) -> list[bytes]:
+    file = position_file(path.parent, "x:a")
     file.open()
     file.save(Position("ab" * 16, 3, 99))
     file.close()
@@ -335,7 +335,7 @@ READERS: dict[str, Reader] = {
         (SinkError,),
     ),
     "numbers of feeds": Reader(partial(in_file, numbers), numbers_file, (SinkError,), quick=100),
-    "positions of sinks": Reader(position, position_file, (SinkError,), quick=100),
+    "positions of sinks": Reader(position, saved_position, (SinkError,), quick=100),
     "keys": Reader(partial(in_file, read_pair), key_file, (KeyFileError,), quick=100),
     "traces": Reader(
         partial(in_file, lambda path: list(read_trace(path))),

@@ -13,8 +13,8 @@ from kvcache.cli.output import Output, StatusLines, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
 from kvcache.errors import UsageError
 from kvcache.phrases import count, duration, printable
-from kvcache.publish.follower import Until
-from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
+from kvcache.publish.follower import Progress, Until
+from kvcache.publish.publisher import Publisher, PublishStats
 
 _LIVE_SECONDS = 0.2
 """Between two looks of a person at a terminal."""
@@ -110,7 +110,7 @@ class _PublishTeller:
 
     def _note_opened(self, stats: PublishStats) -> None:
         """For who waits for that: ports are closed before."""
-        for sink in (lag.follower for lag in stats.sinks):
+        for sink in stats.sinks:
             if sink.is_open and sink.sink not in self._opened:
                 self._opened.add(sink.sink)
                 self._out.note(f"{printable(sink.sink)} is open")
@@ -128,20 +128,19 @@ def _line(stats: PublishStats) -> str:
     if head is None:
         return "the log is not there"
     closed = ", closed" if head.closed else ""
-    sinks = "; ".join(_described(lag) for lag in stats.sinks)
+    sinks = "; ".join(map(_described, stats.sinks))
     return f"batch {head.seq:,} of epoch {head.epoch}{closed}: {sinks}"
 
 
-def _described(lag: SinkLag) -> str:
-    sink = lag.follower
+def _described(sink: Progress) -> str:
     words = []
-    if lag.batches:
-        by = f" ({duration(lag.seconds)})" if lag.seconds is not None else ""
-        words.append(f"{count(lag.batches, 'batch', 'batches')}{by} behind")
-    elif sink.state in ("running", "ended") and lag.batches == 0 and sink.waits_for is None:
+    if sink.lag_batches:
+        by = f" ({duration(sink.lag_seconds)})" if sink.lag_seconds is not None else ""
+        words.append(f"{count(sink.lag_batches, 'batch', 'batches')}{by} behind")
+    elif sink.state in ("running", "ended") and sink.lag_batches == 0 and sink.waits_for is None:
         words.append("up to date")
-    if lag.catch_up is not None:
-        words.append(left_of_log(lag.catch_up) + ("" if sink.is_open else "; not open before"))
+    if sink.catch_up is not None:
+        words.append(left_of_log(sink.catch_up) + ("" if sink.is_open else "; not open before"))
     elif sink.state == "catching up":
         words.append(sink.state)
     if sink.state == "failing":
@@ -157,25 +156,17 @@ def to_json(stats: PublishStats) -> dict[str, object]:
     log = dict.fromkeys(("seq", "ts", "time", "epoch", "closed"))
     if head is not None:
         log = stamp(head.seq, head.ts) | pick(head, "epoch", "closed")
-    return {**log, "sinks": [_sink_json(lag) for lag in stats.sinks]}
+    return {**log, "sinks": [_sink_json(sink) for sink in stats.sinks]}
 
 
-def _sink_json(lag: SinkLag) -> dict[str, object]:
+def _sink_json(sink: Progress) -> dict[str, object]:
     pace = ("bytes_left", "batches_per_second")
     return {
         **pick(
-            lag.follower,
-            "sink",
-            "state",
-            "waits_for",
-            "batches",
-            "events",
-            "lost_batches",
-            "errors",
-            "last_error",
+            sink, "sink", "state", "waits_for", "batches", "events", "lost_batches", "errors", "last_error"
         ),
-        **pick(lag.follower, open="is_open"),
-        **pick(lag, lag_batches="batches", lag_seconds="seconds"),
-        "seq": None if lag.follower.seq == -1 else lag.follower.seq,
-        **(dict.fromkeys(pace) if lag.catch_up is None else pick(lag.catch_up, *pace)),
+        **pick(sink, open="is_open"),
+        **pick(sink, "lag_batches", "lag_seconds"),
+        "seq": None if sink.seq == -1 else sink.seq,
+        **(dict.fromkeys(pace) if sink.catch_up is None else pick(sink.catch_up, *pace)),
     }

@@ -22,12 +22,13 @@ from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
 from events.errors import LogDamaged, UnsafeFile, system_reason
 from events.log import LogReader
+from events.log.reader import Head
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.probe import LogProbe
-from kvcache.publish.start import Epoch, Position, PositionFile, Start, behind, is_ahead, last_epoch
+from kvcache.publish.start import Epoch, Position, Start, behind, is_ahead, last_epoch, position_file
 from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.base import SinkUnavailable
@@ -82,6 +83,28 @@ class Progress:
     """Not there any more when they were to be read, or without the tokens that the sink needs."""
     refused_peers: int = 0
     """Connections to a feed that came to nothing because of keys."""
+    lag_batches: int | None = 0
+    """Of the log, after the last one that it has had. None: it is not known yet which that was."""
+    lag_seconds: float | None = 0.0
+    """Between the two, by the log's clock. None: unknown."""
+    catch_up: CatchUp | None = None
+    """While it comes to the end of a log that was there before."""
+
+    def as_sink_stats(self) -> SinkStats:
+        """The same as an engine has it of its own sinks."""
+        works = self.is_open and self.state != "failing"
+        return SinkStats(
+            self.sink,
+            self.batches,
+            self.events,
+            self.lost_batches,
+            0,
+            self.errors,
+            self.lag_batches or 0,
+            "closed" if self.state == "ended" else "running" if works else "quarantined",
+            self.last_error,
+            self.refused_peers,
+        )
 
 
 _REOPEN_AFTER = 5
@@ -208,7 +231,7 @@ class SinkFollower:
         self._delivery = Delivery(self.name, self._stopping)
         self._folds = self._sink.folds
         forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
-        self._file = None if forgets else PositionFile(state_dir, self.name)
+        self._file = None if forgets else position_file(state_dir, self.name)
         """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
         self._epoch: Epoch | None = None
         """Of the last batch that was met."""
@@ -258,10 +281,11 @@ class SinkFollower:
         """Whether nothing more comes."""
         return self._progress.state == "ended"
 
-    def stats(self) -> Progress:
-        """How far it is at this moment."""
-        delivery, progress = self._delivery, self._progress
+    def stats(self, head: Head | None) -> Progress:
+        """How far it is at this moment; the log ends at `head`."""
+        delivery, progress = self._delivery, replace(self._progress)
         is_failing = delivery.failures and progress.state in ("catching up", "running")
+        lag_batches, lag_seconds = _lag(head, progress)
         return replace(
             progress,
             state="failing" if is_failing else progress.state,
@@ -269,17 +293,21 @@ class SinkFollower:
             last_error=delivery.last_error,
             is_open=self._is_live and delivery.is_open,
             refused_peers=self._sink.refused_peers,
+            lag_batches=lag_batches,
+            lag_seconds=lag_seconds,
+            catch_up=None if head is None else self._catch_up(),
         )
 
-    def catch_up(self) -> CatchUp | None:
-        """How far it is from the end of the log; None: it was there before, or has not begun. Raises OSError."""
+    def _catch_up(self) -> CatchUp | None:
+        """How far it is from the end of the log; None: it was there before, or has not begun."""
         reader, progress, (since, before) = self._reader, self._progress, self._read_since
         if progress.state != "catching up" or reader is None:
             return None
         seconds = max(time.monotonic() - since, 1e-3)
-        return CatchUp(
-            reader.bytes_left(), reader.bytes_read / seconds, (progress.batches - before) / seconds
-        )
+        with suppress(OSError):  # whoever reads the log tells of that
+            batches = progress.batches - before
+            return CatchUp(reader.bytes_left(), reader.bytes_read / seconds, batches / seconds)
+        return None
 
     # --- its thread: where to begin ---------------------------------------------------------------------
 
@@ -346,13 +374,13 @@ class SinkFollower:
         """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
         epoch, first, known = start.epoch, start.seq, self._position() or self._saved
         self._progress.state, self._progress.waits_for = "catching up", None
-        sink = self._made(epoch.context(self._state_dir))
+        sink = self._made(replace(epoch.context, state_dir=self._state_dir))
         if not self._has_begun and sink.needs_tokens and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
         made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
-        self._replayed = Replayed(CacheState()) if self._folds and epoch.kind == "cache" else None
+        self._replayed = Replayed(CacheState()) if self._folds and epoch.context.kind == "cache" else None
         self._let_ask(sink)
         if not self._is_live:
             if made_anew:
@@ -409,7 +437,7 @@ class SinkFollower:
         for gap in batch.events:
             if isinstance(gap, Gap):
                 self._note_gap(gap.first_seq, gap.last_seq)
-        fits = epoch.suits(self._epoch)
+        fits = epoch.context == self._epoch.context
         if not fits:
             invented = batch.seq == self._misfit
             self._misfit = batch.seq
@@ -541,6 +569,20 @@ class SinkFollower:
         if self._file is not None:
             self._file.close()
         self._progress.state = "ended"
+
+
+def _lag(head: Head | None, progress: Progress) -> tuple[int | None, float | None]:
+    """Batches and seconds between what a sink has had and the end of the log."""
+    if head is None:
+        return 0, 0.0
+    if progress.seq is None:
+        return None, None
+    batches = max(0, head.seq - progress.seq)
+    if not batches:
+        return 0, 0.0
+    if head.ts is None or progress.ts is None:
+        return batches, None
+    return batches, max(0.0, (head.ts - progress.ts) / 1e9)
 
 
 def _gap(first: int, last: int, ts: int, reason: str) -> EventBatch:

@@ -13,17 +13,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from events.diagnostics import get_logger
 from events.errors import NotALog
 from events.log.reader import Head, LogHead
 from events.log.segments import holds_foreign_files, is_log
 from kvcache.publish.errors import LogReplaced, NotPublishable
-from kvcache.publish.follower import CatchUp, Progress, SinkFollower, Until
+from kvcache.publish.follower import Progress, SinkFollower, Until
 from sinks import SinkStats
 
 _LOOK_SECONDS = 0.05
@@ -34,25 +32,12 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class SinkLag:
-    """A sink, and how far it is behind the end of the log."""
-
-    follower: Progress
-    batches: int | None
-    """None: it is not known yet what the sink has had."""
-    seconds: float | None
-    """Between the last batch of the log and the last one that the sink has had, by the log's clock. None: unknown."""
-    catch_up: CatchUp | None = None
-    """While it comes to the end of a log that was there before."""
-
-
-@dataclass(frozen=True)
 class PublishStats:
     """One moment."""
 
     head: Head | None
     """The end of the log; None: there is no log yet."""
-    sinks: tuple[SinkLag, ...]
+    sinks: tuple[Progress, ...]
 
 
 class Publisher:
@@ -124,11 +109,11 @@ class Publisher:
     def stats(self) -> PublishStats:
         """How far each sink is. For any thread."""
         head = self._head
-        return PublishStats(head, tuple(_lag(head, follower) for follower in self._followers))
+        return PublishStats(head, tuple(follower.stats(head) for follower in self._followers))
 
     def _sink_stats(self) -> tuple[SinkStats, ...]:
-        """The same as an engine has it of its own sinks."""
-        return tuple(_as_runner(lag) for lag in self.stats().sinks)
+        """What a sink may ask of all."""
+        return tuple(progress.as_sink_stats() for progress in self.stats().sinks)
 
     def _await_log(self, stop: Callable[[], bool], tell: Callable[[PublishStats], None]) -> bool:
         """Wait until there is a log; False if that is not wanted any more. Raises NotALog."""
@@ -173,41 +158,3 @@ class Publisher:
                 _log.error(
                     "sink_hangs", sink=follower.name, reason="it was left behind in the middle of its work"
                 )
-
-
-def _lag(head: Head | None, follower: SinkFollower) -> SinkLag:
-    stats = follower.stats()
-    if head is None:
-        return SinkLag(stats, 0, 0.0)
-    catch_up = None
-    with suppress(OSError):  # who reads the log tells of that
-        catch_up = follower.catch_up()
-    if stats.seq is None:
-        return SinkLag(stats, None, None, catch_up)
-    behind = max(0, head.seq - stats.seq)
-    if not behind:
-        return SinkLag(stats, 0, 0.0, catch_up)
-    if head.ts is None or stats.ts is None:
-        return SinkLag(stats, behind, None, catch_up)
-    return SinkLag(stats, behind, max(0.0, (head.ts - stats.ts) / 1e9), catch_up)
-
-
-def _as_runner(lag: SinkLag) -> SinkStats:
-    sink = lag.follower
-    state: Literal["running", "quarantined", "closed"] = "running"
-    if sink.state == "ended":
-        state = "closed"
-    elif not sink.is_open or sink.state == "failing":
-        state = "quarantined"
-    return SinkStats(
-        sink.sink,
-        sink.batches,
-        sink.events,
-        sink.lost_batches,
-        0,
-        sink.errors,
-        lag.batches or 0,
-        state,
-        sink.last_error,
-        sink.refused_peers,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,15 +10,13 @@ from typing import Annotated
 
 import msgspec
 
-from events.errors import NoRegularFile
-from events.files.safe import check_directory, make_private, open_own
-from events.log.durable import Lock, LockHeld, replace_file, take_lock
-from events.log.reader import Beginning, Kind, LogHead, beginnings, first_batch, has_segments
+from events.log.reader import Beginning, LogHead, beginnings, first_batch, has_segments
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
 from kvcache.record.outputs import ReplayedState
 from kvcache.replay import Unreplayable
-from sinks import SinkContext, SinkError
+from sinks import SinkContext
+from sinks.state_file import StateFile
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -35,10 +32,8 @@ class Epoch:
     log_id: bytes
     number: int
     has_tokens: bool
-    key_bytes: int
-    tokens_per_block: int
-    model: str
-    kind: Kind = "cache"
+    context: SinkContext
+    """For the sinks that get its batches: those that were made for an equal one understand them."""
 
     @classmethod
     def of(cls, batch: EventBatch) -> Epoch | None:
@@ -47,36 +42,17 @@ class Epoch:
         if not isinstance(started, EpochStarted):
             return None
         if any(isinstance(event, FeedStarted) for event in batch.events):
-            return cls(started.log_id, started.epoch, started.tokens_recorded, 0, 1, "", "feed")
+            context = SinkContext(0, 1, kind="feed", fold=ReplayedState)
+            return cls(started.log_id, started.epoch, started.tokens_recorded, context)
         created = next((event for event in batch.events if isinstance(event, CacheCreated)), None)
         if created is None:
             raise Unreplayable(batch.seq, "an epoch begins without a cache")
         settings = _Model()
         with suppress(msgspec.DecodeError):
             settings = msgspec.json.decode(created.config, type=_Model)
-        return cls(
-            started.log_id,
-            started.epoch,
-            started.tokens_recorded,
-            created.key_bytes,
-            created.tokens_per_block,
-            settings.model,
-        )
-
-    def context(self, state_dir: Path) -> SinkContext:
-        """For the sinks that get this epoch's batches."""
-        return SinkContext(
-            self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind, fold=ReplayedState
-        )
-
-    def suits(self, other: Epoch) -> bool:
-        """Whether sinks that were made for the other epoch understand this one."""
-        return (self.key_bytes, self.tokens_per_block, self.model, self.kind) == (
-            other.key_bytes,
-            other.tokens_per_block,
-            other.model,
-            other.kind,
-        )
+        size, model = created.tokens_per_block, settings.model
+        context = SinkContext(created.key_bytes, size, model, fold=ReplayedState)
+        return cls(started.log_id, started.epoch, started.tokens_recorded, context)
 
 
 @dataclass(frozen=True)
@@ -162,7 +138,6 @@ def _beginnings(log: Path) -> list[Beginning]:
 
 
 _NAME_CHARACTERS = 60
-_MOST_BYTES = 1 << 20
 _FORM = 1
 
 
@@ -185,64 +160,22 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: Position
 
 
-@dataclass
-class PositionFile:
-    """The file of one sink in `directory`; to be opened before anything else, by one process at a time."""
+def position_file(directory: Path, sink: str) -> StateFile[Position]:
+    """The file of one sink, the URL of which is given without options and login."""
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in sink)
+    # Two paths may be spelled alike, or be cut to the same.
+    name = f"publish-{plain[:_NAME_CHARACTERS]}-{zlib.crc32(sink.encode()):08x}.json"
+    return StateFile(
+        directory / name,
+        lambda position: msgspec.json.encode(_Content(_FORM, sink, position)) + b"\n",
+        _decode,
+        if_damaged="so nobody knows what the sink has had: restore it, or remove it, and the sink gets the whole log",
+        elsewhere="give another --state",
+    )
 
-    directory: Path
-    sink: str
-    """The URL without options and login."""
 
-    def __post_init__(self) -> None:
-        plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in self.sink)
-        # Two paths may be spelled alike, or be cut to the same.
-        name = f"publish-{plain[:_NAME_CHARACTERS]}-{zlib.crc32(self.sink.encode()):08x}.json"
-        self.path = self.directory / name
-        self._lock: Lock | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is ours."""
-        return self._lock is not None
-
-    def open(self) -> Position | None:
-        """What it says; None: nothing yet. Raises SinkError if it is damaged or in use, UnsafeFile, OSError."""
-        make_private(self.directory)
-        check_directory(self.directory)
-        lock = self.path.with_name(self.path.name + ".lock")
-        try:
-            self._lock = take_lock(lock)
-        except LockHeld as held:
-            raise SinkError(
-                f"{self.sink} is served by {held.holder} already: stop that one, or give another --state"
-            ) from None
-        except NoRegularFile:
-            raise SinkError(f"{lock} is no regular file: remove it, or give another --state") from None
-        try:
-            return self._read()
-        except BaseException:
-            self.close()
-            raise
-
-    def save(self, position: Position) -> None:
-        """Replace what it says, durably. Raises UnsafeFile, OSError."""
-        replace_file(self.path, msgspec.json.encode(_Content(_FORM, self.sink, position)) + b"\n")
-
-    def close(self) -> None:
-        """Let others have it."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.give_back()
-
-    def _read(self) -> Position | None:
-        try:
-            with os.fdopen(open_own(self.path, os.O_RDONLY), "rb") as file:
-                content = msgspec.json.decode(file.read(_MOST_BYTES), type=_Content)
-        except FileNotFoundError:
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            reason = "restore it, or remove it: the sink gets the whole log again then"
-            raise SinkError(
-                f"{self.path} is damaged, so nobody knows what the sink has had: {reason}"
-            ) from None
-        return content.position
+def _decode(content: bytes) -> Position | None:
+    try:
+        return msgspec.json.decode(content, type=_Content).position
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

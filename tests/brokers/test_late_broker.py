@@ -38,13 +38,13 @@ def test_a_broker_that_comes_late(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     with Running(log, f"{server.url}?worker=w", f"file:{tmp_path}/e.jsonl") as running:
         publisher = running.publisher
-        wait_until(lambda: publisher.stats().sinks[1].batches == 0, "the file is held up")
-        wait_until(lambda: publisher.stats().sinks[0].follower.state == "failing", "it is not told")
+        wait_until(lambda: publisher.stats().sinks[1].lag_batches == 0, "the file is held up")
+        wait_until(lambda: publisher.stats().sinks[0].state == "failing", "it is not told")
         [lag, _] = publisher.stats().sinks
-        assert lag.batches == len(list(LogReader(log)))
-        assert "127.0.0.1" in str(lag.follower.last_error)
+        assert lag.lag_batches == len(list(LogReader(log)))
+        assert "127.0.0.1" in str(lag.last_error)
         with server:
-            wait_until(lambda: publisher.stats().sinks[0].batches == 0, "it is not connected to")
+            wait_until(lambda: publisher.stats().sinks[0].lag_batches == 0, "it is not connected to")
             read_until_known(server.url, names)
 
 
@@ -56,8 +56,8 @@ def test_a_broker_that_takes_nothing(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server, Redis(port=server.port) as client:
         client.set("kvcache:w", "x")
         with Running(log, f"{server.url}?worker=w", until="end") as running:
-            wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 1, "it does not fail")
-            assert "WRONGTYPE" in str(running.publisher.stats().sinks[0].follower.last_error)
+            wait_until(lambda: running.publisher.stats().sinks[0].errors > 1, "it does not fail")
+            assert "WRONGTYPE" in str(running.publisher.stats().sinks[0].last_error)
             client.delete("kvcache:w")
             running.thread.join(WAIT)
             assert not running.thread.is_alive()

@@ -16,7 +16,7 @@ from events.log import LogReader
 from kvcache.cli.publish import _described
 from kvcache.cli.publish import to_json as spelled
 from kvcache.publish.follower import Progress, State
-from kvcache.publish.publisher import PublishStats, SinkLag
+from kvcache.publish.publisher import PublishStats
 from tests.support.commands import Kvcache, Start, segments
 from tests.support.forked import DEVNULL, Forked
 from tests.support.ports import free_port
@@ -82,8 +82,8 @@ def test_json(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
 def _line(
     state: State, batches: int | None, *, waits_for: str | None = None, error: str | None = None
 ) -> str:
-    follower = Progress("x:", state, waits_for, 1, None, 1, 1, 1, error)
-    return _described(SinkLag(follower, batches, None))
+    sink = Progress("x:", state, waits_for, 1, None, 1, 1, 1, error, lag_batches=batches, lag_seconds=None)
+    return _described(sink)
 
 
 def test_nothing_that_is_not_so_is_called_up_to_date() -> None:

@@ -32,7 +32,7 @@ __all__ = ["plain", "sinks"]
 
 
 def _runs(publisher: Publisher) -> bool:
-    return publisher.stats().sinks[0].follower.state == "running"
+    return publisher.stats().sinks[0].state == "running"
 
 
 class TestWhereSinksBegin:
@@ -48,7 +48,7 @@ class TestWhereSinksBegin:
         assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)]
         assert sinks["a"].gaps == []
         [lag] = stats.sinks
-        assert (lag.batches, lag.follower.state, lag.follower.seq) == (0, "ended", sinks["a"].seqs[-1])
+        assert (lag.lag_batches, lag.state, lag.seq) == (0, "ended", sinks["a"].seqs[-1])
 
     def test_each_sink_has_its_own_place(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """A sink that comes later gets the log from its beginning."""
@@ -270,7 +270,7 @@ class TestSinksThatFail:
             wait_until(lambda: sinks["c"].names == names, "c is held up")
             lags = [last + 1, 0, 0]
             wait_until(
-                lambda: [lag.batches for lag in running.publisher.stats().sinks] == lags, "lags differ"
+                lambda: [lag.lag_batches for lag in running.publisher.stats().sinks] == lags, "lags differ"
             )
             sinks["a"].gate.set()
             wait_until(lambda: sinks["a"].seqs == sinks["b"].seqs, "a does not get what it missed")
@@ -315,10 +315,10 @@ class TestSinksThatFail:
 
         sinks["a"].fail = fail
         with Running(log, "x:a") as running:
-            wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 2, "it does not fail")
+            wait_until(lambda: running.publisher.stats().sinks[0].errors > 2, "it does not fail")
             wait_until(lambda: len(sinks["a"].seqs) > 4, "it is not tried again")
             wait_until(lambda: _runs(running.publisher), "it does not run")
-            stats = running.publisher.stats().sinks[0].follower
+            stats = running.publisher.stats().sinks[0]
         assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)]
         assert sinks["a"].opened == 2
         assert (stats.errors, stats.state) == (6, "running")
@@ -341,15 +341,15 @@ class TestSinksThatFail:
         told = sinks["c"] = Told()
         send, told.send = told.send, Mock(side_effect=SinkError("made up"))  # type: ignore[method-assign]
         with Running(log, "feed:c", until=until) as running:
-            wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 2, "it does not fail")
+            wait_until(lambda: running.publisher.stats().sinks[0].errors > 2, "it does not fail")
             [lag] = running.publisher.stats().sinks
-            assert (lag.follower.state, lag.follower.seq) == ("failing", -1)
-            assert lag.batches == len(list(LogReader(log)))
+            assert (lag.state, lag.seq) == ("failing", -1)
+            assert lag.lag_batches == len(list(LogReader(log)))
             told.send = send  # type: ignore[method-assign]
             running.thread.join(60)
             assert not running.thread.is_alive()
             [lag] = running.publisher.stats().sinks
-            assert (lag.batches, running.error) == (0, None)
+            assert (lag.lag_batches, running.error) == (0, None)
         assert told.names
 
     def test_what_fails_with_the_last_words_is_an_error(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
@@ -373,7 +373,7 @@ class TestSinksThatFail:
         with Running(log, "x:a", "x:b") as running:
             wait_until(lambda: "b" in sinks and len(sinks["b"].seqs) > 3, "b is held up")
             [lag, _] = running.publisher.stats().sinks
-            assert (lag.follower.state, lag.batches) == ("failing", len(list(LogReader(log))))
+            assert (lag.state, lag.lag_batches) == ("failing", len(list(LogReader(log))))
             sinks["a"].open = opens
             wait_until(lambda: sinks["a"].seqs == sinks["b"].seqs, "a is not opened")
             assert running.error is None
@@ -393,7 +393,9 @@ class TestSinksThatFail:
         write(log)
         with Running(log, "x:a"):
             wait_until(lambda: "a" in sinks and len(sinks["a"].seqs) > 3, "nothing is told")
-            with pytest.raises(SinkError, match="is served by process"):
+            with pytest.raises(
+                SinkError, match="is in use by another sink of this process: give another --state"
+            ):
                 once(log, "x:a")
 
     def test_a_damaged_position(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
@@ -426,11 +428,9 @@ class TestSinksThatFail:
         with pytest.raises(SinkError, match="the log ends before batch"):
             once(log, "x:a")
         with Running(log, "x:a") as running:
-            wait_until(
-                lambda: running.publisher.stats().sinks[0].follower.waits_for is not None, "it goes on"
-            )
+            wait_until(lambda: running.publisher.stats().sinks[0].waits_for is not None, "it goes on")
             [lag] = running.publisher.stats().sinks
-            assert (lag.follower.state, lag.batches) == ("waiting", None)
+            assert (lag.state, lag.lag_batches) == ("waiting", None)
             if "seq" in position:
                 write(log, first=20)
                 wait_until(lambda: len(sinks["a"].seqs) > had + 3, "it does not go on")

@@ -151,4 +151,4 @@ def test_routers_are_told_the_state_behind_a_gap(tmp_path: Path, sinks: dict[str
         cut(log, 2)
         told.gate.set()
         wait_until(lambda: told.names == resident_names(manager.state, 0), "routers know something else")
-        assert running.publisher.stats().sinks[0].follower.lost_batches > 0
+        assert running.publisher.stats().sinks[0].lost_batches > 0

@@ -81,7 +81,7 @@ def sidecar(log: Path, *urls: str, **options: Any) -> Iterator[tuple[int, Runnin
 def _is_there(running: Running) -> bool:
     assert running.error is None, running.error
     metrics = running.publisher.stats().sinks[0]
-    return metrics.follower.is_open and not metrics.batches
+    return metrics.is_open and not metrics.lag_batches
 
 
 @pytest.mark.parametrize("seed", seeds([1, 2, 3, 5, 7, 9, 17], quick=3))
@@ -97,7 +97,7 @@ def test_they_are_those_of_the_engine(seed: int, tmp_path: Path) -> None:
             program.work(40)
             own = program.served()
             last = program.log.next_seq + program.log.batches_written - 1
-            wait_until(lambda: running.publisher.stats().sinks[0].follower.seq == last, "it does not go on")
+            wait_until(lambda: running.publisher.stats().sinks[0].seq == last, "it does not go on")
             assert_same(own, scraped(port))
     finally:
         program.manager.close()
@@ -126,7 +126,7 @@ def test_what_is_lost_to_the_log_is_counted(tmp_path: Path) -> None:
         manager.flush()
         writer.flush()
         last = manager.stats().batches - 1
-        wait_until(lambda: running.publisher.stats().sinks[0].follower.seq == last, "the state does not come")
+        wait_until(lambda: running.publisher.stats().sinks[0].seq == last, "the state does not come")
         samples, stats = scraped(port), manager.stats()
     assert value(samples, "log_dropped_batches_total") == value(samples, "metrics_lost_batches_total") == 1
     assert value(samples, "requests_total") == 3
@@ -150,7 +150,7 @@ def test_the_sinks_are_those_of_the_sidecar(tmp_path: Path, sinks: dict[str, Any
     sinks["b"].fail = fail
     with sidecar(log, "x:a", "x:b", "x:c") as (port, running):
         wait_until(lambda: "c" in sinks and sinks["c"].seqs[-1:] == [last], "c is held up")
-        wait_until(lambda: running.publisher.stats().sinks[2].follower.errors > 1, "b does not fail")
+        wait_until(lambda: running.publisher.stats().sinks[2].errors > 1, "b does not fail")
         samples = scraped(port)
         sinks["a"].gate.set()
 

@@ -82,7 +82,7 @@ def test_progress(tmp_path: Path, sinks: dict[str, Any], folds: bool) -> None:
         assert 0.5 * size_of(log) < lag.catch_up.bytes_left < 0.9 * size_of(log)
         assert lag.catch_up.batches_per_second > 0
         assert lag.catch_up.seconds_left is not None
-        assert lag.follower.is_open is not folds
+        assert lag.is_open is not folds
         text = _line(running.publisher.stats())
         assert " KiB of the log left, " in text
         assert text.endswith("; not open before") is folds
@@ -90,8 +90,8 @@ def test_progress(tmp_path: Path, sinks: dict[str, Any], folds: bool) -> None:
         assert said[0]["open"] is not folds
         assert said[0]["bytes_left"] == lag.catch_up.bytes_left
         gate.set()
-        wait_until(lambda: running.publisher.stats().sinks[0].follower.state == "running", "it stays")
+        wait_until(lambda: running.publisher.stats().sinks[0].state == "running", "it stays")
         [lag] = running.publisher.stats().sinks
         assert lag.catch_up is None
-        assert lag.follower.is_open
-    assert not running.publisher.stats().sinks[0].follower.is_open
+        assert lag.is_open
+    assert not running.publisher.stats().sinks[0].is_open

@@ -18,7 +18,7 @@ from pathlib import Path
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
 from kvcache.manager import KVCacheManager
-from kvcache.publish.start import Position, PositionFile
+from kvcache.publish.start import Position, position_file
 from sinks import Sink, SinkContext, open_sink
 from tests.support.engines import strategies
 from tests.support.logs.interrupted import Calls
@@ -49,7 +49,7 @@ def keeper(name: str, log: Path) -> Sink:
     if name == "note":
         return KeepsANote(log)
     if name == "sidecar":
-        position = PositionFile(log, "file:events")
+        position = position_file(log, "file:events")
         position.open()
         position.save(Position("00", 0, 0))
         position.close()

@@ -250,7 +250,7 @@ class Engine:
         assert self.transport.replay is not None
         self.transport.replay.stop()
         self.transport._context.destroy(linger=0)
-        self.feed._numbers._unlock()
+        self.feed._numbers._file.close()  # type: ignore[union-attr]
 
     # -- the end
 
