@@ -7,8 +7,8 @@ authority. Metrics hold no tokens, no names of blocks and no request ids; their 
 `BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
 lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The
 `MetricsCollector` names the metrics. The server differs from `prometheus_client`'s own in what a slow or hostile peer
-can do: a connection has ten seconds for all that it wants, TLS included, and there are at most 32; who comes then takes
-the place of the oldest one.
+can do: a connection has ten seconds for all that it wants, TLS included, and there are at most 32; one more ends the
+oldest one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from sinks.histogram import SECONDS, Histogram
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from sinks.base import Probe
-
 
 Slots = npt.NDArray[np.int32]
 _UNKNOWN = 0
@@ -51,9 +49,6 @@ class _SlotTimes:
 
     def __init__(self, size: int) -> None:
         self.stored, self.used = np.zeros(size, np.int64), np.zeros(size, np.int64)
-
-    def forget(self) -> None:
-        self.stored[:] = self.used[:] = _UNKNOWN
 
 
 class BlockMetrics:
@@ -80,7 +75,7 @@ class BlockMetrics:
         self._transfers: dict[int, tuple[str, int]] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
-            ev.StateExported: self._export,
+            ev.StateExported: lambda event: self._forget(),
             ev.Gap: self._lose,
             ev.SequenceAdded: self._admit,
             ev.SequenceRemoved: self._finish,
@@ -115,9 +110,6 @@ class BlockMetrics:
         self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
         self._transfers.clear()
 
-    def _export(self, event: ev.StateExported) -> None:
-        self._forget()
-
     def _lose(self, event: ev.Gap) -> None:
         self.lost_batches += event.last_seq - event.first_seq + 1
         self._forget()
@@ -126,7 +118,7 @@ class BlockMetrics:
         self._transfers.clear()
         for levels in self._times:
             for times in levels:
-                times.forget()
+                times.stored[:] = times.used[:] = _UNKNOWN
 
     def _clear(self, event: ev.CacheCleared) -> None:
         for levels in event.removed:
@@ -405,8 +397,6 @@ MAX_SECONDS = 10.0
 """A connection's life."""
 _LOOK_SECONDS = 0.5
 """How often connections are looked at that are too old; whoever stops the server waits as long."""
-_LEAVE_SECONDS = 0.2
-"""How long the oldest connection's thread may take to end before a new one is turned away."""
 _PAUSE_SECONDS = 0.1
 """After a connection that could not be taken: without it, one that waits while no file can be opened is tried again
 and again."""
@@ -428,7 +418,6 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """Of connections that were not taken yet; where there is no room, the system lets who comes wait for a second."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._since: dict[socket.socket, float] = {}
         """When each connection began; the oldest is the first."""
         self._lock = threading.Lock()
@@ -448,12 +437,6 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
-    def serve(self) -> None:
-        """Answer, until `shutdown` is called."""
-        self.serve_forever(_LOOK_SECONDS)
-
-    # -- of socketserver
-
     def get_request(self) -> tuple[socket.socket, Any]:
         """Take a connection. What goes wrong, as where no file can be opened, passes."""
         try:
@@ -463,24 +446,22 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Have a thread answer, if there is a place."""
-        if not (self._places.acquire(blocking=False) or self._free_place()):
-            self.shutdown_request(request)
-            return
+        """Have a thread answer; where there are too many, the oldest connection ends."""
         with self._lock:
+            if len(self._since) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._since))
+                del self._since[oldest]
+                _hang_up(oldest)
             self._since[request] = time.monotonic()
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._leave(request)
-            raise
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; on a thread of its own."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._leave(request)
+            with self._lock:
+                self._since.pop(request, None)
 
     def service_actions(self) -> None:
         """Hang up on who is there for too long."""
@@ -492,20 +473,6 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: whoever knocks could fill the log."""
-
-    # -- connections
-
-    def _free_place(self) -> bool:
-        with self._lock:
-            for oldest in self._since:
-                _hang_up(oldest)
-                break
-        return self._places.acquire(timeout=_LEAVE_SECONDS)
-
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            del self._since[request]
-        self._places.release()
 
 
 def tls_context(certfile: str, keyfile: str | None, client_cafile: str | None) -> ssl.SSLContext:
@@ -550,7 +517,6 @@ class PrometheusSink(Sink):
         self._blocks = BlockMetrics()
         self.collector = MetricsCollector(self._blocks, model)
         self._server: MetricsServer | None = None
-        self._thread: threading.Thread | None = None
 
     def watch(self, probe: Probe) -> None:
         """Serve also what events do not say: gauges, step times, log and sinks, as far as the probe knows."""
@@ -568,9 +534,8 @@ class PrometheusSink(Sink):
 
         registry = CollectorRegistry()
         registry.register(self.collector)
-        options = self._options
+        options, tls = self._options, None
         try:
-            tls = None
             if options.certfile is not None:
                 tls = tls_context(options.certfile, options.keyfile, options.client_cafile)
         except OSError as error:
@@ -581,8 +546,8 @@ class PrometheusSink(Sink):
             where = f"{self._host}:{self._port}" if self._host else f"port {self._port} of all addresses"
             raise SinkError(f"cannot listen on {where}: {error.strerror or error}") from None
         self._server.set_app(make_wsgi_app(registry))
-        self._thread = threading.Thread(target=self._server.serve, name="kvcache-metrics", daemon=True)
-        self._thread.start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(_LOOK_SECONDS,), name="kvcache-metrics", daemon=True).start()
 
     def write(self, batch: EventBatch) -> None:
         """Count one batch."""
@@ -595,8 +560,6 @@ class PrometheusSink(Sink):
         if server is not None:
             server.shutdown()
             server.server_close()
-        if self._thread is not None:
-            self._thread.join(1.0)
 
 
 def create(url: SinkURL, context: SinkContext) -> PrometheusSink:

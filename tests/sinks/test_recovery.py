@@ -19,7 +19,7 @@ from events.subscribe.subscriber import Subscriber
 from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.state import resident_names
-from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
+from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink, state_file
 from sinks.base import Overflow, State
 from sinks.prometheus import BlockMetrics, MetricsCollector
 from sinks.router import numbers as feed_numbers
@@ -437,7 +437,7 @@ def test_a_feed_that_failed_ends_exact(
                 raise FULL
 
             if what == "numbers":
-                broken.setattr(feed_numbers, "replace_file", fail)
+                broken.setattr(state_file, "replace_file", fail)
             elif what == "transport":
                 broken.setattr(site.transport, "send", fail)
             else:
