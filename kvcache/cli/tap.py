@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
-    from kvcache.tap.lines import SCHEME, LinePlace
+    from kvcache.tap.lines import SCHEME, LineListener
     from kvcache.tap.tap import Endpoint
 
     if len({*args.endpoint}) < len(args.endpoint):
@@ -100,7 +100,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
         )
     files = [text for text in args.endpoint if text.startswith(SCHEME)]
     for text in files:
-        LinePlace.read(text)  # raises before anything is made
+        LineListener(text)  # raises before anything is made
         yield Endpoint(text)
     args.endpoint = [text for text in args.endpoint if text not in files]
     given = endpoints_of(args)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -195,43 +195,28 @@ _log = get_logger(__name__)
 class DictFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may stand behind the path."""
 
-    format: str = "trtllm"
-    block_size: int | None = None
+    format: Literal["trtllm"] = "trtllm"
+    block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Tokens of a full block: then parts of blocks are left out, of which routers know nothing."""
 
 
-class LinePlace(msgspec.Struct, frozen=True):
-    """A file, and how it is read."""
+class LineListener:
+    """Follows the file of ``file:PATH?format=trtllm&block_size=N``. Raises EndpointError for another address."""
 
-    path: Path
-    block_size: int | None = None
-
-    @classmethod
-    def read(cls, address: str) -> Self:
-        """What ``file:PATH?format=trtllm&block_size=N`` says. Raises EndpointError."""
+    def __init__(self, address: str) -> None:
         parts = urlsplit(address)
         pairs = dict(parse_qsl(parts.query, keep_blank_values=True))
         try:
             options = msgspec.convert(pairs, DictFileOptions, strict=False)
         except msgspec.ValidationError:
-            raise EndpointError(address, "its options are format=trtllm and block_size=N") from None
-        if options.format != "trtllm":
-            raise EndpointError(address, "format is one of trtllm")
-        if options.block_size is not None and options.block_size < 1:
-            raise EndpointError(address, "block_size= is at least 1")
+            reason = "its options are format=trtllm and block_size=N, of at least 1"
+            raise EndpointError(address, reason) from None
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise EndpointError(address, "write file:///tmp/events.jsonl or file:events.jsonl")
-        return cls(Path(unquote(parts.path)).absolute(), options.block_size)
-
-
-class LineListener:
-    """Follows one file. Raises EndpointError for an address that names none."""
-
-    def __init__(self, address: str) -> None:
-        self._place = LinePlace.read(address)
         self.address = address
-        self._source = f"{SCHEME}{self._place.path}"
-        self._follower = DictFollower(self._place.block_size)
+        self._path = Path(unquote(parts.path)).absolute()
+        self._source = f"{SCHEME}{self._path}"
+        self._follower = DictFollower(options.block_size)
         self._file: BinaryIO | None = None
         self._rest = b""
         self._looked_at = 0.0
@@ -263,7 +248,7 @@ class LineListener:
         """Whole lines that are new."""
         if self._file is None:
             with suppress(FileNotFoundError):
-                self._file = self._place.path.open("rb")
+                self._file = self._path.open("rb")
         data = b"" if self._file is None else self._file.read(_READ_BYTES)
         if not data:
             self._look()
@@ -281,7 +266,7 @@ class LineListener:
         self._looked_at = now
         opened = os.fstat(self._file.fileno())
         with suppress(FileNotFoundError):
-            if os.path.samestat(self._place.path.stat(), opened) and self._file.tell() <= opened.st_size:
+            if os.path.samestat(self._path.stat(), opened) and self._file.tell() <= opened.st_size:
                 return
             self._file.close()
             self._file, self._rest = None, b""

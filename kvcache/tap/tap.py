@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
@@ -189,28 +189,13 @@ def _source(worker: Worker) -> str:
     return f"{worker.topic} {worker.key}" if worker.key else worker.topic
 
 
-class AnyListener(Protocol):
-    """What listens at one endpoint."""
-
-    @property
-    def address(self) -> str:
-        """Where."""
-
-    @property
-    def ignored(self) -> int:
-        """Messages that nobody records."""
-
-    def poll(self) -> Sequence[tuple[str, Heard]]:
-        """What was heard, after a moment."""
-
-    def close(self) -> None:
-        """Disconnect."""
+Listener = EndpointListener | LineListener
 
 
 class Listeners:
     """All endpoints, each on its thread; what they hear is taken by one other."""
 
-    def __init__(self, listeners: Sequence[AnyListener]) -> None:
+    def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
         self.silent = {listener.address for listener in listeners}
         """Where nothing was heard yet. For any thread to read."""
@@ -248,7 +233,7 @@ class Listeners:
             if thread.ident is not None:
                 thread.join()
 
-    def _run(self, listener: AnyListener) -> None:
+    def _run(self, listener: Listener) -> None:
         try:
             while not self._stopping.is_set():
                 for heard in listener.poll():
@@ -266,9 +251,6 @@ class Listeners:
             except queue.Full:
                 continue
             return
-
-
-Listen = Callable[[Endpoint, Mapping[str, Last]], EndpointListener]
 
 
 BEFORE = "said before it was listened to"
@@ -471,9 +453,13 @@ class Tap:
             addresses = tuple(endpoint.address for endpoint in endpoints)
             self._recorder = FeedRecorder(writer, addresses, before)
             last = self._recorder.last_heard()
-            listeners: list[AnyListener] = []
+            listeners: list[Listener] = []
             try:
-                listeners += (_listener(endpoint, last) for endpoint in endpoints)
+                for endpoint in endpoints:
+                    is_file = endpoint.address.startswith(SCHEME)
+                    listeners.append(
+                        LineListener(endpoint.address) if is_file else EndpointListener(endpoint, last)
+                    )
             except BaseException:
                 for listener in listeners:
                     listener.close()
@@ -530,12 +516,6 @@ class Tap:
         self._sources.close()
         self._recorder.catch_up()
         self._log.close()
-
-
-def _listener(endpoint: Endpoint, last: Mapping[str, Last]) -> AnyListener:
-    if endpoint.address.startswith(SCHEME):
-        return LineListener(endpoint.address)
-    return EndpointListener(endpoint, last)
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:

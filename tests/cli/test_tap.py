@@ -163,7 +163,7 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
         (["file:e.jsonl", "file:e.jsonl"], "given twice"),
         (["nats://kv:SECRET@127.0.0.1/s"], "nats:…@127.0.0.1/s: a broker is read by `kvcache subscribe`"),
         (["rediss://kv:SECRET@127.0.0.1/s?x=y"], "rediss:…@127.0.0.1/s: a user or password is not part"),
-        (["file:e.jsonl?format=vllm"], "format is one of trtllm"),
+        (["file:e.jsonl?format=vllm"], "its options are format=trtllm"),
     ],
 )
 def test_wrong_arguments(kvcache: Kvcache, tmp_path: Path, words: list[str], reason: str) -> None:

@@ -142,8 +142,8 @@ def test_begins_in_the_middle_and_holes(tmp_path: Path) -> None:
     [
         ("file:", "write file:"),
         ("file://host/x", "write file:"),
-        ("file:x?format=vllm", "format is one of trtllm"),
-        ("file:x?block_size=0", "at least 1"),
+        ("file:x?format=vllm", "its options are format=trtllm"),
+        ("file:x?block_size=0", "of at least 1"),
         ("file:x?block_size=a", "its options are"),
         ("file:x?speed=1", "its options are"),
     ],
