@@ -35,6 +35,8 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     """What distinguishes each block besides its tokens; empty where there is nothing."""
     padded: bytes = b""
     """The tokens as SGLang writes them, where that is not `tokens`: with numbers that stand for `extras` as well."""
+    salt: str | None = None
+    """The salt of `namespace`, where it is told as it is."""
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):

@@ -22,23 +22,11 @@ from events.feed.changes import AnyChange, Cached, Cleared, Created, Uncached, U
 from events.formats.vllm import Hash, adapter_name
 from events.packed import TOKEN_BYTES, unpack_i32, unpack_names
 from events.tokens.rich import RichTokens
-from events.types import GroupCreated
 
 Data = dict[str, Any]
 
 
-def envelope(group: GroupCreated, hash_algorithm: str, rank: int | None) -> Data:
-    """What stands around the data of a window's dicts. `rank`: the engine's, where its attention is data-parallel."""
-    told: Data = {"window_size": group.window, "hash_algo": hash_algorithm}
-    return told if rank is None else {**told, "attention_dp_rank": rank}
-
-
-def created(group: GroupCreated) -> Data:
-    """A window's blocks per level."""
-    return {"type": "created", "num_blocks_per_cache_level": list(group.num_blocks)}
-
-
-def stored(cached: Cached) -> Data:
+def _stored(cached: Cached) -> Data:
     """Blocks that became reusable.
 
     An adapter without a name goes by its number, since routers know adapters by their names only.
@@ -81,27 +69,7 @@ def _unique_tokens(tokens: RichTokens, begin: int, end: int) -> list[Data]:
     ]
 
 
-def updated(event: Updated) -> list[Data]:
-    """One dict per block that changed its level or its priority."""
-    level, priority = _diff(event.level), _diff(event.priority)
-    return [
-        {"type": "updated", "block_hash": block_hash, "cache_level": level, "priority": priority}
-        for block_hash in unpack_names(event.names).tolist()
-    ]
-
-
-def _diff(values: tuple[int, int] | None) -> Data | None:
-    return None if values is None else {"type": "event_diff", "new_value": values[1], "old_value": values[0]}
-
-
-def removed(block_hashes: list[int]) -> Data:
-    """Blocks that are gone."""
-    return {"type": "removed", "block_hashes": block_hashes}
-
-
 PIECE_BYTES = 1 << 16
-Envelope = Data
-"""What stands around the data of a window's dicts."""
 
 
 class EventDicts:
@@ -110,7 +78,8 @@ class EventDicts:
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
         self._next_id = 0
-        self._envelopes: list[Envelope] = []
+        self._envelopes: list[Data] = []
+        """Per group: what stands around the data of its dicts."""
         self._known: list[set[int]] = []
         """Per group: what readers take for cached."""
         self._unsure: list[tuple[int, list[int]]] = []
@@ -149,36 +118,47 @@ class EventDicts:
         """Readers have got all dicts that were made."""
         self._unsure.clear()
 
-    def _data(self, change: AnyChange) -> Iterator[tuple[Envelope, Data]]:
+    def _data(self, change: AnyChange) -> Iterator[tuple[Data, Data]]:
+        """Each dict as what stands around its data, and these."""
         if isinstance(change, Cached):
             self._known[change.group].update(unpack_names(change.names).tolist())
-            yield self._envelopes[change.group], stored(change)
+            yield self._envelopes[change.group], _stored(change)
         elif isinstance(change, Updated):
-            for data in updated(change):
+            level, priority = _diff(change.level), _diff(change.priority)
+            for name in unpack_names(change.names).tolist():
+                data = {"type": "updated", "block_hash": name, "cache_level": level, "priority": priority}
                 yield self._envelopes[change.group], data
         elif isinstance(change, Uncached):
             yield self._removed(change.group, unpack_names(change.names).tolist())
         elif isinstance(change, Created):
             # What was there before, if anything, was cleared.
-            told = change.hash_algorithm, change.rank
-            self._envelopes = [envelope(group, *told) for group in change.groups]
+            rank = {} if change.rank is None else {"attention_dp_rank": change.rank}
+            self._envelopes = [
+                {"window_size": group.window, "hash_algo": change.hash_algorithm, **rank}
+                for group in change.groups
+            ]
             self._known = [set() for _ in change.groups]
-            yield from zip(self._envelopes, map(created, change.groups), strict=True)
+            for group, envelope in zip(change.groups, self._envelopes, strict=True):
+                yield envelope, {"type": "created", "num_blocks_per_cache_level": list(group.num_blocks)}
         else:
             assert isinstance(change, Cleared)
-            for group, known in enumerate(self._known):
+            for index, known in enumerate(self._known):
                 if known:
-                    yield self._removed(group, sorted(known))
+                    yield self._removed(index, sorted(known))
 
-    def _removed(self, group: int, names: list[int]) -> tuple[Envelope, Data]:
+    def _removed(self, group: int, names: list[int]) -> tuple[Data, Data]:
         self._known[group].difference_update(names)
         self._unsure.append((group, names))
-        return self._envelopes[group], removed([*names])
+        return self._envelopes[group], {"type": "removed", "block_hashes": [*names]}
 
 
-def _merged(items: Iterable[tuple[Envelope, Data]]) -> Iterator[tuple[Envelope, Data]]:
+def _diff(values: tuple[int, int] | None) -> Data | None:
+    return None if values is None else {"type": "event_diff", "new_value": values[1], "old_value": values[0]}
+
+
+def _merged(items: Iterable[tuple[Data, Data]]) -> Iterator[tuple[Data, Data]]:
     """Removals of a group in a row are one, as readers expect."""
-    last: tuple[Envelope, Data] | None = None
+    last: tuple[Data, Data] | None = None
     for envelope, data in items:
         if last is None:
             last = envelope, data

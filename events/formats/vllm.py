@@ -32,7 +32,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -254,12 +254,6 @@ _EXTRA_KEYS, _GROUP = _pack("extra_keys"), _pack("group_idx")
 _KIND, _WINDOW = _pack("kv_cache_spec_kind"), _pack("kv_cache_spec_sliding_window")
 
 
-class SaltedNamespace(Namespace, frozen=True, cache_hash=True):
-    """A namespace whose salt is told as it is."""
-
-    salt: str = ""
-
-
 def encode_batch(
     changes: Sequence[AnyChange],
     ts: float,
@@ -289,20 +283,20 @@ def encode_batch(
 
 
 def with_salts(changes: Sequence[AnyChange], salts: Salts | None) -> Sequence[AnyChange]:
-    """The changes, with the salts that are known in their namespaces: `told_salt` then has them."""
+    """The changes, with the salts that are known: `told_salt` then has them."""
     return changes if salts is None else [_salted(change, salts) for change in changes]
 
 
 def _salted(change: AnyChange, salts: Salts) -> AnyChange:
-    """The change with the salt in its namespace, if it has one that is known."""
-    if not isinstance(change, Stored) or (digest := change.namespace.salt_digest) is None:
-        return change
-    salt = salts(digest)
-    if salt is None:
-        return change
-    space = change.namespace
-    named = SaltedNamespace(space.lora_id, space.lora_name, digest, space.uses_extra_ids, salt)
-    return msgspec.structs.replace(change, namespace=named)
+    digest = change.namespace.salt_digest if isinstance(change, Stored) else None
+    salt = None if digest is None else salts(digest)
+    return change if salt is None else msgspec.structs.replace(change, salt=salt)
+
+
+def told_salt(stored: Stored) -> str | None:
+    """The salt where it is known (`with_salts`), or its digest in hex."""
+    digest = stored.namespace.salt_digest
+    return stored.salt if stored.salt is not None or digest is None else digest.hex()
 
 
 def join_batches(batches: Sequence[bytes], rank: int = 0) -> bytes:
@@ -334,12 +328,14 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
     if (
         blocks == 1 and parent and stored.tokens and not stored.extras
     ):  # what decoding stores, several times per engine step
-        start, mid, end = _around_one(namespace, stored.level, stored.tokens_per_block, stored.group, groups)
+        start, mid, end = _around_one(
+            namespace, told_salt(stored), stored.level, stored.tokens_per_block, stored.group, groups
+        )
         parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
         return
-    salt = _salt(namespace)
-    keys, attention = _attention(stored.group, *kind_and_window(groups, stored.group), bool(salt))
-    first, other = _extra_keys(namespace, not parent)
+    salt = told_salt(stored)
+    keys, attention = _attention(stored.group, *kind_and_window(groups, stored.group), salt is not None)
+    first, other = _extra_keys(namespace, None if parent else salt)
     parts += (
         keys,
         _array(blocks),
@@ -352,22 +348,26 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
         _array(blocks),
         *(_with_extras(stored) if stored.extras else (first if blocks else b"", other * (blocks - 1))),
         attention,
-        salt,
+        _salt(salt),
     )
 
 
 @lru_cache(maxsize=1024)
 def _around_one(
-    namespace: Namespace, level: int, tokens_per_block: int, group: int, groups: tuple[GroupCreated, ...]
+    namespace: Namespace,
+    salt: str | None,
+    level: int,
+    tokens_per_block: int,
+    group: int,
+    groups: tuple[GroupCreated, ...],
 ) -> tuple[bytes, bytes, bytes]:
     """What stands before the name, between the parent and the token ids, and behind those, of one inner block."""
-    salt = _salt(namespace)
-    keys, attention = _attention(group, *kind_and_window(groups, group), bool(salt))
-    extra_keys, _ = _extra_keys(namespace, False)
+    keys, attention = _attention(group, *kind_and_window(groups, group), salt is not None)
+    extra_keys, _ = _extra_keys(namespace, None)
     return (
         keys + _array(1) + _UINT64,
         _TOKENS + _array(tokens_per_block),
-        _scope(namespace, level, tokens_per_block) + _array(1) + extra_keys + attention + salt,
+        _scope(namespace, level, tokens_per_block) + _array(1) + extra_keys + attention + _salt(salt),
     )
 
 
@@ -434,29 +434,21 @@ def adapter_name(namespace: Namespace) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
+def _extra_keys(namespace: Namespace, salt: str | None) -> tuple[bytes, bytes]:
     """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
-    adapter, salt = scope_keys(namespace, at_root)
-    return _pack(adapter + salt or None), _pack(adapter or None)
+    adapter, of_root = scope_keys(namespace, salt)
+    return _pack(adapter + of_root or None), _pack(adapter or None)
 
 
-def scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
-    """What the hashes cover before a block's items, and behind them: the adapter, at the root the salt."""
-    adapter = [] if (name := adapter_name(namespace)) is None else [name]
-    salt = [told] if at_root and (told := told_salt(namespace)) is not None else []
-    return adapter, salt
-
-
-def told_salt(namespace: Namespace) -> str | None:
-    """The salt where it is known (`with_salts`), or its digest in hex."""
-    if isinstance(namespace, SaltedNamespace):
-        return namespace.salt
-    return None if namespace.salt_digest is None else namespace.salt_digest.hex()
+def scope_keys(namespace: Namespace, salt: str | None) -> tuple[list[str], list[str]]:
+    """What the hashes cover before a block's items, and behind them: the adapter, and the salt, at the root."""
+    adapter = adapter_name(namespace)
+    return [] if adapter is None else [adapter], [] if salt is None else [salt]
 
 
 def _with_extras(stored: Stored) -> list[bytes]:
     """What the hashes cover, block by block; between adapter and salt the items as [digest, where it begins]."""
-    adapter, salt = scope_keys(stored.namespace, not stored.parent)
+    adapter, salt = scope_keys(stored.namespace, None if stored.parent else told_salt(stored))
     first, *others = stored.extras
     return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
 
@@ -479,10 +471,8 @@ def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple
     return bytes((keys,)) + _STORED_START, end
 
 
-@lru_cache(maxsize=1024)
-def _salt(namespace: Namespace) -> bytes:
+def _salt(salt: str | None) -> bytes:
     """A key that vLLM does not know, by which Dynamo keeps salted blocks apart."""
-    salt = told_salt(namespace)
     return b"" if salt is None else _pack("cache_salt") + _pack(salt)
 
 
@@ -592,9 +582,7 @@ def _array_of(event: dict[str, Any]) -> list[Any]:
     """What an engine told, as an array: fields that arrays have no place for are left out."""
     array = [event["type"], *(event.get(name) for name in positions(event["type"]))]
     least = _SHORTEST if event["type"] == "BlockStored" else len(("BlockRemoved", "hashes", "medium"))
-    while len(array) > least and array[-1] is None:
-        array.pop()
-    return array
+    return _trimmed(array, least)
 
 
 def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -613,15 +601,15 @@ def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parent = name
 
 
-def _trimmed(event: list[Any]) -> list[Any]:
-    while len(event) > _SHORTEST and event[-1] is None:
+def _trimmed(event: list[Any], least: int = _SHORTEST) -> list[Any]:
+    while len(event) > least and event[-1] is None:
         event.pop()
     return event
 
 
 def _array_extra_keys(stored: Stored, at: int, *, at_root: bool) -> list[list[Any]] | None:
     """What the block's hash covers besides its tokens."""
-    adapter, salt = scope_keys(stored.namespace, at_root)
+    adapter, salt = scope_keys(stored.namespace, told_salt(stored) if at_root else None)
     keys = [*adapter, *(stored.extras[at] if stored.extras else ()), *salt]
     return [keys] if keys else None
 
@@ -679,7 +667,7 @@ def _stored_map(stored: Stored) -> dict[str, Any]:
         "lora_id": None,
         "medium": SGLANG_MEDIA[stored.level],
     }
-    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": told_salt(stored.namespace)}
+    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": told_salt(stored)}
     return event | {key: value for key, value in more.items() if value is not None}
 
 
@@ -700,9 +688,6 @@ def _signed(names: bytes) -> list[int]:
     return numbers
 
 
-Format = Literal["vllm", "vllm-array", "sglang"]
-
-
 class Encode(Protocol):
     """Writes one batch; `join_batches` of `events.formats.vllm` puts several of any of these formats together."""
 
@@ -721,10 +706,5 @@ class Encode(Protocol):
 Join = Callable[[Sequence[bytes], int], bytes]
 """Makes one payload of several; the number is the rank."""
 
-ENCODERS: dict[Format, Encode] = {
-    "vllm": encode_batch,
-    "vllm-array": encode_arrays,
-    "sglang": encode_sglang,
-}
 ARRAY_OVERHEAD = 5
 """Arrays take up to so many times the bytes that are reckoned for maps, since each block is an event of its own."""

@@ -11,7 +11,16 @@ import msgspec
 from events.feed.changes import AnyChange, Batched, EncodedEvent, Stored
 from events.feed.fold import Feed
 from events.formats.native import NativeCodec
-from events.formats.vllm import ARRAY_OVERHEAD, ENCODERS, Encode, Join, Salts, join_batches
+from events.formats.vllm import (
+    ARRAY_OVERHEAD,
+    Encode,
+    Join,
+    Salts,
+    encode_arrays,
+    encode_batch,
+    encode_sglang,
+    join_batches,
+)
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, GroupCreated, WorkerSeen
 from sinks.base import SinkContext, SinkURL, SinkURLError
@@ -20,6 +29,7 @@ from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 
 WireFormat = Literal["vllm", "vllm-array", "sglang", "native", "native-json"]
+_ENCODERS: dict[str, Encode] = {"vllm": encode_batch, "vllm-array": encode_arrays, "sglang": encode_sglang}
 INT32 = 2**31 - 1
 """More than any socket, and any rank, can be given."""
 
@@ -58,7 +68,7 @@ _NOT_NATIVE = ("engine", "salts", "coalesce", "pad")
 class PayloadWriter:
     """Writes the batches of one feed in its format."""
 
-    encoder: Encode = ENCODERS["vllm"]
+    encoder: Encode = encode_batch
     joiner: Join = join_batches
     overhead: int = 1
     """Payloads take at most this many times the bytes that are reckoned for a batch."""
@@ -93,7 +103,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
         codec = NativeCodec("json" if options.format == "native-json" else "msgpack", context.key_bytes)
         encode, join = _encode_native(codec), lambda payloads, rank: codec.join(payloads)
     else:
-        encode, join = ENCODERS[options.format], join_batches  # type: ignore[index]
+        encode, join = _ENCODERS[options.format], join_batches
         if not options.has_tokens:
             encode = _encode_without_tokens(encode)
     salts = context.salts.ask() if options.salts == "plain" else None
