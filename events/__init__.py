@@ -44,27 +44,21 @@ if TYPE_CHECKING:
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
 
-_HOMES = {
-    "AsyncSubscriber": "subscribe.subscriber",
-    "Curve": "subscribe.sockets",
-    "Gathering": "subscribe.gathering",
-    "Index": "subscribe.index",
-    "NativeSubscriber": "subscribe.subscriber",
-    "ReceivedBatch": "subscribe.continuity",
-    "Missed": "subscribe.continuity",
-    "Received": "subscribe.continuity",
-    "Report": "subscribe.continuity",
-    "Restarted": "subscribe.continuity",
-    "Restated": "subscribe.continuity",
-    "Subscriber": "subscribe.subscriber",
+_LAZY = {
+    "continuity": ("Missed", "Received", "ReceivedBatch", "Report", "Restarted", "Restated"),
+    "gathering": ("Gathering",),
+    "index": ("Index",),
+    "sockets": ("Curve",),
+    "subscriber": ("AsyncSubscriber", "NativeSubscriber", "Subscriber"),
 }
-"""The module of each name that is imported on first use."""
+_HOMES = {name: module for module, names in _LAZY.items() for name in names}
+"""The module of `events.subscribe` of each name that is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"events.{_HOMES[name]}"), name)
+    return getattr(import_module(f"events.subscribe.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

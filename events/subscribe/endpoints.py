@@ -43,10 +43,11 @@ class InsecureEndpoint(EventsError):
     )
 
 
-def host_of(endpoint: str) -> str | None:
+def host_of(endpoint: str, *, binds: bool = False) -> str | None:
     """The host of an endpoint to connect to; None for a transport without one. A name is not looked up.
 
-    Raises EndpointError for an address that nobody can have. Paths are ZeroMQ's to refuse.
+    Where it `binds`, that may be ``*``, with a port that may be 0. Raises EndpointError for an address that nobody can
+    have. Paths are ZeroMQ's to refuse.
     """
     refuse_foreign(endpoint)
     transport, _, address = endpoint.partition("://")
@@ -56,8 +57,10 @@ def host_of(endpoint: str) -> str | None:
     host, colon, port = address.rpartition(";")[2].rpartition(":")
     if not colon:
         raise EndpointError(endpoint, "it has no port")
-    if not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+    if not _PORT.fullmatch(port) or not (0 if binds else 1) <= int(port) < 1 << 16:
         raise EndpointError(endpoint, "its port is no number from 1 to 65535")
+    if binds and host == "*":
+        return host
     if host in ("", "*"):
         raise EndpointError(endpoint, "it has no host")
     return _checked_host(endpoint, host)
@@ -74,18 +77,6 @@ def refuse_foreign(endpoint: str) -> None:
         raise EndpointError(endpoint, "it is an address inside one program")
     if transport != "tcp":
         raise EndpointError(endpoint, "publishers are not reached that way")
-
-
-def host_to_bind(endpoint: str) -> str | None:
-    """The host of an endpoint to bind, which may be ``*``, with a port that may be 0; None for ``ipc://``.
-
-    Raises EndpointError.
-    """
-    transport, _, address = endpoint.partition("://")
-    if transport != "tcp" or not address.startswith("*"):
-        return host_of(endpoint.removesuffix(":0") + ":1" if endpoint.endswith(":0") else endpoint)
-    host_of(f"tcp://0.0.0.0{address[1:].removesuffix(':0')}{':1' * address.endswith(':0')}")
-    return "*"
 
 
 def is_to_be_bound(endpoint: str) -> bool:

@@ -25,7 +25,7 @@ import zmq
 
 from events.diagnostics import get_logger
 from events.subscribe.continuity import Continuity, Report
-from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
+from events.subscribe.endpoints import EndpointError, host_of
 from events.subscribe.sockets import KEEPALIVE_SECONDS, Curve, Gate
 from events.subscribe.subscriber import (
     READ_AT_ONCE,
@@ -33,13 +33,11 @@ from events.subscribe.subscriber import (
     ConnectionOptions,
     Follower,
     Readable,
+    poll_until,
     refuse_insecure,
     shortest,
-    wait_for,
     weight,
 )
-
-__all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
 
 MAX_WORKERS = 1000
 FORGET_SECONDS = 3600.0
@@ -168,18 +166,16 @@ class Gathering:
 
     def poll(self, timeout_ms: int | None = None) -> list[tuple[Worker, Report]]:
         """Wait until there is something to report, and return it, of each worker in order; empty after `timeout_ms`."""
-        deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
-        while True:
-            self._read_live()
-            reports, self._last_words = self._last_words, []
-            for worker, follower in self._followers.items():
-                follower.read_answers()
-                follower.ask()
-                reports += ((worker, report) for report in follower.take())
-            if reports or (deadline is not None and time.monotonic() >= deadline):
-                return reports
-            poller = zmq.Poller()
-            wait_for(poller, [self.wait(poller)], deadline)
+        return poll_until(self._take, self.wait, timeout_ms)
+
+    def _take(self) -> list[tuple[Worker, Report]]:
+        self._read_live()
+        reports, self._last_words = self._last_words, []
+        for worker, follower in self._followers.items():
+            follower.read_answers()
+            follower.ask()
+            reports += ((worker, report) for report in follower.take())
+        return reports
 
     def wait(self, poller: Readable) -> float | None:
         """Have it end a wait for several readers when it is to be polled again.

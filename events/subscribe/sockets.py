@@ -136,7 +136,8 @@ class Curve:
 
         Raises KeyFileError, and CurveUnavailable where encryption is not possible at all.
         """
-        require_curve()
+        if not zmq.has("curve"):
+            raise CurveUnavailable
         if clients is not None:
             read_directory(clients)
         return cls(read_pair(key), None if server is None else read_public(server), clients)
@@ -154,12 +155,6 @@ class Curve:
         assert key is not None
         socket.curve_publickey, socket.curve_secretkey = self.own.public, self.own.secret
         socket.curve_serverkey = key
-
-
-def require_curve() -> None:
-    """Raise CurveUnavailable where ZeroMQ was built without encryption."""
-    if not zmq.has("curve"):
-        raise CurveUnavailable
 
 
 def read_pair(path: Path) -> KeyPair:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -36,15 +36,11 @@ from events.subscribe.continuity import (
     AnyReport,
     Continuity,
     MessageOrder,
-    Missed,
     NativeContinuity,
     NativeReport,
-    Received,
     Report,
-    Restarted,
-    Restated,
 )
-from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of, host_to_bind
+from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
 from events.subscribe.sockets import (
     KEEPALIVE_SECONDS,
     SEEN_BY_CLIENT,
@@ -58,6 +54,7 @@ from events.subscribe.sockets import (
 CALL_AGAIN_SECONDS = 1.0
 """ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
 _HEARTBEAT_MS = 10_000
+Item = TypeVar("Item")
 _READABLE = int(zmq.POLLIN)
 _CONNECTED = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED = zmq.Event.DISCONNECTED
@@ -103,9 +100,7 @@ class Connection:
 
         Raises EndpointError.
         """
-        host = (
-            host_to_bind(endpoint) if bind else host_of(endpoint)
-        )  # raises, where ZeroMQ would try for ever
+        host = host_of(endpoint, binds=bind)  # raises, where ZeroMQ would try for ever
         self._endpoint, self._bound, self._keyed = endpoint, bind, options.curve is not None
         self._clock = options.clock
         self.socket = context.socket(kind)
@@ -214,11 +209,22 @@ class Connection:
         self.socket.connect(self._endpoint)
 
 
-def wait_for(poller: zmq.Poller, waits: Iterable[float | None], deadline: float | None) -> None:
-    """Until there is something, at most for the shortest of `waits` (seconds) and up to the deadline (monotonic)."""
-    seconds = shortest(waits, deadline)
-    # Rounded up: a wait that is cut short would turn into a busy loop.
-    poller.poll(None if seconds is None else int(seconds * 1000) + 1)
+def poll_until(
+    take: Callable[[], list[Item]], wait: Callable[[Readable], float | None], timeout_ms: int | None
+) -> list[Item]:
+    """Wait until there is something to `take`, and return it; empty after `timeout_ms`.
+
+    `wait` has a poller end a wait when it is time to look, and says after how many seconds that is so anyway.
+    """
+    deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+    while True:
+        found = take()
+        if found or (deadline is not None and time.monotonic() >= deadline):
+            return found
+        poller = zmq.Poller()
+        seconds = shortest([wait(poller)], deadline)
+        # Rounded up: a wait that is cut short would turn into a busy loop.
+        poller.poll(None if seconds is None else int(seconds * 1000) + 1)
 
 
 def shortest(waits: Iterable[float | None], deadline: float | None) -> float | None:
@@ -231,7 +237,7 @@ def shortest(waits: Iterable[float | None], deadline: float | None) -> float | N
 
 def refuse_insecure(endpoint: str, options: ConnectionOptions) -> None:
     """Raise InsecureEndpoint if anybody on another machine could connect to what is to be bound there."""
-    host = host_to_bind(endpoint)
+    host = host_of(endpoint, binds=True)
     if options.curve is None and host is not None and not is_loopback(host):
         raise InsecureEndpoint(endpoint)
 
@@ -355,8 +361,7 @@ class Follower(Generic[AnyReport]):
         """Have an answer end a wait; returns after how many seconds it must end anyway (None: it need not)."""
         if self.asking is None:
             return None
-        waits = (self.asking.wait(poller), self.patience())
-        return min((wait for wait in waits if wait is not None), default=None)
+        return shortest([self.asking.wait(poller), self.patience()], None)
 
     def close(self) -> None:
         """Ask no more."""
@@ -512,18 +517,6 @@ class Publication(ABC, Generic[AnyReport]):
         return Connection(self._context, zmq.DEALER, self._replay, self._options)
 
 
-__all__ = [
-    "BlockingPublication",
-    "EndpointError",
-    "Missed",
-    "Received",
-    "Report",
-    "Restarted",
-    "Restated",
-    "Subscriber",
-]
-
-
 class BlockingPublication(Publication[AnyReport]):
     """A `Publication` to wait for, or to iterate over."""
 
@@ -545,13 +538,7 @@ class BlockingPublication(Publication[AnyReport]):
 
         To be called all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
         """
-        deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
-        while True:
-            reports = self._take()
-            if reports or (deadline is not None and time.monotonic() >= deadline):
-                return reports
-            poller = zmq.Poller()
-            wait_for(poller, [self.wait(poller)], deadline)
+        return poll_until(self._take, self.wait, timeout_ms)
 
 
 class Subscriber(BlockingPublication[Report]):

@@ -20,8 +20,9 @@ from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import decode_batch, encode_batch
 from events.subscribe import continuity
 from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.endpoints import EndpointError
 from events.subscribe.index import GPU, HOST, STORAGE, Index, IndexedBlock, level_of
-from events.subscribe.subscriber import Connection, ConnectionOptions, EndpointError, Subscriber
+from events.subscribe.subscriber import Connection, ConnectionOptions, Subscriber
 from events.types import Namespace
 from tests.support.columns import pack_i32
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored

@@ -16,8 +16,8 @@ import zmq
 from events.formats.vllm import Hash
 from events.subscribe import sockets
 from events.subscribe.continuity import HELD_MAX
-from events.subscribe.endpoints import EndpointError
-from events.subscribe.gathering import Gathering, InsecureEndpoint, replay_in_topic
+from events.subscribe.endpoints import EndpointError, InsecureEndpoint
+from events.subscribe.gathering import Gathering, replay_in_topic
 from events.subscribe.gathering import Worker as Heard
 from events.subscribe.index import Index
 from events.subscribe.sockets import Curve

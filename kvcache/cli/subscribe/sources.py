@@ -225,18 +225,16 @@ class Listening:
 
     def poll(self, timeout_ms: int) -> Sequence[tuple[Speaker, Any]]:
         """What there is to report, after at most so many milliseconds."""
-        from events.subscribe.subscriber import wait_for
+        from events.subscribe.subscriber import Readable, poll_until, shortest
 
-        deadline = time.monotonic() + timeout_ms / 1000
-        while True:
-            reports = [each for endpoint in self._sources for each in self._poll(endpoint, timeout_ms)]
-            if reports or time.monotonic() >= deadline:
-                return reports
-            import zmq
+        def take() -> list[tuple[Speaker, Any]]:
+            return [each for endpoint in self._sources for each in self._poll(endpoint, timeout_ms)]
 
-            poller = zmq.Poller()
-            waits = [each.subscriber.wait(poller) for each in self._sources.values() if each.kind != "broker"]
-            wait_for(poller, waits, deadline)
+        def wait(poller: Readable) -> float | None:
+            sources = [each for each in self._sources.values() if each.kind != "broker"]
+            return shortest([each.subscriber.wait(poller) for each in sources], None)
+
+        return poll_until(take, wait, timeout_ms)
 
     def _poll(self, endpoint: str, timeout_ms: int) -> list[tuple[Speaker, Any]]:
         kind, subscriber, _ = self._sources[endpoint]
