@@ -167,7 +167,9 @@ def _struct(struct_type: type[msgspec.Struct]) -> _Speller:
     hints = typing.get_type_hints(struct_type, include_extras=True)
     spellers = [(name, name, _speller(hints[name])) for name in struct_type.__struct_fields__]
     if "keys" in hints:
-        spellers.append(("names", "keys", lambda keys, size: _spell_names(names_of_keys(keys, size), size)))
+        spellers.append(
+            ("names", "keys", lambda keys, size: _spell_hex(names_of_keys(keys, size), NAME_BYTES, size))
+        )
     if "block_hashes" in hints:
         spellers.append(("names", "block_hashes", lambda hashes, _: list(map(_spell_short, hashes))))
     return lambda value, size: {name: spell(getattr(value, source), size) for name, source, spell in spellers}
@@ -203,16 +205,16 @@ def _marked(hint: Any, mark: Packed | Spelled) -> _Speller:
             return lambda values, key_bytes: row(values, key_bytes) or None
         return _FORMS[mark.form]
     if mark.item in _NUMBERS:
-        return _number_column(_NUMBERS[mark.item], empty_is_null=mark.item in _EMPTY_IS_NULL)
+        dtype, empty_is_null = _NUMBERS[mark.item], mark.item in _EMPTY_IS_NULL
+        return lambda column, _: (
+            np.frombuffer(column, dtype).tolist() if column or not empty_is_null else None
+        )
     if mark.item == "checksum":
         return lambda column, _: _spell_hex(column, mark.size, 0)
     if mark.item == "parent":
         return lambda name, _: name.hex() or None
-    return _spell_keys if mark.item == "key" else _spell_names
-
-
-def _spell_level(level: int, _: int) -> int | str:
-    return LEVEL_NAMES[level] if 0 <= level < len(LEVEL_NAMES) else level
+    size = mark.size
+    return lambda column, key_bytes: _spell_hex(column, size or key_bytes, key_bytes)
 
 
 def _spell_json(text: str, _: int) -> Any:
@@ -251,23 +253,11 @@ def _spell_fields(packed: bytes, _: int) -> Any:
 
 
 _FORMS: dict[str, _Speller] = {
-    "level": _spell_level,
+    "level": lambda level, _: LEVEL_NAMES[level] if 0 <= level < len(LEVEL_NAMES) else level,
     "json": _spell_json,
     "hash": _spell_hash,
     "fields": _spell_fields,
 }
-
-
-def _number_column(dtype: str, *, empty_is_null: bool) -> _Speller:
-    return lambda column, _: np.frombuffer(column, dtype).tolist() if column or not empty_is_null else None
-
-
-def _spell_keys(column: bytes, key_bytes: int) -> list[str] | None:
-    return _spell_hex(column, key_bytes, key_bytes)
-
-
-def _spell_names(column: bytes, key_bytes: int) -> list[str] | None:
-    return _spell_hex(column, NAME_BYTES, key_bytes)
 
 
 def _spell_hex(column: bytes, size: int, key_bytes: int) -> list[str] | None:

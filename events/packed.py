@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -114,12 +115,10 @@ def broken_column(event: msgspec.Struct, key_bytes: int) -> str | None:
 _ENDLESS = 1 << 62
 """No column has so many bytes: one with entries of this size must be empty."""
 _Columns = tuple[tuple[str, int], ...]
-_FIELDS: dict[type, tuple[_Columns, _Columns]] = {}
-"""What `_fields` has found."""
 
 
 def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
-    columns, rows = column_fields(type(struct))
+    columns, rows = _fields(type(struct))
     for name, size in columns:
         if len(getattr(struct, name)) % (size or key_bytes or _ENDLESS):
             return name
@@ -130,16 +129,12 @@ def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
     return None
 
 
-def column_fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
     """Names and bytes per entry of a struct's columns (0: each log's own), and of its fields that hold several.
 
     These hold columns, or structs (0 bytes) that have columns.
     """
-    return _FIELDS.get(kind) or _fields(kind)
-
-
-def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
-    """The columns of a struct, and its fields that hold several: of columns, or of structs (size 0) with columns."""
     columns, rows = [], []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if (size := _entry_size(hint)) is not None:
@@ -150,8 +145,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
                 rows.append((name, size))
             elif isinstance(item, type) and issubclass(item, msgspec.Struct) and any(_fields(item)):
                 rows.append((name, 0))
-    _FIELDS[kind] = tuple(columns), tuple(rows)
-    return _FIELDS[kind]
+    return tuple(columns), tuple(rows)
 
 
 def _entry_size(hint: Any) -> int | None:

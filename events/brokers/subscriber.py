@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import struct
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Generic, Protocol, Self, cast
+from typing import Generic, Protocol, Self
 
 from events.brokers.address import NAME, BrokerAddress, BrokerUnavailable, BrokerURLError, parse
 from events.brokers.records import Reader, StreamRecord, StreamRewound
@@ -45,12 +44,6 @@ _READERS = {
     "nats": ("events.brokers.nats", "NATSReader"),
     "redis": ("events.brokers.redis", "RedisReader"),
 }
-
-
-def open_reader(address: BrokerAddress, worker: str | None) -> Reader:
-    """Reads all workers of the address's stream, or that one. Raises BrokerError where the client is missing."""
-    module, name = _READERS[address.scheme]
-    return cast("Reader", getattr(import_module(module), name)(address, worker))
 
 
 class Pieces:
@@ -238,7 +231,7 @@ class Follows(Protocol[AnyReport]):
         """What is to be reported once this record is known."""
 
 
-class StreamSubscriber(ABC, Generic[AnyReport]):
+class StreamSubscriber(Generic[AnyReport]):
     """Follows the workers of one stream.
 
     Args:
@@ -248,23 +241,23 @@ class StreamSubscriber(ABC, Generic[AnyReport]):
     refuses us; one that is not there is waited for.
     """
 
+    _follower: Callable[[str], Follows[AnyReport]]
+    """Makes one of a worker."""
+
     def __init__(self, url: str) -> None:
         address = parse(url)
         worker = address.access.worker
         if worker is not None and not NAME.fullmatch(worker):
             raise BrokerURLError(str(address), "a worker's name has letters, digits, _ and - only")
         self._address = address
-        self._reader: Reader | None = open_reader(address, worker)
+        module, name = _READERS[address.scheme]
+        self._reader: Reader | None = getattr(import_module(module), name)(address, worker)
         self._followers: dict[Worker, Follows[AnyReport]] = {}
         self._retry_at = 0.0
         self._malformed = 0
         """Of followers that were replaced."""
         self.unavailable: str | None = None
         """Why the broker cannot be read at present; None: it can."""
-
-    @abstractmethod
-    def _follower(self, worker: str) -> Follows[AnyReport]:
-        """A new one."""
 
     def __enter__(self) -> Self:
         return self
@@ -343,12 +336,10 @@ class StreamSubscriber(ABC, Generic[AnyReport]):
 class BrokerSubscriber(StreamSubscriber[Report]):
     """Follows workers that feed routers, in any format that these read; made with the same arguments."""
 
-    def _follower(self, worker: str) -> RecordFollower:
-        return RecordFollower(worker)
+    _follower = RecordFollower
 
 
 class NativeBrokerSubscriber(StreamSubscriber[NativeReport]):
     """Follows workers that tell all events of their caches (``format=native``)."""
 
-    def _follower(self, worker: str) -> NativeRecordFollower:
-        return NativeRecordFollower(worker)
+    _follower = NativeRecordFollower

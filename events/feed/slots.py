@@ -119,20 +119,16 @@ class SlotColumns:
         """Consecutive blocks as they are told to routers."""
         at = _places(slots)
         first = slots[0]
+        parent = bytes(self._parent_bytes[first * NAME_BYTES : (first + 1) * NAME_BYTES])
         return Stored(
             group,
             level,
             self._names[at].tobytes(),
-            self.parent_of(first),
+            b"" if parent == _NO_PARENT else parent,
             self._tokens[at].tobytes(),
             self.tokens_per_block,
             self.known[self._namespaces[first]],
         )
-
-    def parent_of(self, slot: int) -> bytes:
-        """The parent's name; empty at the start of a prompt."""
-        parent = bytes(self._parent_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES])
-        return b"" if parent == _NO_PARENT else parent
 
     def set_state(self, slots: array[int], state: int) -> None:
         """Mark blocks."""

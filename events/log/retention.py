@@ -148,8 +148,11 @@ class LogParts:
         kept = self.parts[cut:]
         if limits.segments is not None and len(kept) > limits.segments:
             return True
-        if limits.seconds is not None and _elapsed(kept[1:]) > limits.seconds * _NS:
-            return True
+        if limits.seconds is not None:
+            # A clock that went back has not moved.
+            elapsed = sum(max(behind.ts - part.ts, 0) for part, behind in pairwise(kept[1:]))
+            if elapsed > limits.seconds * _NS:
+                return True
         return limits.bytes is not None and self._bytes(kept) > limits.bytes
 
     def _bytes(self, kept: Sequence[Part]) -> int:
@@ -157,11 +160,6 @@ class LogParts:
         sizes = [each.size for each in self.snapshots if each.seq >= kept[0].first]
         before = self.snapshots[-1].size if self.snapshots else 0  # that which stands before the first one
         return sum(part.bytes for part in kept[:-1]) + largest + sum(sizes) + before
-
-
-def _elapsed(parts: Sequence[Part]) -> int:
-    """Nanoseconds from the beginning of the first to that of the last one; a clock that went back has not moved."""
-    return sum(max(behind.ts - part.ts, 0) for part, behind in pairwise(parts))
 
 
 def _parts(directory: Path) -> Iterator[Part]:

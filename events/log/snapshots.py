@@ -121,11 +121,6 @@ class Snapshot:
         return msgspec.structs.replace(batch, events=(batch.events[0], gap, *batch.events[1:]))
 
 
-def snapshot_name(seq: int) -> str:
-    """File name of the snapshot of the state after batch `seq`."""
-    return f"{seq:020d}{SNAPSHOT_SUFFIX}"
-
-
 def snapshot_paths(directory: Path) -> list[Path]:
     """The snapshots of a log, oldest first."""
     return [directory / name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
@@ -182,7 +177,7 @@ def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatc
         frame = FrameHeader(len(payload), batch.seq, events, 0, crc, crc32(payload))
         parts += [frames.pack_frame_header(frame, seed), payload]
         crc = frame.payload_crc
-    path = directory / snapshot_name(batch.seq)
+    path = directory / f"{batch.seq:020d}{SNAPSHOT_SUFFIX}"
     content = b"".join(parts)
     replace_file(path, content)
     return Snapshot(path, header, about, len(content))

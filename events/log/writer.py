@@ -153,7 +153,7 @@ class LogThread:
             while self._group or self.queue or not self.closing:
                 self._await_work()
                 self._drain()
-            while not self._attempt(self._mark_end):
+            while not self._attempt(lambda: self.output.close(self.end_seq)):
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             self.output.roll_back()
@@ -191,13 +191,9 @@ class LogThread:
             self.work.wait(max(min(self._sync_at, self._look_at) - now, 0))
         self.asleep = False
         self.work.clear()
-        left = self._time_left()
-        self._hurried = self.hurry.wait(_GATHER_SECONDS if left is None else min(_GATHER_SECONDS, left))
+        # With nothing to sync, that is never due.
+        self._hurried = self.hurry.wait(min(_GATHER_SECONDS, max(self._sync_at - self._clock(), 0)))
         self.hurry.clear()
-
-    def _time_left(self) -> float | None:
-        """Seconds until the next sync; None: there is nothing to sync."""
-        return None if self._sync_at == math.inf else max(self._sync_at - self._clock(), 0)
 
     def _look(self) -> bool:
         """Whether the files are where they were, as far as it is time to ask; each time while nothing else is tried."""
@@ -289,9 +285,6 @@ class LogThread:
         if not group:
             self._sync_at = math.inf
         self.tell()
-
-    def _mark_end(self) -> None:
-        self.output.close(self.end_seq)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Do something with the disk; False if it refuses. The second time while closing, that is raised."""

@@ -124,10 +124,6 @@ def _xxh3_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_bytes
     return b"".join(keys)
 
 
-def _xxh3_root(namespace: Namespace) -> bytes:
-    return _xxh3()(scope_bytes(namespace))
-
-
 @cache
 def _xxh3() -> Callable[[bytes], bytes]:
     """Made once: to import it for each block would take ten times as long as the digest."""
@@ -246,7 +242,7 @@ ALGORITHMS: dict[str, HashAlgorithm] = {
     for algorithm in (
         HashAlgorithm("v2_sha256_64", 32, _sha256_root, _sha256_chain, _sha256_chain_rich),
         HashAlgorithm("v1_block_key", 8, lambda namespace: bytes(8), _v1_chain, _v1_chain_rich),
-        HashAlgorithm("xxh3_64", 8, _xxh3_root, _xxh3_chain, _xxh3_chain_rich),
+        HashAlgorithm("xxh3_64", 8, lambda space: _xxh3()(scope_bytes(space)), _xxh3_chain, _xxh3_chain_rich),
         HashAlgorithm("none", 0, lambda namespace: b"", lambda *_: b"", lambda *_: b""),
         *(_named_by_engine(name, size) for size, name in NAMED_BY_ENGINE.items()),
     )

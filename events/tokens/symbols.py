@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import count, islice, pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -122,10 +122,6 @@ class SymbolTable:
 
     # -- reading
 
-    def free_numbers(self, amount: int) -> list[int]:
-        """The numbers that the next so many pages get: the lowest that are free."""
-        return list(islice((number for number in count(self._lowest) if number not in self.pages), amount))
-
     def missing(self, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
         """The pages that must be added for these prompts to have symbols, in the order in which they need them."""
         wanted: dict[PageKey, str | None] = {}
@@ -133,7 +129,8 @@ class SymbolTable:
             for _, _, key, uuid in _page_runs(prompt)[1]:
                 if key not in self._numbers:
                     wanted.setdefault(key, uuid)
-        pages = zip(self.free_numbers(len(wanted)), wanted.items(), strict=True)
+        free = (number for number in count(self._lowest) if number not in self.pages)
+        pages = zip(free, wanted.items(), strict=False)
         return tuple(SymbolPage(number, *key, uuid) for number, (key, uuid) in pages)
 
     def symbols_of(self, prompt: RichTokens) -> bytes:
