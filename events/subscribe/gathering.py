@@ -26,11 +26,10 @@ import zmq
 from events.diagnostics import get_logger
 from events.subscribe.continuity import Continuity, Report
 from events.subscribe.endpoints import EndpointError, host_of
-from events.subscribe.sockets import KEEPALIVE_SECONDS, Curve, Gate
+from events.subscribe.sockets import Curve, Gate
 from events.subscribe.subscriber import (
     READ_AT_ONCE,
     Connection,
-    ConnectionOptions,
     Follower,
     Readable,
     poll_until,
@@ -68,7 +67,7 @@ class Gathering:
         replay: finds where a worker can be asked for what was missed (None: nowhere). SECURITY: what it makes of a
             topic is an address that the publisher chose.
         topic: only messages whose topic begins with this.
-        replay_timeout, max_queued, max_message_bytes, keepalive: as of `events.subscribe.subscriber.Subscriber`.
+        replay_timeout: as of `events.subscribe.subscriber.Subscriber`.
         max_workers: how many are followed. If one comes in addition, the one that was silent longest is forgotten,
             which is reported as a loss; unless all were heard within `forget_seconds`: then it is not followed, which
             is logged, and its messages are counted (`ignored`).
@@ -87,9 +86,6 @@ class Gathering:
         replay: Callable[[Worker], str | None] | None = None,
         topic: str = "",
         replay_timeout: float = 5.0,
-        max_queued: int = 100_000,
-        max_message_bytes: int = 1 << 30,
-        keepalive: float = KEEPALIVE_SECONDS,
         max_workers: int = MAX_WORKERS,
         forget_seconds: float = FORGET_SECONDS,
         curve: Curve | None = None,
@@ -97,11 +93,10 @@ class Gathering:
         first: Callable[[Worker], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = ConnectionOptions(max_queued, max_message_bytes, keepalive, curve, clock)
         if not insecure:
-            refuse_insecure(endpoint, self._options)
+            refuse_insecure(endpoint, curve)
         self._replay, self._topic, self._first = replay, topic.encode(), first
-        self._replay_timeout = replay_timeout
+        self._replay_timeout, self._curve, self._clock = replay_timeout, curve, clock
         self._max_workers, self._forget_seconds = max_workers, forget_seconds
         self._followers: dict[Worker, Follower[Report]] = {}
         self._looked_at = float("-inf")
@@ -115,7 +110,7 @@ class Gathering:
         try:
             if self._gate is not None:
                 self._gate.open()
-            self._live = Connection(self._context, zmq.SUB, endpoint, self._options, bind=True)
+            self._live = Connection(self._context, zmq.SUB, endpoint, bind=True, curve=curve, clock=clock)
             self._live.socket.subscribe(topic)
         except BaseException:
             self.close()
@@ -208,13 +203,13 @@ class Gathering:
                 Continuity(None if endpoint is None else self._first(worker), can_ask=endpoint is not None),
                 topic=self._topic,
                 replay_timeout=self._replay_timeout,
-                clock=self._options.clock,
+                clock=self._clock,
             )
         return found
 
     def _make_room(self) -> bool:
         """Forget the worker that was silent longest, if it was so for long; not at each message."""
-        now = self._options.clock()
+        now = self._clock()
         if now - self._looked_at < _LOOK_SECONDS:
             return False
         self._looked_at = now
@@ -237,5 +232,10 @@ class Gathering:
 
     def _line_to(self, worker: Worker, endpoint: str) -> Connection:
         return Connection(
-            self._context, zmq.DEALER, endpoint, self._options, server=worker.key.encode() or None
+            self._context,
+            zmq.DEALER,
+            endpoint,
+            curve=self._curve,
+            server=worker.key.encode() or None,
+            clock=self._clock,
         )

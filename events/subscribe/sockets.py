@@ -50,22 +50,18 @@ def tcp_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-KEEPALIVE_SECONDS = 60.0
+_KEEPALIVE_SECONDS = 60
 _PROBES = 6
 
 
-def set_keepalive(socket: zmq.Socket[bytes], seconds: float = KEEPALIVE_SECONDS) -> None:
-    """Probe after `seconds` of silence, and give the connection up after as long again; 0: never.
+def set_keepalive(socket: zmq.Socket[bytes]) -> None:
+    """Probe after a minute of silence, and give the connection up after as long again.
 
     For all TCP connections of a socket, to be set before it is bound or connects.
     """
-    if not seconds:
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 0)
-        return
-    whole = max(1, round(seconds))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, whole)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, whole // _PROBES))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_SECONDS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_SECONDS // _PROBES)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
 
 

@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import zmq
@@ -42,7 +41,6 @@ from events.subscribe.continuity import (
 )
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
 from events.subscribe.sockets import (
-    KEEPALIVE_SECONDS,
     SEEN_BY_CLIENT,
     SEEN_BY_SERVER,
     Curve,
@@ -53,6 +51,10 @@ from events.subscribe.sockets import (
 
 CALL_AGAIN_SECONDS = 1.0
 """ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
+MAX_QUEUED = 100_000
+"""Messages in the receiving queue of each socket; beyond it the publisher drops live ones."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Who sends more in one frame is disconnected."""
 _HEARTBEAT_MS = 10_000
 Item = TypeVar("Item")
 _READABLE = int(zmq.POLLIN)
@@ -67,22 +69,6 @@ class Readable(Protocol):
         """Wait for this one, too."""
 
 
-@dataclass(frozen=True)
-class ConnectionOptions:
-    """What is the same for all sockets of a reader."""
-
-    max_queued: int = 100_000
-    """Messages in the receiving queue of each; beyond it the publisher drops live ones."""
-    max_message_bytes: int = 1 << 30
-    """Who sends more in one frame is disconnected."""
-    keepalive: float = KEEPALIVE_SECONDS
-    """Seconds of silence after which TCP looks whether the other end is there; 0: never."""
-    curve: Curve | None = None
-    """Keys; None: nothing is encrypted."""
-    clock: Callable[[], float] = time.monotonic
-    """The seconds by which all waits for the other end count."""
-
-
 class Connection:
     """One socket. For one thread, which calls `look` again and again."""
 
@@ -91,22 +77,23 @@ class Connection:
         context: zmq.Context[zmq.Socket[bytes]],
         kind: int,
         endpoint: str,
-        options: ConnectionOptions,
         *,
         bind: bool = False,
+        curve: Curve | None = None,
         server: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind, or connect to who has the public key `server` (None: the one that the options name).
+        """Bind, or connect to who has the public key `server` (None: the one that `curve` names).
 
         Raises EndpointError.
         """
         host = host_of(endpoint, binds=bind)  # raises, where ZeroMQ would try for ever
-        self._endpoint, self._bound, self._keyed = endpoint, bind, options.curve is not None
-        self._clock = options.clock
+        self._endpoint, self._bound, self._keyed = endpoint, bind, curve is not None
+        self._clock = clock
         self.socket = context.socket(kind)
-        self._set(endpoint, host, options)
-        if options.curve is not None:
-            self._encrypt(options.curve, server)
+        self._set(endpoint, host)
+        if curve is not None:
+            self._encrypt(curve, server)
         seen = SEEN_BY_SERVER if bind else SEEN_BY_CLIENT | _CONNECTED | _DISCONNECTED
         self._monitor = self.socket.get_monitor_socket(int(seen))
         self._call_at: float | None = None
@@ -123,13 +110,13 @@ class Connection:
             verb = "bound" if bind else "connected to"
             raise EndpointError(endpoint, f"cannot be {verb}: {error.strerror}") from None
 
-    def _set(self, endpoint: str, host: str | None, options: ConnectionOptions) -> None:
+    def _set(self, endpoint: str, host: str | None) -> None:
         socket = self.socket
         socket.linger = 0
-        socket.rcvhwm = options.max_queued
-        socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.rcvhwm = MAX_QUEUED
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a machine that vanished is noticed
-        set_keepalive(socket, options.keepalive)
+        set_keepalive(socket)
         # By IPv6 "localhost" is ::1 alone where a machine calls both so, and publishers are at 127.0.0.1.
         near = endpoint.lower().startswith("tcp://localhost:")
         socket.setsockopt(zmq.IPV6, int(":" in (host or "") if self._bound else not near))
@@ -235,10 +222,10 @@ def shortest(waits: Iterable[float | None], deadline: float | None) -> float | N
     return min(seconds, default=None)
 
 
-def refuse_insecure(endpoint: str, options: ConnectionOptions) -> None:
+def refuse_insecure(endpoint: str, curve: Curve | None) -> None:
     """Raise InsecureEndpoint if anybody on another machine could connect to what is to be bound there."""
     host = host_of(endpoint, binds=True)
-    if options.curve is None and host is not None and not is_loopback(host):
+    if curve is None and host is not None and not is_loopback(host):
         raise InsecureEndpoint(endpoint)
 
 
@@ -401,9 +388,6 @@ class Publication(ABC, Generic[AnyReport]):
         topic: only messages whose topic begins with this; answers without any topic pass, too.
         start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
         replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
-        max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
-        max_message_bytes: who sends more in one frame is disconnected.
-        keepalive: seconds of silence after which TCP looks whether the publisher is still there; 0: never.
         curve: our keys and the publisher's public one, if it encrypts.
         context: ZeroMQ's, for who follows many publishers and need not have threads for each; None: one of its own.
         clock: the seconds by which all waits for the publisher count; the timeout of a `poll` is in real ones.
@@ -420,15 +404,12 @@ class Publication(ABC, Generic[AnyReport]):
         topic: str = "",
         start: int | None = None,
         replay_timeout: float = 5.0,
-        max_queued: int = 100_000,
-        max_message_bytes: int = 1 << 30,
-        keepalive: float = KEEPALIVE_SECONDS,
         curve: Curve | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replay, self._topic = replay, topic
-        self._options = ConnectionOptions(max_queued, max_message_bytes, keepalive, curve, clock)
+        self._curve, self._clock = curve, clock
         self._ready: deque[AnyReport] = deque()
         self._lines = ExitStack()
         self.closed = False
@@ -438,7 +419,7 @@ class Publication(ABC, Generic[AnyReport]):
                 context = zmq.Context()
                 self._lines.callback(context.destroy, linger=0)
             self._context = context
-            self._live = Connection(context, zmq.SUB, endpoint, self._options)
+            self._live = Connection(context, zmq.SUB, endpoint, curve=curve, clock=clock)
             self._lines.callback(self._live.close)
             self._live.socket.subscribe(topic)
             if replay is not None:
@@ -514,7 +495,7 @@ class Publication(ABC, Generic[AnyReport]):
 
     def _line_to_replay(self) -> Connection:
         assert self._replay is not None
-        return Connection(self._context, zmq.DEALER, self._replay, self._options)
+        return Connection(self._context, zmq.DEALER, self._replay, curve=self._curve, clock=self._clock)
 
 
 class BlockingPublication(Publication[AnyReport]):
@@ -656,12 +637,12 @@ class NativeSubscriber(BlockingPublication[NativeReport]):
 
     def _order(self, start: int | None, *, can_ask: bool) -> NativeContinuity:
         self._continuity = NativeContinuity(can_ask=can_ask)
-        self._asked_at = self._options.clock()
+        self._asked_at = self._clock()
         return self._continuity
 
     def _take(self) -> list[NativeReport]:
         reports = super()._take()
-        now = self._options.clock()
+        now = self._clock()
         hears_in_vain = self._continuity.waiting and self._continuity.next is not None
         if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
             # To the publisher that is a newcomer, who is told the state.

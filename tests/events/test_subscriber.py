@@ -22,7 +22,7 @@ from events.subscribe import continuity
 from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.index import GPU, HOST, STORAGE, Index, IndexedBlock, level_of
-from events.subscribe.subscriber import Connection, ConnectionOptions, Subscriber
+from events.subscribe.subscriber import Connection, Subscriber
 from events.types import Namespace
 from tests.support.columns import pack_i32
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
@@ -97,7 +97,7 @@ class TestLive:
         with Subscriber(endpoint):
             publisher.wait_subscribed()
         with zmq.Context() as context:
-            line = Connection(context, zmq.SUB, endpoint, ConnectionOptions())
+            line = Connection(context, zmq.SUB, endpoint)
             assert not line.socket.ipv6  # which would find ::1, and nothing else
             line.close()
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
@@ -348,13 +349,10 @@ class Router:
         if anew:
             self.index, self.next_seq = Index(), 0
         # Patience is short, because a publisher that was killed will not end its answer.
-        self.subscriber = Subscriber(
-            self._endpoint,
-            replay=self._site.replay_endpoint,
-            start=self.next_seq,
-            replay_timeout=0.3,
-            max_queued=1000,
-        )
+        with patch("events.subscribe.subscriber.MAX_QUEUED", 1000):
+            self.subscriber = Subscriber(
+                self._endpoint, replay=self._site.replay_endpoint, start=self.next_seq, replay_timeout=0.3
+            )
 
     def leave(self) -> None:
         if self.subscriber is not None:
