@@ -243,8 +243,10 @@ class Model:
     ) -> dict[Hashable, list[list[int]]]:
         """Returns the swapped blocks, for each window, of each sequence that has any."""
         lengths = [len(self.running[each].tokens) + more for each, more in zip(ids, counts, strict=True)]
-        storing = [each for each in ids if not self.goes_on_plainly(each)]
-        storing += self.grow(ids, [self.blocks_for(length) for length in lengths])
+        storing = [
+            each for each, length in zip(ids, lengths, strict=True) if self.fills_or_computes(each, length)
+        ]
+        self.grow(ids, [self.blocks_for(length) for length in lengths])
         rest = list(tokens)
         for request_id, count in zip(ids, counts, strict=True):
             sequence = self.running[request_id]
@@ -260,14 +262,14 @@ class Model:
         self.detach(ids)
         return {each: swaps for each, swaps in swapped.items() if any(swaps)}
 
-    def goes_on_plainly(self, request_id: Hashable) -> bool:
-        """Whether a sequence has just the blocks that its tokens take, and all but its last one are computed."""
+    def fills_or_computes(self, request_id: Hashable, length: int) -> bool:
+        """Whether a sequence that gets this long fills its last block, or has tokens that were not computed."""
         sequence = self.running[request_id]
-        even = self.blocks_of(request_id) == self.blocks_for(len(sequence.tokens))
-        return even and sequence.computed >= len(sequence.tokens) - 1
+        fills = self.blocks_for(length) > self.blocks_for(len(sequence.tokens))
+        return fills or sequence.computed < len(sequence.tokens) - 1
 
-    def grow(self, ids: Sequence[Hashable], blocks: Sequence[int]) -> list[Hashable]:
-        """Have tables of so many blocks; returns which had to grow. Raises `Refused`."""
+    def grow(self, ids: Sequence[Hashable], blocks: Sequence[int]) -> None:
+        """Have tables of N blocks. Raises `Refused`."""
         growth: list[int] = []
         for request_id, wanted in zip(ids, blocks, strict=True):
             growth.append(max(0, wanted - self.blocks_of(request_id)))
@@ -285,7 +287,6 @@ class Model:
                 window.evict(max(sum(growth), min(window.ahead, window.available())))
             for request_id, more in zip(ids, growth, strict=True):
                 window.grow(request_id, more)
-        return [request_id for request_id, more in zip(ids, growth, strict=True) if more]
 
     def reserve(self, ids: Sequence[Hashable], counts: Sequence[int]) -> None:
         """Have blocks for tokens to come; of a prompt that has not got all its blocks, for more of what is known."""
