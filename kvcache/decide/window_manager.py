@@ -20,7 +20,7 @@ from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
-from kvcache.fold.group import Group
+from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import GroupMatch, PartialMatch, Piece
 from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
 from kvcache.fold.state import CacheState
@@ -118,7 +118,7 @@ class Claims(ABC):
 class BlockEvents:
     """Emits what becomes of the blocks of one group."""
 
-    def __init__(self, state: CacheState, group: Group, emit: Callable[[Event], None]) -> None:
+    def __init__(self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None]) -> None:
         self._state, self._group, self._emit = state, group, emit
         self._size, self.key_bytes = state.tokens_per_block, state.hashing.key_bytes
 
@@ -266,13 +266,13 @@ class WindowManager(ABC):
     | questions of schedulers | `blocks_to_grow`, `blocks_to_complete` |
     """
 
-    group: Group
+    group: AnyGroup
     """The state decided about."""
     order: EvictionOrder | ReleaseOrder
     """What is evicted next."""
 
     def __init__(
-        self, state: CacheState, group: Group, emit: Callable[[Event], None], config: KVCacheConfig
+        self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
     ) -> None:
         self._state, self.group, self._emit = state, group, emit
         self.events = BlockEvents(state, group, emit)

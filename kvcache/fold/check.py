@@ -14,13 +14,13 @@ import numpy as np
 
 from events.types import CROSS
 from kvcache.errors import invariant
-from kvcache.fold.group import Group, Level
-from kvcache.fold.life import SlotState, States, slot_states
+from kvcache.fold.groups import AnyGroup
+from kvcache.fold.life import SlotState, slot_states
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
 
 
-def check_runs(group: Group) -> None:
+def check_runs(group: AnyGroup) -> None:
     """Verify the tree of a group, run by run."""
     for run in runs_of(group):
         check_shape(group, run)
@@ -30,7 +30,7 @@ def check_runs(group: Group) -> None:
 
 
 def check_group(
-    group: Group,
+    group: AnyGroup,
     sequences: Collection[Sequence],
     pins: Collection[Pin],
     copies: dict[int, Transfer],
@@ -49,7 +49,8 @@ def check_group(
             invariant(none, "a sequence has blocks of a group that is not its own")
     group.check_references(sequences, pins)
     for level, states in zip(group.levels, slot_states(group, sequences, pins), strict=True):
-        _check_level(level, states)
+        unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
+        invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
     group.check_owners()
     _check_copies(group, copies)
     users = Counter(sequence.namespace for sequence in sequences)
@@ -58,7 +59,7 @@ def check_group(
         invariant(bool(root.children or root.users), "an unused namespace is kept")
 
 
-def runs_of(group: Group) -> Iterator[Run]:
+def runs_of(group: AnyGroup) -> Iterator[Run]:
     """All runs in the tree, which are those that are registered."""
     seen = 0
     for root in group.tree.roots.values():
@@ -70,7 +71,7 @@ def runs_of(group: Group) -> Iterator[Run]:
     invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
 
 
-def check_shape(group: Group, run: Run) -> None:
+def check_shape(group: AnyGroup, run: Run) -> None:
     """Verify a run and its place in the tree, whatever the state of its blocks."""
     tree, parent = group.tree, run.parent
     blocks = len(run.slots)
@@ -92,7 +93,7 @@ def _check_order(node: Node) -> None:
     invariant(node.order == sorted(cached), "children are out of order")
 
 
-def _check_table(group: Group, sequence: Sequence, *, grows_at_will: bool) -> None:
+def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) -> None:
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     size = group.tokens_per_block
     exact = sequence.is_decoding and not grows_at_will
@@ -115,12 +116,7 @@ def _check_table(group: Group, sequence: Sequence, *, grows_at_will: bool) -> No
     invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
 
 
-def _check_level(level: Level, states: States) -> None:
-    unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
-    invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
-
-
-def _check_copies(group: Group, copies: dict[int, Transfer]) -> None:
+def _check_copies(group: AnyGroup, copies: dict[int, Transfer]) -> None:
     brought: dict[tuple[int, int], set[int]] = {
         (number, copy.level): set(copy.slots) for number, copy in copies.items()
     }

@@ -7,7 +7,7 @@ may find others after folding from the start), only what is cached, held and bla
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,13 +22,14 @@ from events.types import (
     SequenceExported,
 )
 from kvcache.errors import invariant
-from kvcache.fold.group import MAX_TURN, Group, UseCounts
-from kvcache.fold.prefix_tree import Node, Run, runs_below
+from kvcache.fold.group import MAX_TURN, UseCounts
+from kvcache.fold.groups import AnyGroup
+from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 
 
-def export_group(group: Group) -> GroupExported:
+def export_group(group: AnyGroup) -> GroupExported:
     """All that a group has."""
     numbers: list[int] = []
     symbols, keys, slots, put_off = bytearray(), bytearray(), array("i"), array("q")
@@ -83,17 +84,9 @@ def export_sequence(sequence: Sequence) -> SequenceExported:
     )
 
 
-def install_group(group: Group, exported: GroupExported, root_key: Callable[[Namespace], bytes]) -> None:
+def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[Namespace], bytes]) -> None:
     """Fill a new group with what an exported one has."""
-    roots = [group.root(namespace, root_key(namespace)) for namespace in exported.namespaces]
-    columns = _Columns(group, exported)
-    runs = list[Run]()
-    for parent, numbers in columns.rows():
-        run = columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers)
-        runs.append(run)
-        group.tree.link(run)
-        group.place(run, columns.blocks(run))
-    columns.check_used_up()
+    runs = _install_runs(group, exported, root_key)
     if group.uses is not None:
         _install_uses(group.uses, runs, array("q", exported.uses))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
@@ -107,62 +100,45 @@ def install_group(group: Group, exported: GroupExported, root_key: Callable[[Nam
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
 
 
-class _Columns:
-    """The columns of a group, from which the runs are cut one after the other."""
-
-    def __init__(self, group: Group, exported: GroupExported) -> None:
-        self._group = group
-        self._with_tokens = group.tokens_recorded
-        self._numbers = array("q", exported.runs)
-        self._symbols = exported.symbols if group.tokens_recorded else exported.keys
-        self._slots = array("i", exported.slots)
-        self._keys = exported.keys
-        self._of_blocks = array("q", exported.blocks)
-        sliding = len(self._slots) if isinstance(group, SlidingGroup) else 0
-        invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
-        self._block = self._symbol = 0
-        whole = len(self._keys) == len(self._slots) * group.tree.key_bytes
-        invariant(whole, "the exported keys are not those of the exported blocks")
-
-    def rows(self) -> Iterator[tuple[int, array[int]]]:
-        """Each run's parent and its other numbers."""
-        invariant(len(self._numbers) % RUN_COLUMNS == 0, "the exported runs are cut short")
-        for at in range(0, len(self._numbers), RUN_COLUMNS):
-            yield self._numbers[at], self._numbers[at + 1 : at + RUN_COLUMNS]
-
-    def run(self, parent: Node, count: int, last_tokens: int, level: int, *rest: int) -> Run:
-        """The next run."""
-        group, begin, symbol = self._group, self._block, self._symbol
-        invariant(0 < count <= len(self._slots) - begin, "an exported run has an impossible number of blocks")
-        invariant(
-            0 < last_tokens <= group.tokens_per_block, "an exported block has an impossible number of tokens"
-        )
+def _install_runs(
+    group: AnyGroup, exported: GroupExported, root_key: Callable[[Namespace], bytes]
+) -> list[Run]:
+    """Cut the runs from the columns, one after the other."""
+    size, key_bytes, block_bytes = group.tokens_per_block, group.tree.key_bytes, group.tree.block_bytes
+    roots = [group.root(namespace, root_key(namespace)) for namespace in exported.namespaces]
+    numbers, slots, keys = array("q", exported.runs), array("i", exported.slots), exported.keys
+    contents = exported.symbols if group.tokens_recorded else keys
+    columns = array("q", exported.blocks)
+    of_blocks = len(slots) * BLOCK_COLUMNS if isinstance(group, SlidingGroup) else 0
+    invariant(len(columns) == of_blocks, "the exported blocks are cut short")
+    invariant(len(keys) == len(slots) * key_bytes, "the exported keys are not those of the exported blocks")
+    invariant(len(numbers) % RUN_COLUMNS == 0, "the exported runs are cut short")
+    runs, begin, content = list[Run](), 0, 0
+    for at in range(0, len(numbers), RUN_COLUMNS):
+        parent, count, last_tokens, level, *rest = numbers[at : at + RUN_COLUMNS]
+        end, partial = begin + count, last_tokens % size
+        invariant(begin < end <= len(slots), "an exported run has an impossible number of blocks")
+        invariant(0 < last_tokens <= size, "an exported block has an impossible number of tokens")
         invariant(level in (PRIMARY, SECONDARY), "there is no such level")
-        partial = last_tokens % group.tokens_per_block
-        size = count * group.tree.block_bytes
-        if partial and self._with_tokens:
-            size -= (group.tokens_per_block - partial) * TOKEN_BYTES
-        self._block, self._symbol = begin + count, symbol + size
-        key_bytes = group.tree.key_bytes
+        length = count * block_bytes
+        if partial and group.tokens_recorded:
+            length -= (size - partial) * TOKEN_BYTES
         run = group.tree.new_run(
-            parent,
-            bytearray(self._symbols[symbol : self._symbol]),
-            self._slots[begin : self._block],
-            bytearray(self._keys[begin * key_bytes : self._block * key_bytes]),
+            runs[parent] if parent >= 0 else roots[-1 - parent],
+            bytearray(contents[content : content + length]),
+            slots[begin:end],
+            bytearray(keys[begin * key_bytes : end * key_bytes]),
         )
         run.partial, run.level = partial, LevelIndex(level)
         run.priority, run.duration, run.expiry, run.released_at, run.refs, run.transfer = rest
-        return run
-
-    def blocks(self, run: Run) -> Iterator[tuple[int, ...]]:
-        """What there is of each block of the last run."""
-        for block in range(self._block - len(run.slots), self._block):
-            yield tuple(self._of_blocks[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS])
-
-    def check_used_up(self) -> None:
-        """The runs are all there is."""
-        fits = self._block == len(self._slots) and self._symbol == len(self._symbols)
-        invariant(fits, "the exported runs do not fit their blocks and tokens")
+        runs.append(run)
+        group.tree.link(run)
+        rows = columns[begin * BLOCK_COLUMNS : end * BLOCK_COLUMNS]
+        group.place(run, (rows[row : row + BLOCK_COLUMNS] for row in range(0, len(rows), BLOCK_COLUMNS)))
+        begin, content = end, content + length
+    fits = begin == len(slots) and content == len(contents)
+    invariant(fits, "the exported runs do not fit their blocks and tokens")
+    return runs
 
 
 def _install_uses(uses: UseCounts, runs: list[Run], numbers: array[int]) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
-from kvcache.fold.group import Group, Level, UseCounts
+from kvcache.fold.group import Level, UseCounts
+from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -57,7 +58,7 @@ def fingerprint(state: CacheState) -> bytes:
     return digest.digest()
 
 
-def _add_group(digest: Any, group: Group) -> None:
+def _add_group(digest: Any, group: AnyGroup) -> None:
     for level in group.levels:
         columns = np.zeros((level.size, _COLUMNS), np.int64)
         runs = [run for run in group.tree.runs.values() if run.level == level.index]
@@ -76,7 +77,7 @@ def _add_group(digest: Any, group: Group) -> None:
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 
-def _add_uses(digest: Any, group: Group, uses: UseCounts) -> None:
+def _add_uses(digest: Any, group: AnyGroup, uses: UseCounts) -> None:
     """The credits of cached blocks by level and slot, and what is known of uses."""
     for level in group.levels:
         column = np.zeros(level.size, np.int64)
@@ -103,7 +104,7 @@ def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int6
     columns[at - begin, 8] = group.views["transfers"][at] == 0
 
 
-def _rows(group: Group, runs: list[Run]) -> npt.NDArray[np.int64]:
+def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
     """A row for each block of these runs, one run after the other."""
     full, key_bytes = group.tokens_per_block, group.tree.key_bytes
     lengths = np.array([len(run.slots) for run in runs])

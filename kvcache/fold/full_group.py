@@ -16,7 +16,7 @@ from events.ids import LevelIndex
 from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group, UseCounts, last_reversed
+from kvcache.fold.group import Group, UseCounts, last_reversed
 from kvcache.fold.prefix_tree import Node, PathMatch, Run, match
 from kvcache.fold.sequence import Kept, Pin, Sequence
 
@@ -33,7 +33,7 @@ class FullGroup(Group):
     __slots__ = ()
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
-        """Where the path of a new sequence begins."""
+        """`SequenceAdded`, `EncoderAdded`, `CacheCleared`: where the path of a sequence begins."""
         return self.tree.roots.get(namespace) or self.root(namespace, key)
 
     def run_at(self, level: int, slot: int) -> Run:
@@ -44,12 +44,12 @@ class FullGroup(Group):
         return run
 
     def is_cached(self, level: int, slot: int) -> bool:
-        """Whether a run holds the slot."""
+        """Pins, updates and audits: whether a block is cached in a slot."""
         run = self.tree.runs.get(self.levels[level].run_ids[slot])
         return run is not None and run.level == level and slot in run.slots
 
     def kept_in(self, level: int, slot: int) -> Kept:
-        """How a cached block is kept."""
+        """Copies and audits: how a cached block is retained."""
         run = self.run_at(level, slot)
         return Kept(run.priority, run.duration)
 
@@ -60,7 +60,7 @@ class FullGroup(Group):
             node = node.parent
 
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
-        """A sequence takes a reference on cached blocks that continue its path."""
+        """`BlocksReused`: a sequence takes a reference on cached blocks of its prompt, from its block `first` on."""
         tail = self.claim(sequence.path_ends[self.index], level, slots)
         if first + len(slots) != tail.end:
             raise InvariantViolated("reused blocks leave a hole in the table")
@@ -73,12 +73,8 @@ class FullGroup(Group):
         for run in self.tree.runs.values():
             yield run.level, run.slots, run.refs > 0, run.transfer > 0
 
-    def parts(self, run: Run) -> Iterator[CachedPart]:
-        """What of a run is cached: all of it."""
-        yield CachedPart(0, len(run.slots), run.level, run.priority)
-
     def resident_keys(self, level: int) -> Iterator[bytes]:
-        """The keys of full blocks whose bytes are in this level."""
+        """Routers: the keys of full blocks whose bytes are in a level."""
         for run in self.tree.runs.values():
             if run.level == level and not run.transfer:
                 full = len(run.slots) - bool(run.partial)
@@ -110,7 +106,7 @@ class FullGroup(Group):
         run.refs += 1
 
     def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
-        """A branch of a sequence holds its first `blocks` blocks, too."""
+        """`SequenceForked`: a branch of a sequence holds its first `blocks` blocks, too."""
         end = parent.path_ends[self.index]
         invariant(end.end <= blocks, "a cached block is not computed")
         for run in self.path(end):
@@ -118,7 +114,10 @@ class FullGroup(Group):
         self.share_uncached(child.tables[self.index][end.end :])
 
     def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
-        """Let go of a sequence's cached blocks from `blocks` on, of its own from `needed` on; returns blank slots."""
+        """`SequenceRewound`: release a sequence's cached blocks from `blocks` on, and its own from `needed` on.
+
+        Returns the slots that become blank.
+        """
         table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
         first = self.first_to_leave(sequence, blocks, needed)
         own = table[max(first, tail.end) :]
@@ -140,7 +139,7 @@ class FullGroup(Group):
         self.release(tail, stamp, now, node)
 
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
-        """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
+        """`BlocksPinned`: one more reference on cached blocks; with full attention returns the run at their end."""
         if not slots:
             return None
         node = sequence.path_ends[self.index]
@@ -158,12 +157,12 @@ class FullGroup(Group):
         return node
 
     def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
-        """A pin lets go of cached blocks."""
+        """`BlocksUnpinned`: release what `pin` referenced, if it is still cached."""
         if end is not None:
             self.release(end, stamp, now)
 
     def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
-        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
+        """`SequenceRemoved`, `EncoderRemoved`: release everything; returns the slots that become blank."""
         tail = sequence.path_ends[self.index]
         own = sequence.tables[self.index][tail.end :]
         own.reverse()
@@ -256,7 +255,7 @@ class FullGroup(Group):
         duration: int,
         last_tokens: int,
     ) -> None:
-        """Cache a sequence's own blocks behind the path that it holds."""
+        """`BlocksStored`: cache a sequence's own blocks from its block `first` on."""
         node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
         invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
         symbols = self.new_content(sequence, first, last, last_tokens)
@@ -285,7 +284,7 @@ class FullGroup(Group):
         priority: int,
         duration: int,
     ) -> None:
-        """Cache the next block of each of these sequences, behind what it alone has cached."""
+        """`BlocksFilled`: cache the next block of each of these sequences, after what it alone has cached."""
         index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
         block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
@@ -309,7 +308,7 @@ class FullGroup(Group):
     def update(
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
     ) -> None:
-        """Change how consecutive cached blocks are kept, shallowest first."""
+        """`BlocksUpdated` (requested): change how consecutive cached blocks are retained, shallowest first."""
         above: Run | None = None
         done = 0
         while done < len(slots):
@@ -327,7 +326,7 @@ class FullGroup(Group):
                 self._offer(above)
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
-        """The time is over for which these blocks had a priority; returns the last stamp used.
+        """`BlocksUpdated` (expired): the time is over for which they had a priority; returns the last stamp used.
 
         Blocks that continue each other get one stamp, so that no two leaves have the same.
         """
@@ -363,7 +362,7 @@ class FullGroup(Group):
         return self.split(run, take) if take < len(run.slots) else run
 
     def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
-        """Forget cached blocks that no sequence holds, deepest first."""
+        """`BlocksRemoved`: evict cached blocks that no sequence holds, deepest first."""
         done, count = 0, len(slots)
         if self.uses is not None and why == RemoveReason.CAPACITY:
             last = SECONDARY if self.levels[SECONDARY].size else PRIMARY
@@ -466,7 +465,7 @@ class FullGroup(Group):
             self.settle(child)
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """Move the ends of unreferenced primary leaves to secondary; of each the deepest block first."""
+        """`BlocksMoved` (offload): move ends of unreferenced leaves to secondary, of each the deepest block first."""
         done = 0
         while done < len(slots):
             run = self.run_at(PRIMARY, slots[done])
@@ -500,12 +499,12 @@ class FullGroup(Group):
         self.levels[level].own(slots, run.id)
 
     def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """Move whole runs that a sequence holds to primary; shallowest block first."""
+        """`BlocksMoved` (onboard): move whole runs that a sequence holds to primary, shallowest block first."""
         self._bring(slots, to_slots, transfer)
         self.settle(sequence.path_ends[self.index])
 
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
-        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        """`BlocksMoved` (recomputed): a sequence's own slots hold from now on what lay in secondary."""
         tail = self.claim(sequence.path_ends[self.index], SECONDARY, slots)
         invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
         self._bring(slots, own, 0)
@@ -528,7 +527,7 @@ class FullGroup(Group):
         self.watcher.gone(SECONDARY, slots)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
-        """The copy of these blocks is complete, as far as they are still there."""
+        """`TransferLanded`: the copy of these blocks is complete, as far as they still wait for it."""
         # The slots may have other owners by now: a run counts only if it still waits for this very copy.
         owners = np.unique(self.levels[level].run_id_array[np.frombuffer(slots, np.int32)])
         for run_id in owners.tolist():
@@ -543,7 +542,7 @@ class FullGroup(Group):
                 self.shared[slot] = holders
 
     def clear(self) -> tuple[tuple[int, int], int]:
-        """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
+        """`CacheCleared`: drop every cached block; returns how many per level, and how many sequences still hold."""
         counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
         unnamed = 0
         for run in self.tree.runs.values():
@@ -558,11 +557,11 @@ class FullGroup(Group):
         return counts, unnamed
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
-        """What is cached of a prompt."""
+        """Admissions and lookups: what of ``symbols[:stop]`` (bytes) is cached; `partial`: also of the block after."""
         return match(self.tree, self.tree.roots.get(namespace), symbols, stop, partial=partial)
 
-    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
-        """Note whose slots those of a run of an exported state are."""
+    def place(self, run: Run, numbers: Iterable[array[int]]) -> None:
+        """`StateExported`: enter a run that hangs in the tree already; `numbers` are those of its blocks, if any."""
         level = self.levels[run.level]
         level.own(run.slots, run.id)
         if not run.refs:
@@ -571,7 +570,7 @@ class FullGroup(Group):
     # -- what must hold
 
     def check_run(self, run: Run) -> None:
-        """Verify the state of a run against its neighbours'."""
+        """`CacheState.check`: verify the state of a run against its neighbours'."""
         children, parent = run.children.values(), run.parent
         same_level = sum(child.level == run.level for child in children)
         invariant(run.same_level_children == same_level, "children are counted wrongly")
@@ -584,7 +583,7 @@ class FullGroup(Group):
             invariant(parent.refs >= run.refs, "a block is held but its parent is not")
 
     def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
-        """Verify that references equal the holders, and that each holds the blocks of one path."""
+        """`CacheState.check`: verify that references equal the holders, and that each holds the blocks of one path."""
         references: Counter[int] = Counter()
         for pin in pins:
             end = pin.ends[self.index]
@@ -607,11 +606,11 @@ class FullGroup(Group):
             )
 
     def check_owners(self) -> None:
-        """Verify that the slots of each run are noted as its own."""
+        """`CacheState.check`: verify that the slots of each run are noted as its own."""
         for run in self.tree.runs.values():
             owner = self.levels[run.level].run_ids
             invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
 
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
-        """The blocks whose copy has not landed: copy, level and slots."""
+        """`CacheState.check`: the blocks whose copy has not landed, each as copy, level and slots."""
         return ((run.transfer, run.level, run.slots) for run in self.tree.runs.values() if run.transfer)

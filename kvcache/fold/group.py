@@ -5,18 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from events.ids import GroupIndex, LevelIndex
+from events.ids import GroupIndex
 from events.packed import CHECKSUM_BYTES, NAME_BYTES
-from events.types import PRIMARY, SECONDARY, GroupCreated, Namespace, RemoveReason
+from events.types import PRIMARY, SECONDARY, GroupCreated, Namespace
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.prefix_tree import GroupMatch, Node, PrefixTree, Root, Run
-from kvcache.fold.sequence import Kept, Pin, Sequence
+from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
+from kvcache.fold.sequence import Sequence
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy: it notes 16 in 0.6 µs, numpy in 1.4; 64 in 5.8 µs and in 1.0."""
@@ -176,15 +175,6 @@ class Level:
             owner[slot] = run_id
 
 
-class CachedPart(NamedTuple):
-    """Blocks of a run that are cached, in one level and with one priority."""
-
-    begin: int
-    end: int
-    level: LevelIndex
-    priority: int
-
-
 class Watcher:
     """Told what becomes of cached blocks, to be able to say which are evicted next; must not change anything itself.
 
@@ -288,8 +278,9 @@ class UseCounts:
 class Group(ABC):
     """Blocks of the layers that attend alike: cached ones in the tree, the others blank or held by sequences.
 
-    `FullGroup` and `SlidingGroup` implement the abstract methods. `stamp` is the number of releases so far, `now` the
-    state's clock; slots go deepest first where they become blank, so that they are taken again in the prompt's order.
+    `FullGroup` says of each method which event calls it, or who else; `SlidingGroup` has the same ones. `stamp` is the
+    number of releases so far, `now` the state's clock; slots go deepest first where they become blank, so that they are
+    taken again in the prompt's order.
     """
 
     __slots__ = (
@@ -333,146 +324,17 @@ class Group(ABC):
 
     # -- what events do (only `CacheState.apply` calls these)
 
-    @abstractmethod
-    def start(self, namespace: Namespace, key: bytes) -> Node:
-        """`SequenceAdded`, `EncoderAdded`, `CacheCleared`: where the path of a sequence begins."""
-
     def begin(self, sequence: Sequence, reused: int) -> None:
         """`SequenceAdded`: a sequence runs that reuses so many tokens."""
         self.tree.roots[sequence.namespace].users += 1
 
-    @abstractmethod
-    def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
-        """`BlocksReused`: a sequence takes a reference on cached blocks of its prompt, from its block `first` on."""
-
-    @abstractmethod
-    def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
-        """`SequenceForked`: a branch of a sequence holds its first `blocks` blocks, too."""
-
-    @abstractmethod
-    def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
-        """`SequenceRewound`: release a sequence's cached blocks from `blocks` on, and its own from `needed` on.
-
-        Returns the slots that become blank.
-        """
-
-    @abstractmethod
-    def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
-        """`SequenceRemoved`, `EncoderRemoved`: release everything; returns the slots that become blank."""
-
-    @abstractmethod
-    def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
-        """`BlocksPinned`: one more reference on cached blocks; with full attention returns the run at their end."""
-
-    @abstractmethod
-    def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
-        """`BlocksUnpinned`: release what `pin` referenced, if it is still cached."""
-
-    @abstractmethod
-    def store(
-        self,
-        sequence: Sequence,
-        first: int,
-        slots: array[int],
-        priority: int,
-        duration: int,
-        last_tokens: int,
-    ) -> None:
-        """`BlocksStored`: cache a sequence's own blocks from its block `first` on."""
-
-    @abstractmethod
-    def fill(
-        self,
-        filling: list[Sequence],
-        blocks: array[int],
-        slots: array[int],
-        keys: list[bytes | bytearray],
-        priority: int,
-        duration: int,
-    ) -> None:
-        """`BlocksFilled`: cache the next block of each of these sequences, after the last one of a leaf."""
-
-    @abstractmethod
-    def update(
-        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
-    ) -> None:
-        """`BlocksUpdated` (requested): change how cached blocks are retained."""
-
-    @abstractmethod
-    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
-        """`BlocksUpdated` (expired): the time is over for which they had a priority; returns the last stamp used."""
-
-    @abstractmethod
-    def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """`BlocksMoved` (offload): move unreferenced primary blocks to secondary."""
-
-    @abstractmethod
-    def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """`BlocksMoved` (onboard): move secondary blocks that a sequence holds to primary."""
-
-    @abstractmethod
-    def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
-        """`BlocksMoved` (recomputed): a sequence's own slots hold from now on what lay in secondary."""
-
-    @abstractmethod
-    def land(self, level: int, slots: array[int], transfer: int) -> None:
-        """`TransferLanded`: the copy of these blocks is complete, as far as they still wait for it."""
-
-    @abstractmethod
-    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
-        """`BlocksRemoved`: evict cached blocks that no sequence holds."""
-
-    @abstractmethod
-    def clear(self) -> tuple[tuple[int, int], int]:
-        """`CacheCleared`: drop every cached block; returns how many per level, and how many sequences still hold."""
-
-    @abstractmethod
-    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
-        """`StateExported`: enter a run that hangs in the tree already; `numbers` are those of its blocks, if any."""
-
     # -- what is asked
-
-    @abstractmethod
-    def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> GroupMatch:
-        """Admissions and lookups: what of ``symbols[:stop]`` (bytes) is cached; `partial`: also of the block after."""
-
-    @abstractmethod
-    def is_cached(self, level: int, slot: int) -> bool:
-        """Pins, updates and audits: whether a block is cached in a slot."""
-
-    @abstractmethod
-    def kept_in(self, level: int, slot: int) -> Kept:
-        """Copies and audits: how a cached block is retained."""
 
     @abstractmethod
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Checks and checksums: cached blocks in pieces, each as level, slots, whether sequences hold them, and whether
         their copy has not landed.
         """
-
-    @abstractmethod
-    def parts(self, run: Run) -> Iterator[CachedPart]:
-        """Feeds and exports: what of a run is cached."""
-
-    @abstractmethod
-    def resident_keys(self, level: int) -> Iterator[bytes]:
-        """Routers: the keys of full blocks whose bytes are in a level."""
-
-    @abstractmethod
-    def check_run(self, run: Run) -> None:
-        """`CacheState.check`: verify the state of a run's blocks."""
-
-    @abstractmethod
-    def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
-        """`CacheState.check`: verify that references equal the holders, and that each holds what it should."""
-
-    @abstractmethod
-    def check_owners(self) -> None:
-        """`CacheState.check`: verify that what is noted by slot agrees with the tree."""
-
-    @abstractmethod
-    def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
-        """`CacheState.check`: the blocks whose copy has not landed, each as copy, level and slots."""
 
     # -- what both have in common
 

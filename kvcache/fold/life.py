@@ -17,7 +17,7 @@ import numpy.typing as npt
 from events import types as ev
 from events.types import MoveReason
 from kvcache.errors import invariant
-from kvcache.fold.group import Group
+from kvcache.fold.groups import AnyGroup
 from kvcache.fold.sequence import Pin, Sequence
 
 
@@ -151,7 +151,7 @@ IN_SECONDARY: Life = {
 States = npt.NDArray[np.uint8]
 
 
-def slot_states(group: Group, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> tuple[States, States]:
+def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> tuple[States, States]:
     """The state of each slot of a window, per level. Raises `InvariantViolated` for a slot in two states or none."""
     index, holders = group.index, Counter[int]()
     for sequence in sequences:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from events.ids import LevelIndex
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_between
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group, common_slots, indexes
+from kvcache.fold.group import Group, common_slots, indexes
 from kvcache.fold.prefix_tree import (
     Node,
     PartialMatch,
@@ -191,17 +191,6 @@ class SlidingGroup(Group):
             slots = places[chosen] - level * primary
             yield level, array("i", slots.astype(np.int32).tobytes()), is_held, flies
 
-    def parts(self, run: Run) -> Iterator[CachedPart]:
-        """What of a run is cached, by level and priority."""
-        states = [
-            (place != HOLE, self.slot_of(place)[0], self.priorities[place] if place != HOLE else 0)
-            for place in run.slots
-        ]
-        for (cached, level, priority), part in groupby(range(len(states)), states.__getitem__):
-            blocks = list(part)
-            if cached:
-                yield CachedPart(blocks[0], blocks[-1] + 1, LevelIndex(level), priority)
-
     def resident_keys(self, level: int) -> Iterator[bytes]:
         """The keys of full blocks whose bytes are in this level."""
         size, key_bytes = self.levels[PRIMARY].size, self.tree.key_bytes
@@ -245,7 +234,7 @@ class SlidingGroup(Group):
             rows[there, column] = self.views[name][at[there]]
         return array("i", slots.tobytes()), rows.tobytes()
 
-    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
+    def place(self, run: Run, numbers: Iterable[array[int]]) -> None:
         """Enter what an exported state says of the blocks of a run, as `exported` gives it."""
         for index, (level, *columns) in enumerate(numbers):
             if run.slots[index] == HOLE:

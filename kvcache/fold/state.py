@@ -35,6 +35,7 @@ from kvcache.fold.check import check_group, check_runs
 from kvcache.fold.exported_state import export_group, export_sequence, install_group
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import MAX_TURN, UseCounts
+from kvcache.fold.groups import AnyGroup
 from kvcache.fold.life import States, slot_states
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
@@ -68,7 +69,7 @@ class CacheState:
         """False: a log without tokens; blocks are then matched by their keys."""
         self.epoch = 0
         self.created: ev.CacheCreated | None = None
-        self.groups: list[FullGroup | SlidingGroup] = []
+        self.groups: list[AnyGroup] = []
         self.positional: list[PositionalGroup] = []
         """Further groups, which have slots in the pool of the first one."""
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
@@ -691,7 +692,7 @@ class CacheState:
         key = self.root_key(namespace)
         return [group.start(namespace, key) for group in self.groups]
 
-    def make_group(self, index: int) -> FullGroup | SlidingGroup:
+    def make_group(self, index: int) -> AnyGroup:
         """The state of a window in which nothing is cached yet."""
         assert self.created is not None
         group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY, Namespace, StateExported
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.group import Group
+from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sliding_group import HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
@@ -142,7 +142,7 @@ def _reduce_sliding(group: SlidingGroup, runs: list[Run], verifier: _Verifier) -
 class _Verifier:
     """Compares the bytes of secondary slots with their checksums."""
 
-    def __init__(self, group: Group, checksums: Checksums, survey: Survey) -> None:
+    def __init__(self, group: AnyGroup, checksums: Checksums, survey: Survey) -> None:
         self._group, self._checksums, self.survey = group, checksums, survey
         self._known = group.levels[SECONDARY].checksums
         self.right = np.zeros(group.levels[SECONDARY].size, np.uint64)
