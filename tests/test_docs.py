@@ -37,7 +37,6 @@ from kvcache.calls.scheduling import Scheduling, Simulation
 from kvcache.calls.tables import BlockTables
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
-from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
 from kvcache.results import Demand
 from kvcache.stats import RequestStats, Stats
@@ -50,6 +49,7 @@ from sinks.router.zmq import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.support.columns import pack_i32
 from tests.support.commands import Kvcache, Play
+from tests.support.engines.life import IN_PRIMARY, IN_SECONDARY
 from tests.support.engines.lives import occasion_name
 from tests.support.examples import snippet
 from tests.support.feeds.keys import Keys

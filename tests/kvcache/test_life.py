@@ -20,10 +20,11 @@ from events.types import (
 )
 from kvcache.errors import InvariantViolated
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState
+from kvcache.fold.life import SlotState
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.life import IN_PRIMARY, IN_SECONDARY
 from tests.support.engines.lives import NoBytes, Step, Witness, explore, steps_of
 from tests.support.engines.simulated import LateCopier
 from tests.support.seeds import seeds
