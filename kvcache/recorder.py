@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -52,24 +52,20 @@ from kvcache.inputs import (
 )
 from kvcache.layout import Layout
 from kvcache.record.journal import EventSourced, cache_created
-from kvcache.record.mirror import BlockIds, Blocks, LayerGroup, Mirror, listed_blocks, pool_shared
+from kvcache.record.mirror import (
+    BlockIds,
+    Blocks,
+    LayerGroup,
+    Mirror,
+    contradiction,
+    listed_blocks,
+    pool_shared,
+)
 from kvcache.record.outputs import LogTarget, Outputs
 from sinks import Sink, SinkRunner
 
 Names = bytes | Items[bytes]
 """Names of blocks that an engine has made, behind each other or one by one; each has `name_bytes`."""
-
-
-class _Storing(NamedTuple):
-    """Blocks of a sequence that can be found from now on."""
-
-    sequence: Sequence
-    first: int
-    last: int
-    keys: bytes
-    """Of these blocks, as the engine has given them; empty: they are made here."""
-    cached: list[Piece]
-    """Those at the beginning that are cached already."""
 
 
 class Recorder(EventSourced):
@@ -100,7 +96,9 @@ class Recorder(EventSourced):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
         # Of a cached block an engine tells no copy of the start, so none is made when its requests are played again.
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
-        self.engine, sinks = _checked_engine(engine), listed(sinks, "sinks")
+        self.engine, sinks = checked_text(engine, "engine"), listed(sinks, "sinks")
+        if not engine:
+            raise UsageError('engine must say who decides, as in "vllm 0.33.0"')
         layout = Layout.of(config)
         created = self._created(layout, name_bytes, drops_last_hit, heard=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
@@ -305,16 +303,14 @@ class Recorder(EventSourced):
         Needed for prompts: `stored` says it of the blocks that it names, `appended` of all tokens but the new ones.
         """
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
-        name, slots = shown(sequence.request_id), len(sequence.tables[0]) * self._size
+        slots = len(sequence.tables[0]) * self._size
         if number > min(sequence.num_tokens, slots):
-            raise Contradiction(
-                f"request {name} has {sequence.num_tokens} tokens and slots for {slots}: {number} cannot be computed",
-                sequence.request_id,
-            )
+            has = f"{sequence.num_tokens} tokens and slots for {slots}"
+            raise contradiction(sequence, f"has {has}: {number} cannot be computed")
         if number < sequence.path_ends[0].end * self._size:
-            raise Contradiction(
-                f"request {name} has {sequence.path_ends[0].end} blocks cached: more than {number} tokens are computed",
-                sequence.request_id,
+            cached = sequence.path_ends[0].end
+            raise contradiction(
+                sequence, f"has {cached} blocks cached: more than {number} tokens are computed"
             )
         if number != sequence.computed:
             with self._guard:
@@ -325,10 +321,7 @@ class Recorder(EventSourced):
         """So many of a request's `external` tokens do not come, and are computed like others."""
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if number >= sequence.num_tokens:
-            raise Contradiction(
-                f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens: {number} cannot be missing",
-                sequence.request_id,
-            )
+            raise contradiction(sequence, f"has {sequence.num_tokens} tokens: {number} cannot be missing")
         if number:
             with self._guard:
                 self._emit(ev.LoadFailed(handle=sequence.handle, num_tokens=number))
@@ -343,38 +336,34 @@ class Recorder(EventSourced):
         sequence, last = self._running.sequence(request_id), checked_natural(num_blocks, "num_blocks")
         if last <= sequence.path_ends[0].end:
             return
-        storing = self._storing(sequence, last, self._given(names, last - sequence.path_ends[0].end))
+        keys = self._given(names, last - sequence.path_ends[0].end)
+        self._refuse_unstorable(sequence, last, keys)
         with self._guard:
-            self._store(storing)
+            self._store(sequence, last, keys)
 
     @exclusive
     def filled(self, request_ids: Items[RequestId], names: Names | None = None) -> None:
         """As `stored`, of one more block of each of these requests: one call, and mostly one event, for a step."""
         sequences = self._running.sequences(listed(request_ids, "request_ids"))
         keys, size = self._given(names, len(sequences)), self._key_bytes if self._names_given else 0
-        others: list[_Storing] = []
-        row: list[tuple[Sequence, int, bytes]] = []
+        others, row = list[tuple[Sequence, int, bytes]](), list[tuple[Sequence, int, bytes]]()
         named: dict[tuple[int, bytes], bytes] = {}
         for at, sequence in enumerate(sequences):
             key, block = keys[at * size : (at + 1) * size], sequence.path_ends[0].end
             if self._goes_on_alone(sequence, block):
                 row.append((sequence, block, key))
                 continue
-            storing = self._storing(sequence, block + 1, key)
+            self._refuse_unstorable(sequence, block + 1, key)
             content = sequence.packed(block * self._size, (block + 1) * self._size)
             if key != named.setdefault((id(sequence.path_ends[0]), content), key):
                 raise self._mirror.other_name(sequence, block, sequence.tables[0][block])
-            others.append(storing)
+            others.append((sequence, block + 1, key))
         with self._guard:
             if row:
                 self._fill(row)
-            for storing in others:
+            for each in others:
                 # Of equal ones in this call, the second is a copy of the first.
-                self._store(
-                    storing._replace(
-                        cached=self._mirror.cached_already(storing.sequence, storing.first, storing.last)
-                    )
-                )
+                self._store(*each)
 
     @exclusive
     def replaced(self, request_id: RequestId, first_block: int, blocks: Blocks) -> None:
@@ -388,10 +377,9 @@ class Recorder(EventSourced):
             return
         name, last = shown(sequence.request_id), first + len(slots)
         if first != sequence.path_ends[0].end:
-            raise Contradiction(
-                f"request {name} has its first {sequence.path_ends[0].end} blocks cached: what is replaced next begins "
-                f"there, not with block {first}",
-                sequence.request_id,
+            cached = f"its first {sequence.path_ends[0].end} blocks cached"
+            raise contradiction(
+                sequence, f"has {cached}: what is replaced next begins there, not with block {first}"
             )
         self._mirror.refuse_unstorable(sequence, first, last)
         found = self._mirror.cached_already(sequence, first, last)
@@ -565,13 +553,13 @@ class Recorder(EventSourced):
         table = into.tables.get(sequence.handle, {})
         for index in at:
             if index in table:
-                raise self._wrong(sequence, f"has a block at {index} already, in group {group}")
+                raise contradiction(sequence, f"has a block at {index} already, in group {group}")
         if len(set(at)) != len(at):
             raise UsageError("a call names an index twice")
         if reused:
             for block, slot, index in zip(ids, slots, at, strict=True):
                 if not into.ends_in(slot, index):
-                    raise self._wrong(
+                    raise contradiction(
                         sequence, f"reuses block {block} at {index}, which has no name there", block
                     )
         else:
@@ -598,7 +586,7 @@ class Recorder(EventSourced):
         slots = array("i")
         for index in at:
             if index not in table:
-                raise self._wrong(sequence, f"has no block at {index}, in group {group}")
+                raise contradiction(sequence, f"has no block at {index}, in group {group}")
             slots.append(table[index])
         if len(set(at)) != len(at):
             raise UsageError("a call names an index twice")
@@ -615,7 +603,7 @@ class Recorder(EventSourced):
         self,
         request_id: RequestId,
         blocks: Blocks,
-        names: bytes | Items[bytes],
+        names: Names,
         positions: Items[int],
         *,
         group: int,
@@ -633,15 +621,15 @@ class Recorder(EventSourced):
         own = of.tables.get(sequence.handle, {}).values()
         for block, slot, key, position in zip(ids, slots, keys, at, strict=True):
             if slot not in own:
-                raise self._wrong(
+                raise contradiction(
                     sequence, f"names block {block} of group {group}, which it has not got", block
                 )
             if not 0 < position <= sequence.num_tokens:
-                raise self._wrong(
+                raise contradiction(
                     sequence, f"has {sequence.num_tokens} tokens, and a name for {position}", block
                 )
             if key in of.names.get(slot, {}) or (slot, key) in seen:
-                raise self._wrong(sequence, f"gives block {block} a name that it has", block)
+                raise contradiction(sequence, f"gives block {block} a name that it has", block)
             seen.add((slot, key))
         if slots:
             with self._guard:
@@ -659,7 +647,7 @@ class Recorder(EventSourced):
     def unnamed(
         self,
         blocks: Blocks,
-        names: bytes | Items[bytes],
+        names: Names,
         request_id: RequestId | None = None,
         *,
         group: int,
@@ -740,16 +728,15 @@ class Recorder(EventSourced):
             raise UsageError(f"{count} blocks are given, and {len(at)} numbers for them")
         return at
 
-    def _keys(self, names: bytes | Items[bytes], count: int) -> list[bytes]:
-        size = self._key_bytes
-        joined = names if isinstance(names, bytes) else b"".join(listed(names, "names"))
-        if len(joined) != count * size:
-            raise UsageError(f"{count} names of {size} bytes are needed, not {len(joined)} bytes")
+    def _keys(self, names: Names | None, count: int) -> list[bytes]:
+        joined, size = self._joined(names, count), self._key_bytes
         return [joined[at : at + size] for at in range(0, len(joined), size)]
 
-    def _wrong(self, sequence: Sequence, told: str, block: object = None) -> Contradiction:
-        number = {} if block is None else {"block": int(block)}  # type: ignore[call-overload]
-        return Contradiction(f"request {shown(sequence.request_id)} {told}", sequence.request_id, **number)
+    def _joined(self, names: Names | None, count: int) -> bytes:
+        keys = names if isinstance(names, bytes) else b"".join(listed(names or (), "names"))
+        if len(keys) != count * self._key_bytes:
+            raise UsageError(f"{count} names of {self._key_bytes} bytes are needed, not {len(keys)} bytes")
+        return keys
 
     def _given(self, names: Names | None, blocks: int) -> bytes:
         """Return the keys that an engine gave for this number of blocks; empty if they are made here."""
@@ -759,17 +746,13 @@ class Recorder(EventSourced):
                     "names are given, and made here: give name_bytes to the recorder, or no names"
                 )
             return b""
-        keys = names if isinstance(names, bytes) else b"".join(listed(names or (), "names"))
-        if len(keys) != blocks * self._key_bytes:
-            raise UsageError(f"{blocks} names of {self._key_bytes} bytes are needed, not {len(keys)} bytes")
-        return keys
+        return self._joined(names, blocks)
 
-    def _storing(self, sequence: Sequence, last: int, keys: bytes) -> _Storing:
-        """What is to be stored, or `Contradiction`."""
+    def _refuse_unstorable(self, sequence: Sequence, last: int, keys: bytes) -> None:
+        """Raise `Contradiction` unless a sequence's next blocks can be found from now on, by these keys."""
         first, size = sequence.path_ends[0].end, self._key_bytes
         self._mirror.refuse_unstorable(sequence, first, last)
-        cached = self._mirror.cached_already(sequence, first, last)
-        for piece in cached if keys else ():
+        for piece in self._mirror.cached_already(sequence, first, last) if keys else ():
             begin = (piece.first - first) * size
             if keys[begin : begin + len(piece.keys)] != piece.keys:
                 wrong = next(
@@ -779,17 +762,17 @@ class Recorder(EventSourced):
                     != piece.keys[at * size : (at + 1) * size]
                 )
                 raise self._mirror.other_name(sequence, piece.first + wrong, piece.slots[wrong])
-        return _Storing(sequence, first, last, keys, cached)
 
     def _note_computed(self, sequence: Sequence, blocks: int) -> None:
         """Blocks are cached whose K/V the engine writes: they count as computed."""
         if blocks * self._size > sequence.computed and not sequence.is_decoding:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=blocks * self._size))
 
-    def _store(self, storing: _Storing) -> None:
-        sequence, first, last, keys, cached = storing
+    def _store(self, sequence: Sequence, last: int, keys: bytes) -> None:
+        """Let a sequence's blocks be found; `keys` are those that the engine has given, or empty."""
+        first = sequence.path_ends[0].end
         self._note_computed(sequence, last)
-        for piece in cached:
+        for piece in self._mirror.cached_already(sequence, first, last):
             self._adopt(sequence, piece)
         begin, size = sequence.path_ends[0].end, self._key_bytes
         if begin < last:
@@ -832,10 +815,3 @@ class Recorder(EventSourced):
         slots = array("i", [sequence.tables[0][block] for sequence, block, _ in row])
         handles = packed_handles([sequence for sequence, _, _ in row])
         self._events.fill(handles, blocks, slots, b"".join(parents), b"".join(keys), DEFAULT)
-
-
-def _checked_engine(engine: object) -> str:
-    name = checked_text(engine, "engine")
-    if not name:
-        raise UsageError('engine must say who decides, as in "vllm 0.33.0"')
-    return name

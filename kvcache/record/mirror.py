@@ -73,6 +73,12 @@ def _checked(group: object) -> ev.SharingGroup:
     return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"))
 
 
+def contradiction(sequence: Sequence, told: str, block: Any = None) -> Contradiction:
+    """The error for a running request of which an engine tells what cannot be."""
+    name, number = shown(sequence.request_id), None if block is None else int(block)
+    return Contradiction(f"request {name} {told}", sequence.request_id, number)
+
+
 class MirroredCopies:
     """Blocks of an engine that hold the same content, for which the log has one slot."""
 
@@ -290,10 +296,7 @@ class Mirror:
         """Raise `Contradiction` if a request has no slots for so many tokens, which count as computed."""
         slots = len(sequence.tables[0]) * self._size
         if slots < num_tokens:
-            raise Contradiction(
-                f"request {shown(sequence.request_id)} has slots for {slots} tokens, {num_tokens} count as computed",
-                sequence.request_id,
-            )
+            raise contradiction(sequence, f"has slots for {slots} tokens, {num_tokens} count as computed")
 
     def refuse_taken(self, blocks: Blocks, slots: array[int], request_id: RequestId) -> None:
         """Raise `Contradiction` unless these blocks are free."""
@@ -346,22 +349,16 @@ class Mirror:
 
     def refuse_unstorable(self, sequence: Sequence, first: int, last: int) -> None:
         """Raise `Contradiction` unless a request has these blocks, full of its tokens, and nobody else holds them."""
-        name, table = shown(sequence.request_id), sequence.tables[0]
+        table = sequence.tables[0]
         if last > len(table) or last * self._size > sequence.num_tokens:
             full = min(len(table), sequence.num_tokens // self._size)
-            raise Contradiction(
-                f"request {name} has {len(table)} blocks and {sequence.num_tokens} tokens, which fill {full} blocks: "
-                f"its first {last} cannot be cached",
-                sequence.request_id,
-            )
+            has = f"{len(table)} blocks and {sequence.num_tokens} tokens, which fill {full} blocks"
+            raise contradiction(sequence, f"has {has}: its first {last} cannot be cached")
         for slot in table[first:last] if self.group.shared else ():
             if slot in self.group.shared:
-                raise Contradiction(
-                    f"block {self.ids.id_of(slot)} lost its name, as when the cache is cleared, and others hold it: "
-                    f"request {name} cannot name it",
-                    sequence.request_id,
-                    self.ids.id_of(slot),
-                )
+                block = self.ids.id_of(slot)
+                lost = "which lost its name, as when the cache is cleared, and which others hold"
+                raise contradiction(sequence, f"cannot name block {block}, {lost}", block)
 
     def cached_already(self, sequence: Sequence, first: int, last: int) -> list[Piece]:
         """What of these blocks of a sequence, from the first one on, is cached already."""
