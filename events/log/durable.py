@@ -163,11 +163,15 @@ def replace_file(path: Path, content: bytes) -> None:
     unfinished = path.with_name(path.name + ".new")
     descriptor = create_file(unfinished)
     try:
-        write_all(descriptor, [content])
-        sync_file(descriptor)
-    finally:
-        os.close(descriptor)
-    unfinished.replace(path)
+        try:
+            write_all(descriptor, [content])
+            sync_file(descriptor)
+        finally:
+            os.close(descriptor)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -169,8 +169,8 @@ class PrefixIndex:
     def save(self, path: Path | str) -> None:
         """Write everything to a file, which takes the place of an older one when it is complete and on disk.
 
-        Raises Unsupported for a worker whose id is not made of None, bool, int, float, str, bytes and tuples, and
-        OSError.
+        Raises Unsupported for a worker whose id is not made of None, bool, int, float, str, bytes and tuples,
+        UnsafeFile and OSError.
         """
         snapshot.save(Path(path), self._tree, self._sources)
 

@@ -7,9 +7,7 @@ durable, and renamed then: it is whole, or what was there before.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import msgspec
 
 from events.formats.vllm import Hash
-from events.log.durable import sync_directory, sync_file, write_all
+from events.log.durable import replace_file
 from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated, NotASnapshot, SnapshotDamaged, SnapshotTooNew, Unsupported
 from kvcache.prefixes.publisher import Counts, WorkerRank
@@ -210,24 +208,12 @@ class _SavedIndex(msgspec.Struct, array_like=True):
 
 
 def save(path: Path, tree: ContentTree, sources: Sources) -> None:
-    """Write an index. Raises Unsupported, OSError."""
+    """Write an index. Raises Unsupported, UnsafeFile, OSError."""
     payload = msgspec.msgpack.encode(
         _SavedIndex([_source(source) for source in sources.values()], _runs(tree, sources))
     )
     header = _HEADER.pack(_MAGIC, _VERSION, len(payload), hashlib.sha256(payload).digest())
-    path = path.absolute()
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        try:
-            write_all(descriptor, [header, payload])
-            sync_file(descriptor)
-        finally:
-            os.close(descriptor)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    replace_file(path.absolute(), header + payload)
 
 
 def load(path: Path, tree: ContentTree, sources: Sources) -> None:

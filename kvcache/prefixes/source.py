@@ -148,25 +148,17 @@ def servable(
     `rows` are the blocks of the prompt in each plane. The prompt and the result are in tokens, or in blocks of which
     all groups have the same.
     """
-    return [_servable(groups, rows, level, stop, in_tokens) for level in range(GPU, LEVELS)]
-
-
-def _servable(
-    groups: Sequence[PublishedGroup], rows: Mapping[Plane, int], level: int, stop: int, in_tokens: bool
-) -> int:
-    masks = []
-    for group in groups:
-        mask = 0
-        for plane in group.planes[: level + 1]:
-            mask |= rows.get(plane, 0)
-        masks.append(mask)
-    best, shorter = -1, stop
-    while shorter != best:
-        best = shorter
-        for group, mask in zip(groups, masks, strict=True):
-            size = group.block_size if in_tokens else 1
-            shorter = group.servable(mask, shorter // size) * size if size else 0
-    return best
+    masks, found = [0] * len(groups), []
+    for level in range(GPU, LEVELS):
+        masks = [mask | rows.get(group.planes[level], 0) for group, mask in zip(groups, masks, strict=True)]
+        best, shorter = -1, stop
+        while shorter != best:
+            best = shorter
+            for group, mask in zip(groups, masks, strict=True):
+                size = group.block_size if in_tokens else 1
+                shorter = group.servable(mask, shorter // size) * size if size else 0
+        found.append(best)
+    return found
 
 
 class Holder:

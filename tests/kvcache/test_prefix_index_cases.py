@@ -348,7 +348,7 @@ class TestSnapshots:
         def full(*_: object) -> None:
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr("kvcache.prefixes.snapshot.write_all", full)
+        monkeypatch.setattr("events.log.durable.write_all", full)
         with pytest.raises(OSError, match="No space"):
             index.save(tmp_path / "index")
         assert (tmp_path / "index").read_bytes() == before
