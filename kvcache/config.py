@@ -6,8 +6,8 @@ problem: the field, what was given and what is accepted. Unknown fields are refu
 that is silently ignored costs more than an error at the start; an unknown variable of the environment, which may be
 another program's, is reported by a warning.
 
-What each field accepts is said beside its type, for people (`Accepts`) and for pydantic (`Field`); what it means, below
-it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
+What each field accepts is said by its type and, for people (`Accepts`) and for pydantic (`Field`), beside it; what it
+means, below it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
 
 Variables begin with ``KVCACHE_`` and go on with the name of a setting. Not all that begin so are meant for this
 library: for a Service named "kvcache", Kubernetes gives every container ``KVCACHE_SERVICE_HOST``, ``KVCACHE_PORT`` and
@@ -24,12 +24,12 @@ import re
 import reprlib
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -90,14 +90,9 @@ _HERE = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.
 
 @dataclass(frozen=True)
 class Accepts:
-    """Says for people what a field accepts; stands among the marks of its type."""
+    """Says for people what a field accepts, where its type does not; stands among the marks of that."""
 
     text: str
-
-    @classmethod
-    def of(cls, field: FieldInfo) -> str | None:
-        """What a field says; None: nothing."""
-        return next((mark.text for mark in field.metadata if isinstance(mark, cls)), None)
 
 
 def problems_of(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
@@ -134,7 +129,14 @@ def quoted(value: object) -> str:
 
 def accepted(field: FieldInfo) -> str:
     """What a setting accepts, in words."""
-    return Accepts.of(field) or f"a mapping of {', '.join(_fields_inside(field))}"
+    kind: Any = field.annotation
+    if get_origin(kind) is Literal:
+        *most, last = get_args(kind)
+        return f"{', '.join(most)} or {last}"
+    if kind is bool:
+        return "true or false"
+    said = next((mark.text for mark in field.metadata if isinstance(mark, Accepts)), None)
+    return said or f"a mapping of {', '.join(_fields_inside(field))}"
 
 
 def _inside(model: type[BaseModel], name: str) -> str | None:
@@ -218,7 +220,6 @@ def or_one_in_schema(schema: dict[str, Any]) -> None:
 
 Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
 Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
-Flag = Annotated[bool, Accepts("true or false")]
 OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
 OfLayers = Annotated[tuple[OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
 IN_BYTES = BeforeValidator(in_bytes)
@@ -262,8 +263,8 @@ def describe(model: type[BaseModel], properties: Mapping[str, dict[str, Any]]) -
     """Give each property of a model's schema its description."""
     docstrings = _docstrings(model)
     for name, schema in properties.items():
-        accepted = Accepts.of(model.model_fields[name])
-        said = [docstrings.get(name), None if accepted is None else f"Accepted: {accepted}."]
+        field = model.model_fields[name]
+        said = [docstrings.get(name), None if _fields_inside(field) else f"Accepted: {accepted(field)}."]
         schema["description"] = " ".join(filter(None, said))
 
 
@@ -371,7 +372,7 @@ def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
 
 
 def _fits(field: FieldInfo, value: Any) -> bool:
-    kind: Any = Annotated[(field.annotation, *field.metadata)]
+    kind: Any = Annotated[(field.annotation, field)]
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError:
@@ -542,11 +543,11 @@ _NAMELESS: dict[str, JsonValue] = {
 class LogConfig(_Settings, frozen=True):
     """How the event log is written."""
 
-    record_tokens: Flag = True
+    record_tokens: bool = True
     """Whether token ids, which are the prompts, are written. Without them a log replays to the same fingerprint and
     can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
     finds full blocks only, by their names. Sinks that do not say whether they need token ids get none either."""
-    overflow: Annotated[Literal["block", "drop"], Accepts("block or drop")] = "drop"
+    overflow: Literal["block", "drop"] = "drop"
     """When the disk is too slow: let the engine wait, or lose batches and record the loss. While it refuses to be
     written (it is full, or fails), both lose what the queue has no room for, and with `block` each flush raises."""
     segment_bytes: Annotated[
@@ -556,9 +557,7 @@ class LogConfig(_Settings, frozen=True):
         Accepts("bytes, from 4096 to 2**62, also as 64MiB"),
     ] = 64 * 1024 * 1024
     """A file is followed by the next one when it has grown to this size."""
-    fsync: Annotated[
-        Literal["always", "group", "interval", "never"], Accepts("always, group, interval or never")
-    ] = "group"
+    fsync: Literal["always", "group", "interval", "never"] = "group"
     """When batches are forced to the disk: at once, all waiting ones together, and each flush waits for it (`always`)
     or not (`group`); at most every `log.fsync_seconds` (`interval`); or when a file of the log ends (`never`)."""
     fsync_seconds: Seconds = 1.0
@@ -572,9 +571,9 @@ class LogConfig(_Settings, frozen=True):
     """The same by time: segments that ended so long before the newest one began are removed."""
     retain_segments: MaybeCount = None
     """The same by number, that which is being written included."""
-    snapshots: Flag = False
+    snapshots: bool = False
     """Whether snapshots are made though all is kept: replays begin there. They take no more room than the log."""
-    compression: Annotated[Literal["zstd", "none"], Accepts("zstd or none")] = "zstd"
+    compression: Literal["zstd", "none"] = "zstd"
     """Whether the log is compressed as it is written: to half of what chats take, and to a fourteenth of what agents
     take, who send all again each turn. It needs the extra `zstd`, as do those who read it; without that the log is
     written as with `none`."""
@@ -597,11 +596,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
 
     max_sequence_length: Positive
     """Tokens of the longest sequence, prompt and output."""
-    tokens_per_block: Annotated[
-        int,
-        Field(ge=1, le=2**30),
-        Accepts("an integer from 1 to 2**30"),
-    ] = 32
+    tokens_per_block: Annotated[int, Field(ge=1, le=2**30), Accepts("an integer from 1 to 2**30")] = 32
     """Tokens of a block, the unit of allocation and reuse."""
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
     """Layers of the model that have a KV cache."""
@@ -615,12 +610,9 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Elements of one head's K, or V, of one token."""
     kv_factor: Annotated[int, Field(ge=1, le=2), Accepts("2 or 1")] = 2
     """What layers keep of a token: K and V (2), or K only (1), as with MLA, whose latent vectors serve as both."""
-    dtype: Annotated[
-        Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"],
-        Accepts("float16, bfloat16, float32, float8_e4m3fn or int8"),
-    ] = "bfloat16"
+    dtype: Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"] = "bfloat16"
     """Type of the elements."""
-    kv_layout: Annotated[Literal["NHD", "HND"], Accepts("NHD or HND")] = "NHD"
+    kv_layout: Literal["NHD", "HND"] = "NHD"
     """Inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
     max_attention_window: Annotated[
         OfLayers | None,
@@ -659,7 +651,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     ] = None
     """The file in which secondary lies, on a tmpfs or, without a GPU, on a disk, so that `KVCacheManager.open` finds
     its blocks again when the process has died; made if it is missing. Needs `model`, and the package xxhash."""
-    verify_secondary: Flag = False
+    verify_secondary: bool = False
     """Whether blocks are compared with their checksums before they are brought back from the file of `secondary_path`.
     One that has changed is a failed copy: everything cached is dropped. Costs as much as its checksum when a block was
     written."""
@@ -674,22 +666,19 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """For encoder-decoder models, of which each layer has K/V of the encoder's tokens, too: a group of blocks for these
     gets this part of what is given in bytes, and the windows the rest. Lists of block counts have a number more for it,
     the last one. none: the model has no encoder."""
-    enable_block_reuse: Flag = True
+    enable_block_reuse: bool = True
     """Whether computed blocks are kept and found again by later prompts."""
-    enable_partial_reuse: Flag = True
+    enable_partial_reuse: bool = True
     """Whether the matching start of a block is copied when the rest of the block differs."""
     secondary_offload_min_priority: Annotated[
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30
     """Evicted blocks of a lower priority are dropped instead of being kept in host memory."""
-    eviction_policy: Annotated[Literal["lru", "levels"], Accepts("lru or levels")] = "lru"
+    eviction_policy: Literal["lru", "levels"] = "lru"
     """Which blocks of one priority go first. lru: those that were released longest ago. levels: the same, but each use
     after the first counts as if released later, by half the time for which blocks live, three at most; blocks that
     were evicted are remembered by name. Sliding windows keep to lru."""
-    block_hash: Annotated[
-        Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"],
-        Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
-    ] = "auto"
+    block_hash: Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"] = "auto"
     """How blocks are named for the outside; reuse never depends on it."""
     model: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
     """What computed the K and V. Caches of different models never exchange bytes."""
@@ -709,11 +698,11 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """The engine's rank where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1), Accepts("a number from 0 to 1")] = 0.5
     """How much of each window's primary blocks may be pinned: what is pinned is not evicted, whatever needs room."""
-    debug_fill_blank: Flag = False
+    debug_fill_blank: bool = False
     """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
     reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
     batches, and `start_transfers` is needed after each call that allocates."""
-    debug_check_tables: Flag = False
+    debug_check_tables: bool = False
     """For debugging: `tables.check` finds tables that are older than what changed them, and copies that nothing waits
     for. Costs a copy of each table that is asked for."""
     log: LogConfig = LogConfig()
@@ -722,8 +711,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Check what no field can say alone."""
-        problems = _problems_between(self)
-        if problems:
+        if problems := [*_problems_between(self)]:
             raise ConfigError(problems)
         return self
 
@@ -760,55 +748,35 @@ def windows_of(config: KVCacheConfig) -> list[int]:
     return sorted({min(window, config.max_sequence_length) for window in given})
 
 
-def _problems_between(config: KVCacheConfig) -> list[str]:
-    problems = []
+def _problems_between(config: KVCacheConfig) -> Iterator[str]:
     if all(getattr(config, name) is None for name in PRIMARY_LIMITS):
-        problems.append(f"{', '.join(PRIMARY_LIMITS)}: missing; accepted: one of them, or more")
+        yield f"{', '.join(PRIMARY_LIMITS)}: missing; accepted: one of them, or more"
     if config.max_tokens is not None and config.max_tokens < config.tokens_per_block:
-        problems.append(
-            f"max_tokens: given {config.max_tokens}; accepted: at least one block of {config.tokens_per_block} tokens"
-        )
-    problems += _problems_of_lists(config)
-    if config.secondary_path is not None:
-        problems += _problems_of_file(config)
-    elif config.verify_secondary:
-        problems.append("verify_secondary: given; accepted: with secondary_path, whose blocks have checksums")
+        least = f"at least one block of {config.tokens_per_block} tokens"
+        yield f"max_tokens: given {config.max_tokens}; accepted: {least}"
+    yield from _problems_of_lists(config)
+    if config.secondary_path is None and config.verify_secondary:
+        yield "verify_secondary: given; accepted: with secondary_path, whose blocks have checksums"
+    if config.secondary_path is not None and not config.model:
+        why = "whose blocks are never served to another model"
+        yield f"model: given ''; accepted: a name with secondary_path, {why}"
+    if config.secondary_path is not None and not (config.secondary_blocks or config.host_cache_size):
+        yield "secondary_path: given; accepted: with secondary_blocks or host_cache_size"
     if config.block_hash == "none" and config.eviction_policy == "levels":
-        problems.append(
-            "block_hash: given 'none'; accepted: another one with eviction_policy=levels, which counts uses by name"
-        )
+        why = "eviction_policy=levels, which counts uses by name"
+        yield f"block_hash: given 'none'; accepted: another one with {why}"
     if config.block_hash == "none" and not config.log.record_tokens:
-        problems.append(
-            "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "
-            "tokens tells blocks apart by their names"
-        )
-    return problems
+        why = "log.record_tokens=false, since a log without tokens tells blocks apart by their names"
+        yield f"block_hash: given 'none'; accepted: another one with {why}"
 
 
-def _problems_of_file(config: KVCacheConfig) -> list[str]:
-    """What a cache lacks whose secondary level is to outlive it."""
-    problems = []
-    if not config.model:
-        problems.append(
-            "model: given ''; accepted: a name with secondary_path, whose blocks are never served to another model"
-        )
-    if not (config.secondary_blocks or config.host_cache_size):
-        problems.append("secondary_path: given; accepted: with secondary_blocks or host_cache_size")
-    return problems
-
-
-def _problems_of_lists(config: KVCacheConfig) -> list[str]:
+def _problems_of_lists(config: KVCacheConfig) -> Iterator[str]:
     """What has another number of entries than there are layers or windows."""
-    problems = []
-    heads, windows = config.num_kv_heads, config.max_attention_window
-    if isinstance(heads, tuple) and len(heads) != config.num_layers:
-        problems.append(
-            f"num_kv_heads: given {len(heads)} numbers; accepted: one, or {config.num_layers} (num_layers)"
-        )
-    if windows is not None and len(windows) > config.num_layers:
-        problems.append(
-            f"max_attention_window: given {len(windows)} windows; accepted: at most {config.num_layers} (num_layers)"
-        )
+    heads, windows, layers = config.num_kv_heads, config.max_attention_window, config.num_layers
+    if isinstance(heads, tuple) and len(heads) != layers:
+        yield f"num_kv_heads: given {len(heads)} numbers; accepted: one, or {layers} (num_layers)"
+    if windows is not None and len(windows) > layers:
+        yield f"max_attention_window: given {len(windows)} windows; accepted: at most {layers} (num_layers)"
     for name in ("primary_blocks", "secondary_blocks", "window_shares"):
         given, count = getattr(config, name), len(windows_of(config))
         alike = len(set(windows or ())) > count
@@ -816,5 +784,4 @@ def _problems_of_lists(config: KVCacheConfig) -> list[str]:
         if name != "window_shares" and config.cross_kv_cache_fraction is not None:
             count, why = count + 1, f"{why}, and one for cross attention"
         if isinstance(given, tuple) and len(given) != count:
-            problems.append(f"{name}: given {len(given)} numbers; accepted: {count} (one per window{why})")
-    return problems
+            yield f"{name}: given {len(given)} numbers; accepted: {count} (one per window{why})"
