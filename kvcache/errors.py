@@ -308,9 +308,6 @@ class PinsExceeded(CapacityError):
     most: int
     window: int
 
-    def __post_init__(self) -> None:
-        super().__init__(self.blocks, self.most, self.window)
-
     def __str__(self) -> str:
         return (
             f"{self.blocks} blocks would be pinned in {_named(self.window, 'the window of {} tokens')}, where "

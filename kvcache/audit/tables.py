@@ -8,7 +8,6 @@ it, which may come again, and by the number of its admission in the log, which d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -171,18 +170,8 @@ class RowCollector(HistoryListener, Generic[Row]):
         yield from ()
 
 
-@dataclass(slots=True)
-class _Refused:
-    times: int
-    first_ts: int
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    outcome: str
-    output_tokens: int | None = None
-    seq: int | None = None
-    ts: int | None = None
+_Fields = dict[str, Any]
+"""Some of those of a `RequestRow`."""
 
 
 class Requests(RowCollector[RequestRow]):
@@ -190,23 +179,24 @@ class Requests(RowCollector[RequestRow]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._refused: dict[RequestId, _Refused] = {}
+        self._refused: dict[RequestId, _Fields] = {}
         """Since their last admission."""
-        self._running: dict[int, tuple[ExplainedAdmission, _Refused | None]] = {}
+        self._running: dict[int, _Fields] = {}
         """By number of the admission."""
         self._exported: dict[int, RunningRequest] = {}
         """Those that run without an admission in the log, by their number."""
-        self._over: list[tuple[RunningRequest, _End]] = []
+        self._over: list[tuple[RunningRequest, _Fields]] = []
         """In this batch: of its admissions is told at its end."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count."""
-        self._refused.setdefault(event.request_id, _Refused(0, history.now)).times += 1
+        first = {"refusals": 0, "first_refused_ts": history.now}
+        self._refused.setdefault(event.request_id, first)["refusals"] += 1
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Wait for its end."""
-        refused = self._refused.pop(admission.request_id, None)
-        self._running[admission.number] = admission, refused
+        refused = self._refused.pop(admission.request_id, {})
+        self._running[admission.number] = _admitted(admission) | refused
         self._exported.pop(admission.number, None)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
@@ -217,15 +207,16 @@ class Requests(RowCollector[RequestRow]):
         """Note the end."""
         output = event.num_tokens - request.sequence.num_prompt_tokens
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
-        self._over.append((request, _End(outcome, output, history.batch, history.now)))
+        end = {"output_tokens": output, "ended_seq": history.batch, "ended_ts": history.now}
+        self._over.append((request, {"outcome": outcome, **end}))
 
     def restarted(self, history: HistoryFold) -> None:
         """What the exported state has not is lost."""
         known = {request.number: request for request in history.running.values()}
         for number in sorted(self._running.keys() - known.keys()):
-            self.rows.append(_row(*self._running.pop(number), _End("lost")))
+            self.rows.append(RequestRow(outcome="lost", **self._running.pop(number)))
         for number in sorted(self._exported.keys() - known.keys()):
-            self.rows.append(_unknown(self._exported.pop(number), _End("lost")))
+            self._add(self._exported[number], {"outcome": "lost"})
         self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
 
     def batch_ended(self, history: HistoryFold) -> None:
@@ -234,65 +225,47 @@ class Requests(RowCollector[RequestRow]):
             self._add(request, end)
         self._over.clear()
 
-    def _add(self, request: RunningRequest, end: _End) -> None:
-        known = self._running.pop(request.number, None)
+    def _add(self, request: RunningRequest, end: _Fields) -> None:
+        known, sequence = self._running.pop(request.number, None), request.sequence
         self._exported.pop(request.number, None)
-        self.rows.append(_unknown(request, end) if known is None else _row(*known, end))
+        if known is None:  # its admission is not in the log
+            known = _of_prompt(sequence.request_id, sequence.namespace, sequence.num_prompt_tokens)
+        self.rows.append(RequestRow(**known, **end))
 
     def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
         """What runs still, and what was refused to the last."""
         for request in history.running.values():
-            self._add(
-                request, _End("running", request.sequence.num_tokens - request.sequence.num_prompt_tokens)
-            )
+            output = request.sequence.num_tokens - request.sequence.num_prompt_tokens
+            self._add(request, {"outcome": "running", "output_tokens": output})
         yield self.take()
         yield [
-            RequestRow(None, request_id, "refused", refusals=refused.times, first_refused_ts=refused.first_ts)
+            RequestRow(None, request_id, "refused", **refused)
             for request_id, refused in self._refused.items()
         ]
 
 
-def _row(admission: ExplainedAdmission, refused: _Refused | None, end: _End) -> RequestRow:
+def _admitted(admission: ExplainedAdmission) -> _Fields:
     counts = zip(Reason, admission.counts.tolist(), strict=True)
-    return RequestRow(
-        admission=admission.number,
-        request_id=admission.request_id,
-        outcome=end.outcome,
-        **_fields(admission.namespace),
-        refusals=0 if refused is None else refused.times,
-        first_refused_ts=None if refused is None else refused.first_ts,
-        admitted_seq=admission.batch,
-        admitted_ts=admission.at,
-        ended_seq=end.seq,
-        ended_ts=end.ts,
-        prompt_tokens=admission.num_tokens,
-        output_tokens=end.output_tokens,
-        reused_tokens=admission.reused,
-        tokens_by_reason={reason.label: count for reason, count in counts},
-    )
+    return {
+        **_of_prompt(admission.request_id, admission.namespace, admission.num_tokens),
+        "admission": admission.number,
+        "admitted_seq": admission.batch,
+        "admitted_ts": admission.at,
+        "reused_tokens": admission.reused,
+        "tokens_by_reason": {reason.label: count for reason, count in counts},
+    }
 
 
-def _unknown(request: RunningRequest, end: _End) -> RequestRow:
-    """One that came with an exported state: its admission is not in the log."""
-    return RequestRow(
-        None,
-        request.sequence.request_id,
-        end.outcome,
-        **_fields(request.sequence.namespace),
-        ended_seq=end.seq,
-        ended_ts=end.ts,
-        prompt_tokens=request.sequence.num_prompt_tokens,
-        output_tokens=end.output_tokens,
-    )
-
-
-def _fields(namespace: Namespace) -> dict[str, Any]:
+def _of_prompt(request_id: RequestId, namespace: Namespace, num_tokens: int) -> _Fields:
     digest = namespace.salt_digest
     return {
+        "admission": None,
+        "request_id": request_id,
         "lora_id": namespace.lora_id,
         "lora_name": namespace.lora_name,
         "salt_digest": None if digest is None else digest.hex(),
         "uses_extra_ids": namespace.uses_extra_ids,
+        "prompt_tokens": num_tokens,
     }
 
 
@@ -565,15 +538,9 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
             history.fold(batch)
         else:
             replayed.fold(batch, verify=False)
-        yield from _taken(collectors)
+        yield from ((name, collector.take()) for name, collector in collectors.items() if collector.rows)
         if "steps" in names:
             yield "steps", [step_row(batch, replayed.state)]
     for name, collector in collectors.items():
         for rows in collector.remaining(history):
             yield name, rows
-
-
-def _taken(collectors: dict[TableName, RowCollector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:
-    for name, collector in collectors.items():
-        if collector.rows:
-            yield name, collector.take()

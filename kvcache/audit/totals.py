@@ -333,9 +333,6 @@ class AuditTotals(HistoryListener):
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Note how blocks that are gone had lived."""
         self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
-        self._count_uses(window, ids)
-
-    def _count_uses(self, window: Window, ids: Ids) -> None:
         uses = np.minimum(window.of["uses"][ids], MOST_USES)
         counts = np.bincount(uses, minlength=MOST_USES + 1)
         self.audit.uses += counts

@@ -51,32 +51,15 @@ class AwaitedTicket:
         self._inner.wait_on(stream)
 
 
-class AwaitedTickets:
-    """Those that were given out."""
-
-    def __init__(self) -> None:
-        self._open: list[AwaitedTicket] = []
-
-    def watched(self, ticket: Ticket) -> Ticket:
-        """The same ticket, of which is known from now on whether it was waited for."""
-        self._open = [each for each in self._open if not each.awaited]
-        self._open.append(AwaitedTicket(ticket))
-        return self._open[-1]
-
-    def missing(self) -> bool:
-        """Whether one was not waited for. One whose copies are over is found once, others until they are."""
-        missing = [ticket for ticket in self._open if not ticket.awaited]
-        self._open = [ticket for ticket in missing if not ticket.over]
-        return bool(missing)
-
-
 class Readiness:
     """Refuses what would touch K/V that is not there, and keeps what the engine has yet to be told of failed copies."""
 
     def __init__(self, transfers: TransferEngine | None, *, watch: bool = False) -> None:
         """`watch`: whether tickets are watched, for `refuse_not_awaited`."""
         self._transfers = transfers
-        self._tickets = AwaitedTickets() if watch else None
+        self._watches = watch
+        self._tickets: list[AwaitedTicket] = []
+        """Those that were given out, and are watched."""
         self._failed: list[tuple[int, str]] = []
         self._lost: dict[RequestId, int] = {}
         """Sequences that begin again, and how many leading tokens are still computed."""
@@ -85,11 +68,20 @@ class Readiness:
 
     def watched(self, ticket: Ticket) -> Ticket:
         """The ticket that an engine is given."""
-        return ticket if self._tickets is None else self._tickets.watched(ticket)
+        if not self._watches:
+            return ticket
+        watched = AwaitedTicket(ticket)
+        self._tickets = [*(each for each in self._tickets if not each.awaited), watched]
+        return watched
 
     def refuse_not_awaited(self) -> None:
-        """Raise `TransfersNotAwaited` if nothing has waited for a watched ticket, though its copies may be done."""
-        if self._tickets is not None and self._tickets.missing():
+        """Raise `TransfersNotAwaited` if nothing has waited for a watched ticket, though its copies may be done.
+
+        One whose copies are over is found once, others until they are.
+        """
+        missing = [ticket for ticket in self._tickets if not ticket.awaited]
+        self._tickets = [ticket for ticket in missing if not ticket.over]
+        if missing:
             raise TransfersNotAwaited
 
     def lose(self, failed: Items[tuple[int, str]], sequences: Items[Sequence]) -> None:
