@@ -152,10 +152,8 @@ class Explanations(HistoryListener):
         """Note who runs without an admission in the log."""
         for request in history.running.values():
             unknown = request.number not in self._admitted and request.number not in self._open
-            if unknown and (explanation := self._of(request.sequence.request_id)) is not None:
-                exported = Exported(LogMoment(history.batch, history.now), request.sequence.num_prompt_tokens)
-                explanation.exported.append(exported)
-                self._open[request.number] = exported
+            if unknown:
+                self.forked(history, request)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A branch runs without an admission, too."""

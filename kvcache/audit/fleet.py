@@ -29,7 +29,7 @@ from events.log import LogEnd, LogReader
 from events.tokens.names import NAMED_BY_ENGINE
 from events.types import EventBatch
 from kvcache.audit.admission import ExplainedAdmission
-from kvcache.audit.contents import Columns, ContentIds, Ids, Window
+from kvcache.audit.contents import ContentIds, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit, AuditTotals
@@ -192,9 +192,6 @@ class _Presence(HistoryListener):
         missed = np.flatnonzero(admission.reasons[:blocks] > Reason.LAST_TOKEN)
         self.misses.append((admission.ids[missed], history.now, admission.tokens()[missed]))
 
-    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        self._end(history, window, ids, history.now)
-
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         self._end(history, window, ids, history.now)
 
@@ -212,7 +209,6 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
     """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens, `Unreplayable`."""
     totals, presence = AuditTotals(), _Presence()
     history = HistoryFold(totals, presence)
-    history.names = Columns(name=(np.uint64, 0))
     algorithm = ""
     reader = LogReader(path)
     for batch in reader:
@@ -226,7 +222,6 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
             f"comparing {path} with other logs", "record tokens and names of blocks (block_hash)"
         )
     presence.finish(history)
-    history.names.reach(len(history.contents))
     names = history.names["name"]
     missed = _joined([ids for ids, _, _ in presence.misses])
     at = np.repeat([now for _, now, _ in presence.misses], [len(ids) for ids, _, _ in presence.misses])

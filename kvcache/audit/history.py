@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.ids import first_number
-from events.packed import TOKEN_BYTES, names_of_keys
+from events.packed import TOKEN_BYTES, names_between
 from events.types import (
     CROSS,
     PRIMARY,
@@ -134,7 +134,8 @@ class HistoryListener:
         """Full blocks have left a level: they moved from primary to secondary, or are about to be `removed`."""
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Full blocks are gone."""
+        """Full blocks are gone; without a word on it, as if they were lost."""
+        self.lost(history, window, ids)
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Full blocks are gone otherwise: cleared, or not in the state that was exported anew. The window may be that
@@ -175,10 +176,8 @@ class HistoryFold:
         """By handle."""
         self.pending = Columns(count=(np.int32, 0))
         """Per content: running requests in whose prompt it is, and that have not computed it yet."""
-        self.names: Columns | None = None
-        """Per content its name as the log has it (`name`); None unless somebody asks for them."""
-        self.served_names = Columns(name=(np.uint64, 0))
-        """Per content that was reused its name; 0 where the log has none."""
+        self.names = Columns(name=(np.uint64, 0))
+        """Per content its name; 0 where the log has none."""
         self.shared = SharedGroups()
         """Further groups, whose slots lie in the pool of the first one."""
         self.epochs = EpochClock()
@@ -246,17 +245,14 @@ class HistoryFold:
         """Have rows for all contents."""
         rows = len(self.contents)
         self.pending.reach(rows)
+        self.names.reach(rows)
         for window in self.windows:
             window.of.reach(rows)
 
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch. Raises `Unreplayable` for one that does not follow, and `TooLarge`."""
         self.batch, self.now = batch.seq, batch.ts
-        kinds = set(map(type, known_events(batch)))
-        self._failed = ev.TransferFailed in kinds
-        if ev.PoolShared in kinds and self.names is None:
-            # Further groups are known by names alone.
-            self.names = Columns(name=(np.uint64, 0))
+        self._failed = any(type(event) is ev.TransferFailed for event in known_events(batch))
         before, after = partial(self._follow, self._before), partial(self._follow, self._after)
         self.replayed.fold(batch, verify=False, before=before, after=after)
         with fitting(batch.seq):
@@ -330,6 +326,7 @@ class HistoryFold:
                 self.key_bytes,
                 with_tokens=self.tokens_recorded,
             ):
+                self.reach()
                 window.restore(ids, slots, level, priority, self.batch, self.now)
                 self._name(ids, names)
         for handle, sequence in self.replayed.state.sequences.items():
@@ -509,18 +506,10 @@ class HistoryFold:
                 note_reused(admission, event, window, ids)
             if event.level == SECONDARY:
                 admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
-            self._name_served(ids, event.names)
             for each in self.listeners:
                 each.reused(self, window, known, event.level)
             window.reuse(known, self.now)
         window.hold(known)
-
-    def _name_served(self, ids: Ids, names: bytes) -> None:
-        """The names are of the sequence's blocks up to the last of these; other windows do not tell them again."""
-        of_all = np.frombuffer(names, np.uint64)[-len(ids) :]
-        own = ids[len(ids) - len(of_all) :]
-        self.served_names.reach(len(self.contents))
-        self.served_names["name"][own[own >= 0]] = of_all[own >= 0]
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         slots = np.frombuffer(event.slots, np.int32)
@@ -537,9 +526,7 @@ class HistoryFold:
         if not len(slots):
             return
         request, size, last = self.running[handle], self.key_bytes, first + len(slots)
-        names = b""
-        if self.names is not None or not self.tokens_recorded:
-            names = names_of_keys(bytes(request.sequence.keys[first * size : last * size]), size)
+        names = names_between(request.sequence.keys, size, first, last) if size else b""
         if self.tokens_recorded:
             ids = request.contents(self.contents, last, self.tokens_per_block)[first:]
         else:
@@ -552,10 +539,9 @@ class HistoryFold:
         for each in self.listeners:
             each.stored(self, window, ids)
 
-    def _name(self, ids: Ids, names: bytes | bytearray) -> None:
-        """Note the names of contents, where the log has any and somebody asks for them."""
-        if self.names is not None and names:
-            self.names.reach(len(self.contents))
+    def _name(self, ids: Ids, names: bytes) -> None:
+        """Note the names of contents, where the log has any."""
+        if names:
             self.names["name"][ids] = np.frombuffer(names, np.uint64)
 
     def _on_updated(self, event: ev.BlocksUpdated) -> None:
@@ -654,14 +640,13 @@ def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -
 
 def _lacking(history: HistoryFold, ids: Ids, reused: int) -> Lacking | None:
     """What a group that shares the pool lost of the leading blocks that full attention has."""
-    if not history.shared.groups or not history.reuse or history.names is None:
+    if not history.shared.groups or not history.reuse:
         return None
     gone = np.flatnonzero(history.windows[0].of["level"][ids] < 0)
     stop = int(gone[0]) if len(gone) else len(ids)
     drops = history.drops_last_hit
     if stop - drops <= reused:
         return None
-    history.names.reach(len(history.contents))
     names = history.names["name"][ids[:stop]]
     return history.shared.lacking(names, reused, history.tokens_per_block, drops_last=drops)
 

@@ -137,17 +137,10 @@ def _prefix(
         times,
         times * len(chain) * size,
         max(int(window.of["used_at"][chain].max()) for window in history.windows),
-        _name_of(history, chain[-1]),
+        name.hex() if (name := history.names["name"][chain[-1]].tobytes()).strip(b"\0") else None,
         history.requests[stored_by] if stored_by is not None else None,
         any(bool((window.of["level"][chain] >= 0).all()) for window in history.windows),
     )
-
-
-def _name_of(history: HistoryFold, content: int) -> str | None:
-    names = history.served_names
-    names.reach(content + 1)
-    name = names["name"][content : content + 1]
-    return bytes(name.tobytes()).hex() if name[0] else None
 
 
 MOST_USES = 4
@@ -325,10 +318,6 @@ class AuditTotals(HistoryListener):
         """Count evicted blocks, and note how long they had been idle."""
         self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
         self.audit.levels[level].evicted += len(ids)
-
-    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Note how blocks that are gone had lived."""
-        self.lost(history, window, ids)
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Note how blocks that are gone had lived."""
