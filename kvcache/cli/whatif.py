@@ -163,15 +163,15 @@ def _policies(given: Sequence[str]) -> list[str | None]:
 
 _NUMBERS: dict[str, Callable[[Tally], int]] = {
     "computed": lambda tally: tally.computed_tokens,
-    "secondary": lambda tally: tally.reused_secondary,
+    "secondary": lambda tally: tally.reused_tokens_secondary,
     "waited": lambda tally: tally.waited,
     "preempted": lambda tally: tally.preempted,
     "cut short": lambda tally: tally.cut_short,
     "too long": lambda tally: tally.too_long,
     "unserved": lambda tally: tally.unserved,
-    "offloaded": lambda tally: tally.offloaded_blocks,
-    "onboarded": lambda tally: tally.onboarded_blocks,
-    "removed": lambda tally: tally.removed_primary + tally.removed_secondary,
+    "offloaded": lambda tally: tally.blocks_offloaded,
+    "onboarded": lambda tally: tally.blocks_onboarded,
+    "removed": lambda tally: tally.blocks_removed_primary + tally.blocks_removed_secondary,
 }
 """Columns of which those are shown that have something in them."""
 

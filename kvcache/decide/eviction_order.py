@@ -57,11 +57,12 @@ class EvictionOrder(Watcher, ABC):
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
         """The run whose last block goes next; runs that end in one of the slots in `spares` are passed over."""
 
-    @abstractmethod
     def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
         """The runs that go next and how many blocks of each, deepest first: `count` blocks, or as many as go before
-        one whose turn comes only when these are gone.
+        one whose turn comes only when these are gone. Here the next run alone, as if that decided about the others.
         """
+        run = self.next(level)
+        return [] if run is None else [(run, self.alike(run, min(count, len(run.slots))))]
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
         """How many of the last `count` blocks of the next run go before any other run's, and before `other`: all of

@@ -63,11 +63,11 @@ class Tally:
     """Admitted; one that comes again after it was preempted is none."""
     prompt_tokens: int = 0
     """Of all of these."""
-    reused_primary: int = 0
+    reused_tokens_primary: int = 0
     """Prompt tokens in full blocks that lay in primary in all windows."""
-    reused_secondary: int = 0
+    reused_tokens_secondary: int = 0
     """Those that some window had to bring back from secondary."""
-    reused_partial: int = 0
+    reused_tokens_partial: int = 0
     """Tokens copied from a block of which only the start matched."""
     waited: int = 0
     """Requests that did not fit when the log had them admitted; as recorded, refusals that the log notes."""
@@ -85,19 +85,19 @@ class Tally:
     """Requests that still waited when nothing was left that would end."""
     unserved_tokens: int = 0
     """Prompt tokens of requests that were never admitted, too long or unserved."""
-    offloaded_blocks: int = 0
+    blocks_offloaded: int = 0
     """Evicted from primary, kept in secondary."""
-    onboarded_blocks: int = 0
+    blocks_onboarded: int = 0
     """Brought back from secondary."""
-    removed_primary: int = 0
+    blocks_removed_primary: int = 0
     """Blocks evicted from primary for good."""
-    removed_secondary: int = 0
+    blocks_removed_secondary: int = 0
     """Blocks evicted from secondary."""
 
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that needed no computing."""
-        return self.reused_primary + self.reused_secondary + self.reused_partial
+        return self.reused_tokens_primary + self.reused_tokens_secondary + self.reused_tokens_partial
 
     @property
     def computed_tokens(self) -> int:
@@ -135,25 +135,25 @@ class Tally:
         secondary = max(event.reused_secondary)
         self.requests += 1
         self.prompt_tokens += event.num_tokens
-        self.reused_primary += event.reused - event.reused_partial - secondary
-        self.reused_secondary += secondary
-        self.reused_partial += event.reused_partial
+        self.reused_tokens_primary += event.reused - event.reused_partial - secondary
+        self.reused_tokens_secondary += secondary
+        self.reused_tokens_partial += event.reused_partial
 
     def _moved(self, event: BlocksMoved) -> None:
         blocks = len(event.from_slots) // SLOT_BYTES
         if event.why == MoveReason.OFFLOAD:
-            self.offloaded_blocks += blocks
+            self.blocks_offloaded += blocks
         elif event.why == MoveReason.ONBOARD:
-            self.onboarded_blocks += blocks
+            self.blocks_onboarded += blocks
 
     def _removed(self, event: BlocksRemoved) -> None:
         if event.why in (RemoveReason.SUPERSEDED, RemoveReason.CLEARED):
             return
         blocks = len(event.slots) // SLOT_BYTES
         if event.level == PRIMARY:
-            self.removed_primary += blocks
+            self.blocks_removed_primary += blocks
         else:
-            self.removed_secondary += blocks
+            self.blocks_removed_secondary += blocks
 
 
 Step = OfOne | OfSeveral

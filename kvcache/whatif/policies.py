@@ -179,56 +179,20 @@ class ByBlock(LeastRecentlyUsed):
 
     # -- what goes next
 
+    lowest = EvictionOrder.lowest
+
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
         """How many blocks of the next run go before any other run's, and before `other`."""
         heap = self._heaps[run.level]
         if count == 1 or heap[0][2] != run.id:
             return 1
+        limits = [] if other is None else [self.key(other)]
         entry = heappop(heap)
-        limit = self._next_key(run.level)
+        if self.next(run.level) is not None:
+            limits.append(heap[0][0])
         heappush(heap, entry)
-        return self._before(run, count, self._lower(limit, None if other is None else self.key(other)))
-
-    def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
-        """The runs whose blocks go next, and how many of each: whole ones, but for the last."""
-        heap = self._heaps[level]
-        found: dict[int, tuple[Run, int]] = {}
-        entries = []
-        limit: Any = None
-        while count and (run := self.next(level)) is not None and (limit is None or heap[0][0] < limit):
-            entry = heappop(heap)
-            if run.id in found:
-                continue  # it was there twice
-            entries.append(entry)
-            take = self._before(run, min(count, len(run.slots)), self._lower(limit, self._next_key(level)))
-            found[run.id] = (run, take)
-            count -= take
-            if take < len(run.slots):
-                break
-            parent = run.parent
-            if isinstance(parent, Run):
-                if len(parent.children) > 1:
-                    break  # it may be joined with the other child when this one is gone
-                if parent.level == level and not parent.refs:
-                    limit = self._lower(limit, self._key_behind(parent, 0))
-        for entry in entries:
-            heappush(heap, entry)
-        return list(found.values())
-
-    def _next_key(self, level: int) -> Any:
-        """The key of the next run; None: there is none."""
-        return None if self.next(level) is None else self._heaps[level][0][0]
-
-    def _lower(self, one: Any, other: Any) -> Any:
-        """The lower one of two keys, of which either may be none."""
-        if one is None or other is None:
-            return one if other is None else other
-        return min(one, other)
-
-    def _before(self, run: Run, most: int, limit: Any) -> int:
-        """How many of a run's last blocks go before a key, the last one in any case."""
-        take = 1
-        while take < most and (limit is None or self._key_behind(run, take) < limit):
+        limit, take = min(limits, default=None), 1
+        while take < count and (limit is None or self._key_behind(run, take) < limit):
             take += 1
         return take
 
@@ -502,11 +466,6 @@ class AdaptiveReplacement(EvictionOrder):
         """The run whose last block goes next."""
         found = (leaves.next(level, spares) for leaves in (self._once, self._again))
         return min((run for run in found if run is not None), default=None, key=self._turn)
-
-    def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
-        """The run that goes next: which one follows depends on what is left when it is gone."""
-        run = self.next(level)
-        return [] if run is None else [(run, self.alike(run, min(count, len(run.slots))))]
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
         """How many of the last blocks of the next run go before any other: those in its list, while that is so long."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd, LogReader
-from events.structs import LEVEL_NAMES
 from kvcache.audit.fleet import deaf_children, processes
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, Values, merged
 from kvcache.decide.eviction_order import ORDERS
@@ -143,10 +142,9 @@ class TrialRow:
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the settings of the last cache."""
         tally = self.outcome.tally
-        counts = {_IN_JSON.get(name, name): count for name, count in asdict(tally).items()}
         return {
             "policy": None if self.trial is None else self.policy,
-            **counts,
+            **asdict(tally),
             "reused_tokens": tally.reused_tokens,
             "hit_rate": tally.hit_rate,
             "of_bound": self.of_bound,
@@ -154,14 +152,6 @@ class TrialRow:
             "computed_tokens": tally.computed_tokens,
             "config": self.outcome.config.model_dump(mode="json"),
         }
-
-
-_IN_JSON = {
-    **{f"reused_{part}": f"reused_tokens_{part}" for part in ("primary", "secondary", "partial")},
-    **{f"{done}_blocks": f"blocks_{done}" for done in ("offloaded", "onboarded")},
-    **{f"removed_{level}": f"blocks_removed_{level}" for level in LEVEL_NAMES},
-}
-"""What counts are called there, where it is not as here."""
 
 
 def with_bounds(trials: Sequence[Trial]) -> list[Trial]:

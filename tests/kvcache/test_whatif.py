@@ -719,7 +719,7 @@ class TestEngines:
                     manager.add_tokens(["b"], [2])
                     manager.flush()
             then, now = play(log, [Trial({})])
-            assert then.tally.removed_primary == now.tally.removed_primary == evicted
+            assert then.tally.blocks_removed_primary == now.tally.blocks_removed_primary == evicted
 
     def test_what_is_stored_before_its_last_token_counts(self, tmp_path: Path) -> None:
         """An engine names a block when it schedules the step that fills it; who comes in that step finds it."""
@@ -832,7 +832,7 @@ def test_clairvoyants_do_what_they_promise(blocks: list[int], capacity: int) -> 
         # One more for the last token, which is not cached.
         _, *played = play(log, [Trial({"primary_blocks": capacity + 1}, name) for name in names])
     for name, outcome in zip(names, played, strict=True):
-        assert outcome.tally.reused_primary == 2 * hits(blocks, capacity, name), name
+        assert outcome.tally.reused_tokens_primary == 2 * hits(blocks, capacity, name), name
 
 
 def test_siblings_of_which_the_parent_returns(tmp_path: Path) -> None:
@@ -941,7 +941,7 @@ def test_arc_does_what_its_authors_say(seed: int, room: int) -> None:
         log = log_of(Path(parent), config, program)
         # One more for the last token, which is not cached; there are as many ghosts as blocks.
         tally = play_one(log, "arc", primary_blocks=room + 1)
-    assert tally.reused_primary == 2 * arc_hits(blocks, room, room + 1)
+    assert tally.reused_tokens_primary == 2 * arc_hits(blocks, room, room + 1)
 
 
 class OneByOne(AdaptiveReplacement):
@@ -1003,7 +1003,7 @@ def test_arc_by_hand(tmp_path: Path, sizes: tuple[int, int], prompts: str, lru: 
 
     log = log_of(tmp_path, strategies.config(primary_blocks=40, enable_partial_reuse=False), program)
     sets = dict(zip(("primary_blocks", "secondary_blocks"), sizes, strict=True))
-    reused = [play_one(log, name, **sets).reused_primary // 2 for name in ("lru", "arc")]
+    reused = [play_one(log, name, **sets).reused_tokens_primary // 2 for name in ("lru", "arc")]
     assert reused == [lru, arc]
 
 
