@@ -15,7 +15,7 @@ import numpy.typing as npt
 from events.feed.exported import exported_runs
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.structs import SymbolPage
-from events.types import PRIMARY, GroupCreated, GroupExported, Namespace
+from events.types import PRIMARY, BlocksMoved, GroupCreated, GroupExported, MoveReason, Namespace
 from kvcache.audit.reasons import Reason
 
 Ids = npt.NDArray[np.intp]
@@ -144,6 +144,10 @@ class ContentIds:
         return [other for other in self._alike.get(self._chains[content], ()) if other != content]
 
 
+_COPIES = {
+    MoveReason.OFFLOAD: ("offloads", "offloaded_at"),
+    MoveReason.ONBOARD: ("onboards", "onboarded_at"),
+}
 NOWHERE = -1
 """As a level: not cached. As a content: a slot that has none."""
 
@@ -169,13 +173,18 @@ class Window:
             served=(np.int32, 0),
             holders=(np.int32, 0),
             priority=(np.int8, 0),
+            offloads=(np.int32, 0),
+            offloaded_at=(np.int64, 0),
+            onboards=(np.int32, 0),
+            onboarded_at=(np.int64, 0),
             gone_batch=(np.int64, -1),
             gone_at=(np.int64, 0),
             gone_by=(np.int32, -1),
         )
         """Per content: where it is cached; whether it ever was; `Reason` for which it went, when, and for whose room;
         who stored it when; its last use; how often it was reused since it was stored, and in all; how many sequences
-        and pins hold it; its priority. Requests are numbered as they come (`Running.number`)."""
+        and pins hold it; its priority; how often it was copied to each level since it was stored, and when last.
+        Requests are numbered as they come (`RunningRequest.number`)."""
 
     def contents(self, level: int, slots: bytes | array[int]) -> Ids:
         """What lies in these slots; NOWHERE for blocks that are not full, or not cached."""
@@ -191,7 +200,8 @@ class Window:
         of["level"][ids], of["seen"][ids], of["priority"][ids] = level, 1, priority
         of["stored_by"][ids], of["stored_batch"][ids] = by, batch
         of["stored_at"][ids] = of["used_at"][ids] = now
-        of["uses"][ids] = of["holders"][ids] = 0
+        for name in ("uses", "holders", "offloads", "onboards"):
+            of[name][ids] = 0
 
     def restore(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
@@ -203,17 +213,24 @@ class Window:
         of.reach(int(ids.max(initial=-1)) + 1)
         lost_now = (of["gone_batch"][ids] == batch) & (of["why"][ids] == Reason.RESTARTED)
         new = ids[~lost_now]
-        of["stored_by"][new], of["stored_batch"][new], of["uses"][new] = -1, batch, 0
+        of["stored_by"][new], of["stored_batch"][new] = -1, batch
+        for name in ("uses", "offloads", "onboards"):
+            of[name][new] = 0
         of["stored_at"][new] = of["used_at"][new] = now
         self.slots[level][slots] = ids
         of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
 
-    def move(self, from_level: int, from_slots: bytes, to_level: int, to_slots: bytes) -> None:
-        """Contents lie elsewhere from now on."""
-        ids = self.contents(from_level, from_slots)
-        self.slots[from_level][np.frombuffer(from_slots, np.int32)] = NOWHERE
-        self.slots[to_level][np.frombuffer(to_slots, np.int32)] = ids
-        self.of["level"][ids[ids >= 0]] = to_level
+    def move(self, event: BlocksMoved, now: int) -> Ids:
+        """Contents lie elsewhere from now on; returns them."""
+        ids = self.contents(event.from_level, event.from_slots)
+        self.slots[event.from_level][np.frombuffer(event.from_slots, np.int32)] = NOWHERE
+        self.slots[event.to_level][np.frombuffer(event.to_slots, np.int32)] = ids
+        ids = ids[ids >= 0]
+        self.of["level"][ids] = event.to_level
+        if (copies := _COPIES.get(event.why)) is not None:
+            self.of[copies[0]][ids] += 1
+            self.of[copies[1]][ids] = now
+        return ids
 
     def remove(
         self, level: int, slots: bytes, by: int, batch: int, now: int, *, invalid: bool = False

@@ -127,8 +127,8 @@ class HistoryListener:
     def stored(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         """Full blocks are cached."""
 
-    def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
-        """Blocks changed their level."""
+    def moved(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksMoved) -> None:
+        """Blocks, among them these full ones, changed their level."""
 
     def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Full blocks have left a level: they moved from primary to secondary, or are about to be `removed`."""
@@ -551,16 +551,13 @@ class HistoryFold:
 
     def _on_moved(self, event: ev.BlocksMoved) -> None:
         window = self.windows[event.group]
-        window.move(event.from_level, event.from_slots, event.to_level, event.to_slots)
+        ids = window.move(event, self.now)
         if event.why == MoveReason.RECOMPUTED:
-            ids = window.contents(event.to_level, event.to_slots)
-            window.hold(ids[ids >= 0])
+            window.hold(ids)
         for each in self.listeners:
-            each.moved(self, window, event)
-        if event.why == MoveReason.OFFLOAD:
-            ids = window.contents(event.to_level, event.to_slots)
-            for each in self.listeners:
-                each.evicted(self, window, ids[ids >= 0], event.from_level)
+            each.moved(self, window, ids, event)
+            if event.why == MoveReason.OFFLOAD:
+                each.evicted(self, window, ids, event.from_level)
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         window = self.windows[event.group]

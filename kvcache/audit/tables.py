@@ -22,7 +22,7 @@ from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
 from events.types import EpochStarted, EventBatch, MoveReason, Namespace, RequestId
 from kvcache.audit.admission import ExplainedAdmission
-from kvcache.audit.contents import NOWHERE, Columns, Ids, Window
+from kvcache.audit.contents import NOWHERE, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
 from kvcache.fold.positional import shared_slots
@@ -274,31 +274,7 @@ class Lives(RowCollector[BlockLife]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies: dict[Columns, Columns] = {}
-        """By what is known of a window's contents: how often each was copied in its life, and when last."""
         self._evictions = 0
-
-    def _copies_of(self, window: Window, ids: Ids) -> Columns:
-        copies = self._copies.get(window.of)
-        if copies is None:
-            copies = self._copies[window.of] = Columns(
-                offloads=(np.int32, 0),
-                offloaded_ts=(np.int64, 0),
-                onboards=(np.int32, 0),
-                onboarded_ts=(np.int64, 0),
-            )
-        copies.reach(int(ids.max(initial=-1)) + 1)
-        return copies
-
-    def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
-        """Count copies."""
-        names = _COPIES.get(event.why)
-        if names is not None:
-            ids = window.contents(event.to_level, event.to_slots)
-            ids = ids[ids >= 0]
-            copies = self._copies_of(window, ids)
-            copies[names[0]][ids] += 1
-            copies[names[1]][ids] = history.now
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Lives end for want of room."""
@@ -315,33 +291,25 @@ class Lives(RowCollector[BlockLife]):
             ids = np.flatnonzero(window.of["level"] != NOWHERE)
             for begin in range(0, len(ids), _MOST):
                 some = ids[begin : begin + _MOST]
-                yield _rows(history, window, self._copies_of(window, some), some, None)
+                yield _rows(history, window, some, None)
 
     def _end(self, history: HistoryFold, window: Window, ids: Ids, eviction: int | None = None) -> None:
         if len(ids):
-            copies = self._copies_of(window, ids)
-            self.rows += _rows(history, window, copies, ids, eviction)
-            copies["offloads"][ids] = copies["onboards"][ids] = 0
+            self.rows += _rows(history, window, ids, eviction)
 
 
 _MOST = 1 << 13
 """Rows that are made at once."""
-_COPIES = {
-    MoveReason.OFFLOAD: ("offloads", "offloaded_ts"),
-    MoveReason.ONBOARD: ("onboards", "onboarded_ts"),
-}
 
 
-def _rows(
-    history: HistoryFold, window: Window, copies: Columns, ids: Ids, eviction: int | None
-) -> list[BlockLife]:
+def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) -> list[BlockLife]:
     """The lives of these blocks, as they are now."""
     known = window.of
     level = known["level"][ids]
     gone = level == NOWHERE
     requests = history.requests
     by, gone_by = known["stored_by"][ids].tolist(), np.where(gone, known["gone_by"][ids], NOWHERE).tolist()
-    offloads, onboards = copies["offloads"][ids], copies["onboards"][ids]
+    offloads, onboards = known["offloads"][ids], known["onboards"][ids]
     count = len(ids)
     columns: list[list[Any]] = [
         [window.created.window] * count,
@@ -355,9 +323,9 @@ def _rows(
         known["uses"][ids].tolist(),
         known["used_at"][ids].tolist(),
         offloads.tolist(),
-        _where(offloads > 0, copies["offloaded_ts"][ids]),
+        _where(offloads > 0, known["offloaded_at"][ids]),
         onboards.tolist(),
-        _where(onboards > 0, copies["onboarded_ts"][ids]),
+        _where(onboards > 0, known["onboarded_at"][ids]),
         [None if each < 0 else LEVEL_NAMES[each] for each in level.tolist()],
         _where(gone, known["gone_batch"][ids]),
         _where(gone, known["gone_at"][ids]),

@@ -302,15 +302,14 @@ class AuditTotals(HistoryListener):
         """Count stored blocks."""
         self.audit.stored += len(ids)
 
-    def moved(self, history: HistoryFold, window: Window, event: ev.BlocksMoved) -> None:
+    def moved(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksMoved) -> None:
         """Count traffic between the levels."""
         audit, blocks = self.audit, len(event.to_slots) // SLOT_BYTES
         if event.why == MoveReason.ONBOARD:
             audit.onboarded += blocks
         elif event.why == MoveReason.RECOMPUTED:
             audit.taken_over += blocks
-            ids = window.contents(event.to_level, event.to_slots)
-            self.computed_twice(history, window, int((ids >= 0).sum()))
+            self.computed_twice(history, window, len(ids))
         else:
             audit.offloaded += blocks
 
