@@ -19,7 +19,7 @@ def pinned_zeros(num_bytes: int) -> torch.Tensor:
     """
     if num_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
-    region = _mapped(num_bytes)
+    region = _mapped(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "host memory")
     # Zeroed by torch's threads: page faults, most of the cost of pinning, then happen in parallel.
     tensor = torch.frombuffer(region, dtype=torch.uint8).zero_()
     region.register(tensor.data_ptr())
@@ -32,11 +32,7 @@ def mapped_file(descriptor: int, num_bytes: int, *, pin: bool) -> torch.Tensor:
     It is unmapped with its last view, and the descriptor may be closed at once. With `pin` it is page-locked: raises
     MemoryError where that is refused, as for files of disks by many systems, and where it cannot be mapped.
     """
-    try:
-        region = _PinnedRegion(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-    except OSError as error:
-        raise MemoryError(f"cannot map {num_bytes:,} bytes of a file: {error.strerror}") from error
-    _keep_from_children(region)
+    region = _mapped(descriptor, num_bytes, mmap.MAP_SHARED, "a file")
     tensor = torch.frombuffer(region, dtype=torch.uint8)
     if pin:
         region.register(tensor.data_ptr())
@@ -67,16 +63,14 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _mapped(num_bytes: int) -> _PinnedRegion:
+def _mapped(descriptor: int, num_bytes: int, flags: int, what: str) -> _PinnedRegion:
+    """Map memory, which children do not get: after a fork the parent's pages would be copied on write, and the GPU
+    would keep the old ones.
+    """
     try:
-        region = _PinnedRegion(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = _PinnedRegion(descriptor, num_bytes, flags=flags)
     except OSError as error:
-        raise MemoryError(f"cannot map {num_bytes:,} bytes of host memory: {error.strerror}") from error
-    _keep_from_children(region)
-    return region
-
-
-def _keep_from_children(region: mmap.mmap) -> None:
-    """After a fork the parent's pages would be copied on write, and the GPU would keep the old ones."""
+        raise MemoryError(f"cannot map {num_bytes:,} bytes of {what}: {error.strerror}") from error
     if hasattr(mmap, "MADV_DONTFORK"):
         region.madvise(mmap.MADV_DONTFORK)
+    return region

@@ -42,7 +42,9 @@ class CopyStreams:
         used = {level for level, _ in jobs} or {0}
         lanes = [self._by_level[level] for level in sorted(used)]
         for lane in lanes:
-            self._let_wait(lane)
+            lane.wait_stream(torch.cuda.current_stream(self._device))
+            if self._last is not None:
+                lane.wait_event(self._last)
         try:
             for level, job in jobs:
                 with torch.cuda.stream(self._by_level[level]):
@@ -52,11 +54,6 @@ class CopyStreams:
                 lane.synchronize()
             raise
         return EventTicket(self._finish(lanes), self._device)
-
-    def _let_wait(self, lane: torch.cuda.Stream) -> None:
-        lane.wait_stream(torch.cuda.current_stream(self._device))
-        if self._last is not None:
-            lane.wait_event(self._last)
 
     def _finish(self, lanes: Sequence[torch.cuda.Stream]) -> torch.cuda.Event:
         """Record the batch's one event on the first lane, after the others."""

@@ -147,7 +147,11 @@ class Layout:
             _group(config, heads, index, length, by_length[length])
             for index, length in enumerate(sorted(by_length))
         )
-        groups += tuple(_cross_group(config, heads, len(groups), each) for each in cross)
+        for window in cross:
+            pools = _pools(config, heads, window.layers)
+            groups += (
+                GroupLayout(len(groups), CROSS_WINDOW, "cross", window.layers, pools, window.num_blocks),
+            )
         cut = tuple(
             CutWindow(window.given, length)
             for length, alike in by_length.items()
@@ -258,12 +262,6 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
     ]
     cross = _Window(CROSS_WINDOW, CROSS_WINDOW, every, counts[-1], is_full=False)
     return [*windows, cross] if has_cross else windows
-
-
-def _cross_group(config: KVCacheConfig, heads: Sequence[int], index: int, cross: _Window) -> GroupLayout:
-    """The group of cross attention."""
-    pools = _pools(config, heads, cross.layers)
-    return GroupLayout(index, cross.tokens, "cross", cross.layers, pools, cross.num_blocks)
 
 
 def _group(
