@@ -1,33 +1,42 @@
-"""``kvcache audit``: over all requests of a log, why prompt tokens were computed, and what evictions cost."""
+"""``kvcache audit``: over all requests of a log, why prompt tokens were computed, and what evictions cost.
+
+Of a directory of logs the workers of a fleet are shown beside each other. In JSON ages are in seconds, times ISO 8601
+and ns, levels by name.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from events.log import LogReader
+from events.log.segments import is_log
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch, RequestId
+from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
-from kvcache.audit.reasons import LOSSES, Reason
+from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
+from kvcache.audit.histogram import Ages
+from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
-from kvcache.cli import feed_log, fleet, times
-from kvcache.cli.audit_json import ages_in_words, to_json
+from kvcache.cli import times
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Output, bar, end_json
+from kvcache.cli.output import Output, bar, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
-from kvcache.phrases import count, printable, share
+from kvcache.phrases import count, duration, iso, printable, share
 
 _BARS = 24
 """Rows of the picture over time, at most."""
 _BAR = 40
+_MOST_NAMES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
+    from kvcache.cli import feed_log  # which shows ages as this module does
+
     if feed_log.is_feed_log(args.log):
         return feed_log.audit(args, out)
-    directory = fleet.logs_in(args.log)
+    directory = logs_in(args.log)
     if directory.logs or directory.left_out:
-        return fleet.run(args, directory, out)
+        return _audit_fleet(args, directory, out)
     if args.engine != "processes":
         raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
     reader = LogReader(args.log)
@@ -128,11 +139,22 @@ def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
 
 
 def _show_reasons(audit: Audit, out: Output) -> None:
-    fleet.show_reasons("prompt tokens", audit.reasons, out)
+    _reasons_table("prompt tokens", audit.reasons, out)
     for (group, kind), tokens in sorted(audit.lost_by_group.items()):
         out.line(
             f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
         )
+
+
+def _reasons_table(title: str, counts: npt.NDArray[np.int64], out: Output) -> None:
+    """Prompt tokens by reason, as a table."""
+    total = int(counts.sum())
+    rows = [
+        [IN_WORDS[reason], f"{tokens:,}", share(tokens / total)]
+        for reason in Reason
+        if (tokens := int(counts[reason]))
+    ]
+    out.table([title, "count", "share"], rows, right=["count", "share"])
 
 
 def _show_time(audit: Audit, when: Times, out: Output) -> None:
@@ -270,3 +292,254 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
     out.line()
     columns += ["last use", "stored by request", "cached at the end"]
     out.table(columns, rows, right=["tokens served", "times"])
+
+
+# -- for programs
+
+
+def to_json(audit: Audit) -> dict[str, Any]:
+    """All of an audit."""
+    return {
+        **stamp(audit.first_batch, audit.first_at, "first_"),
+        **stamp(audit.last_batch, audit.last_at, "last_"),
+        **pick(audit, "tokens_recorded", "requests", "refusals", "prompt_tokens", reused_tokens="reused"),
+        **pick(
+            audit, loaded_tokens="loaded", not_loaded_tokens="not_loaded", duplicated_tokens="computed_twice"
+        ),
+        "engine_counts": _counts_json(audit),
+        "reasons": reasons_json(audit.reasons),
+        "namespaces": [
+            {**namespace_json(namespace), "reasons": reasons_json(tokens)}
+            for namespace, tokens in audit.by_namespace.items()
+        ],
+        "lost_by_group": [
+            {"group": group, "kind": kind, "tokens": tokens}
+            for (group, kind), tokens in sorted(audit.lost_by_group.items())
+        ],
+        "over_time": _time_json(audit),
+        "evictions": {
+            "recomputed_tokens": sum(audit.lost_by_priority.values()),
+            "by_priority": dict(sorted(audit.lost_by_priority.items())),
+            "ages": ages_json(audit.lost_ages),
+            "worst": [
+                stamp(each.batch, each.at) | pick(each, "window", "for_request", recomputed_tokens="tokens")
+                for each in audit.worst
+            ],
+        },
+        "levels": {name: _level_json(audit, level) for level, name in enumerate(LEVEL_NAMES)},
+        "blocks": {
+            **pick(
+                audit, "stored", "never_reused", "offloaded", "onboarded", "taken_over", uses_when_gone="uses"
+            ),
+            "lifetimes": ages_json(audit.lifetimes),
+        },
+        "prefixes": [
+            pick(each, "number", "first", "stop", "times", "stored_by", "name", continues="parent")
+            | pick(each, served_tokens="tokens_served", cached_at_end="cached")
+            | {"last_used": {"ts": each.last_used, "time": iso(each.last_used)}}
+            for each in audit.prefixes
+        ],
+    }
+
+
+def _level_json(audit: Audit, level: int) -> dict[str, Any]:
+    lives, verdict = audit.levels[level], verdict_on(audit, level)
+    return {
+        "hit_ages": ages_json(lives.hit_ages),
+        "eviction_ages": ages_json(lives.eviction_ages),
+        **pick(lives, "evicted", recomputed_tokens="recomputed"),
+        "verdict": None if verdict is None else verdict.size,
+        "curves_cross": None if verdict is None else verdict.crosses,
+    }
+
+
+def reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Prompt tokens by reason."""
+    return {reason.label: int(tokens[reason]) for reason in Reason}
+
+
+def namespace_json(namespace: Namespace) -> dict[str, Any]:
+    """What keeps a prompt apart from others."""
+    salt = namespace.salt_digest
+    return pick(namespace, "lora_id", "lora_name") | {"salt_digest": None if salt is None else salt.hex()}
+
+
+def _counts_json(audit: Audit) -> dict[str, Any] | None:
+    if audit.counts is None:
+        return None
+    ours, theirs = (dict(zip(("prompt_tokens", "reused_tokens"), each, strict=True)) for each in audit.counts)
+    return {**theirs, "in_log": ours}
+
+
+def _time_json(audit: Audit) -> dict[str, Any]:
+    start, width, rows = audit.over_time.start, audit.over_time.width, audit.over_time.rows
+    return {
+        "ts": start,
+        "time": None if start is None else iso(start),
+        "seconds": None if start is None else width / 1e9,
+        "parts": [] if start is None else [reasons_json(row) for row in rows],
+        "clock_set_back": [] if start is None else audit.set_back,
+    }
+
+
+def ages_json(ages: Ages) -> dict[str, Any]:
+    """Quantiles, and the histogram."""
+    return {
+        "count": ages.total,
+        **{f"p{percent}_seconds": ages.quantile(percent / 100) for percent in (10, 50, 90)},
+        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
+    }
+
+
+def ages_in_words(ages: Ages) -> str:
+    """The median, and what a tenth lies below and above."""
+    low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
+    return f"{middle} ({low} to {high})"
+
+
+# -- several workers
+
+
+@dataclass(slots=True)
+class LogsFound:
+    """A directory of logs."""
+
+    logs: list[Path]
+    left_out: list[LeftOut]
+    """What lies in it and may be a log, but cannot be looked into."""
+
+
+def logs_in(directory: Path) -> LogsFound:
+    """The logs that lie directly in a directory; none if it is a log itself, or no directory."""
+    found = LogsFound([], [])
+    if is_log(directory) or not directory.is_dir():
+        return found
+    for path in sorted(directory.iterdir()):
+        try:
+            if is_log(path):
+                found.logs.append(path)
+        except OSError as error:
+            found.left_out.append(LeftOut.of(path, error))
+    return found
+
+
+def _audit_fleet(args: argparse.Namespace, directory: LogsFound, out: Output) -> int:
+    """Audit each log, and compare."""
+    logs, left_out = directory.logs, list(directory.left_out)
+    if args.since is not None or args.until is not None:
+        raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
+    with out.progress("reading logs", len(logs)) as update:
+        engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
+        workers: list[WorkerAudit] = []
+        for number, worker in enumerate(engine):
+            if isinstance(worker, LeftOut):
+                left_out.append(worker)
+            else:
+                workers.append(worker)
+            update(number + 1)
+    left_out.sort(key=lambda each: each.path)
+    if not workers:
+        raise UsageError(f"no log in it can be read: {'; '.join(map(_left_out, left_out))}")
+    for each in left_out:
+        out.warning(f"left out: {_left_out(each)}")
+    fleet = together(workers, args.top)
+    for worker in fleet.workers:
+        out.note_end(worker.end, args.log / worker.name)
+    if args.json:
+        out.json(_fleet_json(fleet, left_out))
+    else:
+        _show_fleet(args.log, fleet, out)
+    return 0
+
+
+def _show_fleet(directory: Path, fleet: Fleet, out: Output) -> None:
+    out.heading(f"{printable(str(directory))}: {count(len(fleet.workers), 'worker')}")
+    prompt, elsewhere = int(fleet.reasons.sum()), sum(fleet.elsewhere)
+    reused = int(fleet.reasons[: Reason.PARTIAL + 1].sum())
+    part, other = share(reused / max(prompt, 1)), share(elsewhere / max(prompt, 1))
+    out.facts(
+        [
+            ("requests", f"{sum(each.audit.requests for each in fleet.workers):,} admitted"),
+            ("prompt tokens", f"{prompt:,}, of which {reused:,} were reused: {part}"),
+            ("elsewhere", f"{elsewhere:,} were computed while another worker had them cached: {other}"),
+            ("blocks", _computed(fleet)),
+        ]
+    )
+    out.line()
+    rows = [
+        _worker_row(worker, tokens) for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
+    ]
+    columns = ["worker", "requests", "prompt tokens", "reused", "cached elsewhere", "refusals"]
+    out.table(columns, rows, right=columns[1:])
+    out.line()
+    _reasons_table("prompt tokens of all", fleet.reasons, out)
+    if fleet.spread:
+        out.line()
+        columns = [
+            "prefixes that several workers computed",
+            "last block",
+            "computed more than once",
+            "workers",
+        ]
+        rows = [
+            [
+                *(f"{each.first:,}–{each.stop - 1:,}", each.name, f"{each.duplicated_tokens:,}"),
+                _first_of(list(map(printable, each.workers))),
+            ]
+            for each in fleet.spread
+        ]
+        out.table(columns, rows, right=["computed more than once"])
+
+
+def _first_of(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def some_of(logs: list[Path]) -> str:
+    """The first of them by name."""
+    return _first_of([printable(path.name) for path in logs])
+
+
+def _computed(fleet: Fleet) -> str:
+    several = sum(blocks for workers, blocks in fleet.computed_on.items() if workers > 1)
+    total = sum(fleet.computed_on.values())
+    return f"{total:,} different ones of prompts were computed, {several:,} on several workers"
+
+
+def _worker_row(worker: WorkerAudit, elsewhere: int) -> list[str]:
+    audit = worker.audit
+    total = max(audit.prompt_tokens, 1)
+    return [
+        printable(worker.name),
+        f"{audit.requests:,}",
+        f"{audit.prompt_tokens:,}",
+        share(audit.reused / total),
+        share(elsewhere / total),
+        f"{audit.refusals:,}",
+    ]
+
+
+def _left_out(each: LeftOut) -> str:
+    return f"{printable(str(each.path))}: {each.reason}"
+
+
+def _fleet_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """All of a fleet."""
+    return {
+        "prompt_tokens": int(fleet.reasons.sum()),
+        "reused_tokens": int(fleet.reasons[: Reason.PARTIAL + 1].sum()),
+        "elsewhere_tokens": sum(fleet.elsewhere),
+        "reasons": reasons_json(fleet.reasons),
+        "blocks_computed_on": fleet.computed_on,
+        "left_out": [{"name": each.path.name, "reason": each.reason} for each in left_out],
+        "prefixes": fleet.spread,
+        "workers": [
+            {
+                "name": worker.name,
+                "elsewhere_tokens": tokens,
+                "audit": to_json(worker.audit) | {"end": end_json(worker.end)},
+            }
+            for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
+        ],
+    }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from events.errors import NotALog
 from events.log.segments import holds_foreign_files, is_log
 from kvcache._version import __version__
-from kvcache.cli.fleet import logs_in
+from kvcache.cli.audit import logs_in
 from kvcache.cli.options import add_shared
 from kvcache.cli.output import Output, paint
 from kvcache.config import KVCacheConfig, problems_in, read_environment

@@ -16,7 +16,7 @@ from kvcache.audit.explanation import (
     explain_request,
     tell,
 )
-from kvcache.cli.audit_json import namespace_json
+from kvcache.cli.audit import namespace_json
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo

@@ -38,7 +38,7 @@ def _lines(error: Exception) -> list[str]:
 
 def _not_a_log(error: NotALog) -> str:
     """Of a directory of logs, give one of these."""
-    from kvcache.cli.fleet import logs_in, some_of
+    from kvcache.cli.audit import logs_in, some_of
 
     with suppress(OSError):
         if inside := logs_in(error.path).logs:

@@ -16,7 +16,7 @@ from events.packed import TOKEN_BYTES
 from events.subscribe.workers import FeedState, WorkerState, longest_prefixes
 from events.tokens.rich import RichTokens
 from events.types import EventBatch, Gap, Namespace
-from kvcache.cli.audit_json import ages_in_words, ages_json
+from kvcache.cli.audit import ages_in_words, ages_json
 from kvcache.cli.options import origin
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span

@@ -20,7 +20,7 @@ from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.recent import Lately, Recent
 from kvcache.audit.tables import occupancy
 from kvcache.cli import times
-from kvcache.cli.audit_json import reasons_json
+from kvcache.cli.audit import reasons_json
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, Paced, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
