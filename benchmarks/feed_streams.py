@@ -60,8 +60,6 @@ READ_MS = 500
 class Recorder(Sink):
     """A sink that keeps what it is given."""
 
-    overflow = "block"
-
     def __init__(self) -> None:
         self.batches: list[EventBatch] = []
 
@@ -85,7 +83,8 @@ def record(blocks: int) -> list[EventBatch]:
         primary_blocks=blocks + SEQUENCE_BLOCKS,
         block_hash=HASH,
     )
-    with KVCacheManager(config, sinks=[recorder]) as manager:
+    keeping = SinkRunner(recorder, "recorder", max_events=1 << 40, max_bytes=1 << 40)
+    with KVCacheManager(config, sinks=[keeping]) as manager:
         for number in range(blocks // SEQUENCE_BLOCKS):
             prompt = random.integers(0, VOCABULARY, SEQUENCE_BLOCKS * BLOCK, dtype=np.int32)
             manager.add_sequence(number, prompt)
@@ -101,7 +100,7 @@ def publish(port: int, blocks: int) -> None:
     context = SinkContext(ALGORITHMS[HASH].key_bytes, BLOCK)
     url = f"zmq+pub://127.0.0.1:{port}?coalesce=0&heartbeat=0&state=&hwm=1000000"
     feed: Any = open_sink(url, context)
-    runner = SinkRunner(feed, "feed", overflow="block")
+    runner = SinkRunner(feed, "feed", max_events=1 << 40, max_bytes=1 << 40)
     runner.start()
     print("ready", flush=True)
     assert feed.wait_subscribers(1, 60)

@@ -155,11 +155,11 @@ def steps(engine: Engine, requests: list[tuple[Any, list[int]]]) -> Iterator[Non
 
 
 def feed(config: KVCacheConfig) -> SinkRunner:
-    """The feed without coalescing; the engine waits for it, so that nothing is left out."""
+    """The feed without coalescing, behind a queue in which everything has room."""
     url = "zmq+pub://127.0.0.1:0?coalesce=0"
     algorithm = DEFAULT_ALGORITHM if config.block_hash == "auto" else config.block_hash
     context = SinkContext(ALGORITHMS[algorithm].key_bytes, config.tokens_per_block)
-    return SinkRunner(open_sink(url, context), url, overflow="block", drain_seconds=60)
+    return SinkRunner(open_sink(url, context), url, max_events=1 << 40, max_bytes=1 << 40, drain_seconds=60)
 
 
 def logged(mode: str) -> LogConfig:

@@ -67,7 +67,7 @@ class PlainSalts:
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
-Overflow = Literal["drop_oldest", "drop_newest", "block"]
+Overflow = Literal["drop_oldest", "drop_newest"]
 State = Literal["running", "failing", "quarantined", "closed"]
 _PORT_SHOWN = 6
 """A port that is too large is repeated if it has no more digits."""

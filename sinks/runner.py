@@ -1,8 +1,8 @@
 """A sink's thread, and the bounded queue between it and the engine's thread.
 
-Whatever a sink does (sleeps, raises, hangs, exits its thread, forks), `put` does not wait for it, unless
-`overflow` is "block". And nothing is lost without a trace: a batch that does not reach the sink is counted as
-dropped, and an `EventBatch` with a `Gap` over its seq takes its place in the sink's stream. At any time::
+Whatever a sink does (sleeps, raises, hangs, exits its thread, forks), `put` does not wait for it. And nothing is lost
+without a trace: a batch that does not reach the sink is counted as dropped, and an `EventBatch` with a `Gap` over its
+seq takes its place in the sink's stream. At any time::
 
     batches put = delivered + dropped + lag
 
@@ -30,6 +30,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import get_args
 
 from events.codec import batch_without_tokens
@@ -40,27 +41,20 @@ from events.types import EventBatch, Gap
 from sinks.base import Overflow, Sink, SinkError, SinkOpenError, SinkStats, State
 
 
+@dataclass(slots=True)
 class LostBatches:
     """A row of batches that the sink will not get, with nothing delivered between them."""
 
-    __slots__ = ("first_seq", "last_seq", "reason", "ts")
-
-    def __init__(self, batch: EventBatch, reason: str) -> None:
-        self.first_seq = self.last_seq = batch.seq
-        self.ts = batch.ts
-        self.reason = reason
+    first_seq: int
+    last_seq: int
+    ts: int
+    reason: str
 
     def as_batch(self) -> EventBatch:
         """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
-        return EventBatch(
-            self.last_seq,
-            self.ts,
-            (Gap(first_seq=self.first_seq, last_seq=self.last_seq, reason=self.reason),),
-        )
+        gap = Gap(first_seq=self.first_seq, last_seq=self.last_seq, reason=self.reason)
+        return EventBatch(self.last_seq, self.ts, (gap,))
 
-
-_ROOM = 16
-"""This part of a queue must be free before a `put` goes on that met a full one."""
 
 Queued = tuple[EventBatch, int]
 """A batch and its size in bytes as counted. A plain tuple, because making a named one takes ten times as long."""
@@ -94,9 +88,6 @@ class BatchQueue:
         self._items: deque[Item] = deque()
         self._refusal: str | None = None
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._waiting: Queued | None = None
-        """What a `put` waits with."""
         self._wake = threading.Event()
         self.put_batches = self._put_events = self._put_bytes = 0
         self._left_events = self._left_bytes = 0
@@ -106,18 +97,8 @@ class BatchQueue:
         """The batches that wait, and the losses between them."""
         return len(self._items)
 
-    @property
-    def waiting_events(self) -> int:
-        """Events of the batches that wait."""
-        return self._put_events - self._left_events
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Their bytes, as counted."""
-        return self._put_bytes - self._left_bytes
-
     def put(self, batch: EventBatch, size: int | None = None) -> None:
-        """Append a batch. Never raises; waits only if `overflow` is "block".
+        """Append a batch. Never raises or waits.
 
         `size` is that of `events.size.batch_bytes`, for who knows it already.
         """
@@ -143,8 +124,6 @@ class BatchQueue:
             item = self._items.popleft()
             if not isinstance(item, LostBatches):
                 self._count_left(item)
-            if self._waiting is not None and self._has_room(self._waiting):
-                self._room.notify()
             return item
 
     def wait(self, seconds: float) -> bool:
@@ -161,7 +140,6 @@ class BatchQueue:
         """From now on whatever is put is lost for `reason`. What is in the queue stays."""
         with self._lock:
             self._refusal = reason
-            self._room.notify_all()
 
     def accept(self, reason: str) -> None:
         """Take batches again, unless they are refused for another reason than this one."""
@@ -190,14 +168,11 @@ class BatchQueue:
         """Start anew in a forked process, empty and refusing: the content is the parent's to deliver."""
         # Whoever held the lock at the fork does not exist in this process.
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
         self._items.clear()
         self._refusal = "forked"
 
     def _put_slowly(self, item: Queued) -> None:
         with self._lock:
-            if self._overflow == "block" and not self._fits(item):
-                self._wait_for_room(item)
             if self._refusal:
                 note_loss(self._items, self._lose(item, self._refusal))
             elif self._overflow == "drop_newest" and not self._fits(item):
@@ -206,23 +181,10 @@ class BatchQueue:
                 self._drop_oldest_until_fits(item)
                 self._items.append(item)
 
-    def _wait_for_room(self, item: Queued) -> None:
-        self._waiting = item
-        while not self._refusal and not self._has_room(item):
-            self._wake.set()
-            self._room.wait()
-        self._waiting = None
-
-    def _has_room(self, item: Queued) -> bool:
-        """Whether many more would fit: who went on at once would wait again, at two switches of threads per batch."""
-        return self._fits(item, self._max_events // _ROOM, self._max_bytes // _ROOM)
-
-    def _fits(self, item: Queued, free_events: int = 0, free_bytes: int = 0) -> bool:
-        """Whether `item`, which is counted already, is alone or leaves so much free."""
-        total, events = self.waiting_bytes, self.waiting_events
-        return total == item[1] or (
-            total <= self._max_bytes - free_bytes and events <= self._max_events - free_events
-        )
+    def _fits(self, item: Queued) -> bool:
+        """Whether `item`, which is counted already, is alone or has room."""
+        events, total = self._put_events - self._left_events, self._put_bytes - self._left_bytes
+        return total == item[1] or (total <= self._max_bytes and events <= self._max_events)
 
     def _drop_oldest_until_fits(self, item: Queued) -> None:
         losses: list[LostBatches] = []
@@ -237,7 +199,7 @@ class BatchQueue:
         self._count_left(item)
         self.dropped_batches += 1
         self.dropped_events += len(item[0].events)
-        return LostBatches(item[0], reason)
+        return LostBatches(item[0].seq, item[0].seq, item[0].ts, reason)
 
     def _count_left(self, item: Queued) -> None:
         self._left_events += len(item[0].events)
@@ -261,7 +223,7 @@ class SinkRunner:
     """Feeds a sink from the engine's thread.
 
     The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the oldest
-    batches, the newest, or ("block", for offline use) the engine. None leaves that to the sink's own `overflow`. `tick`
+    batches or the newest. None leaves that to the sink's own `overflow`. `tick`
     is called after each batch and about every 10 ms while none comes. After `max_errors` failures in a row, with pauses
     that double from `backoff_seconds` to 5 s, the sink is quarantined and reported. It is opened again after
     `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close` waits at most
@@ -295,12 +257,10 @@ class SinkRunner:
         self.sink = self._sink = sink
         self.hides_tokens = sink.needs_tokens is False
         """Whether token ids are taken out before the sink gets a batch."""
-        overflow = overflow or sink.overflow
-        self._queue = BatchQueue(max_events, max_bytes, overflow)
-        self._waits_for_room = overflow == "block"
+        self._queue = BatchQueue(max_events, max_bytes, overflow or sink.overflow)
         # Not a method around it: the engine calls this once per step and sink.
         self.put = self._queue.put
-        """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
+        """Hand a batch to the sink. Never raises or waits."""
         self._drain_seconds, self._clock, self._wait = drain_seconds, clock, pause
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
@@ -392,10 +352,7 @@ class SinkRunner:
     def _run(self) -> None:
         if not self._open():
             self._open_failed = True
-            self._state = "quarantined"
-            if self._waits_for_room:
-                # Elsewhere what is put stays in the queue: the sink has missed nothing yet.
-                self._leave_out()
+            self._state = "quarantined"  # What is put stays in the queue: the sink has missed nothing yet.
         self._opened.set()
         self._started.wait()  # which refuses a sink that could not be opened in time, and says why
         if self._open_failed and not self._closing.is_set():
@@ -428,7 +385,11 @@ class SinkRunner:
         while not self._wait(self._closing, self._pause):
             self._pause = min(self._pause * 2, self._retry_seconds_max)
             if self._open() and self._takes_what_it_missed():
-                self._go_on()
+                self._errors_in_row = self._tick_errors_in_row = 0
+                self._recovered_at = self._clock()
+                self._queue.accept("quarantined")
+                self._state = "running"
+                self._report_recovery()
                 return True
             self._close_sink()
             if self._forked:
@@ -440,13 +401,6 @@ class SinkRunner:
         for loss in self._queue.take_losses():
             note_loss(self._owed, loss)
         return self._settle() and self._call("tick", self._sink.tick)
-
-    def _go_on(self) -> None:
-        self._errors_in_row = self._tick_errors_in_row = 0
-        self._recovered_at = self._clock()
-        self._queue.accept("quarantined")
-        self._state = "running"
-        self._report_recovery()
 
     def _report_recovery(self) -> None:
         dropped = self._queue.dropped_batches + self._failed_batches
@@ -474,13 +428,15 @@ class SinkRunner:
         if isinstance(item, LostBatches):
             self._owed.append(item)
             self._settle()
-        elif (not self._owed or self._settle()) and self._write(self._shown(item[0])):
+        elif (not self._owed or self._settle()) and self._write(
+            batch_without_tokens(item[0]) if self.hides_tokens else item[0]
+        ):
             self._batches += 1
             self._events += len(item[0].events)
         else:
             self._failed_batches += 1
             self._failed_events += len(item[0].events)
-            note_loss(self._owed, LostBatches(item[0], "failed"))
+            note_loss(self._owed, LostBatches(item[0].seq, item[0].seq, item[0].ts, "failed"))
         if self._errors_in_row and not self._forked:
             self._after_failure(self._errors_in_row)
         elif self._failing_since is not None:
@@ -493,9 +449,6 @@ class SinkRunner:
                 return False
             del self._owed[0]
         return True
-
-    def _shown(self, batch: EventBatch) -> EventBatch:
-        return batch_without_tokens(batch) if self.hides_tokens else batch
 
     def _write(self, batch: EventBatch) -> bool:
         try:  # as `_call` does, without a call and a lambda for each batch
@@ -561,17 +514,14 @@ class SinkRunner:
             self._report_recovery()
 
     def _quarantine(self) -> None:
-        self._leave_out()
+        self._state = "quarantined"
+        self._queue.refuse("quarantined")
+        self._queue.drop_all("quarantined")
         self._failing_since = None
         if self._clock() - self._recovered_at > self._retry_seconds_max:
             # One that fails soon again has not recovered, and is not to be tried more often for that.
             self._pause = self._retry_seconds
         self._report_quarantine()
-
-    def _leave_out(self) -> None:
-        self._state = "quarantined"
-        self._queue.refuse("quarantined")
-        self._queue.drop_all("quarantined")
 
     def _report_quarantine(self) -> None:
         _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)

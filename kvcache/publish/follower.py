@@ -33,7 +33,7 @@ from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.base import SinkUnavailable
 from sinks.router.feed import RouterFeed
-from sinks.runner import describe, pause_after
+from sinks.runner import LostBatches, describe, pause_after
 
 _SAVE_SECONDS = 0.5
 
@@ -496,13 +496,13 @@ class SinkFollower:
     def _as_given(self, batch: EventBatch) -> EventBatch:
         if self._concealed:
             self._progress.lost_batches += 1
-            return _gap(batch.seq, batch.seq, batch.ts, "the log has no token ids")
+            return LostBatches(batch.seq, batch.seq, batch.ts, "the log has no token ids").as_batch()
         return batch_without_tokens(batch) if self._sink.needs_tokens is False else batch
 
     def _tell_of_gap(self, start: Start) -> None:
         first, last = start.seq - start.removed, start.seq - 1
         self._note_gap(first, last)
-        self._delivery.write(_gap(first, last, 0, "removed from the log"))
+        self._delivery.write(LostBatches(first, last, 0, "removed from the log").as_batch())
 
     def _note_gap(self, first: int, last: int) -> None:
         """Batches were removed from the log before they were read."""
@@ -555,7 +555,8 @@ class SinkFollower:
         """Whatever they were told may be wrong soon, and nothing more will be said."""
         if isinstance(self._sink, RouterFeed) and self._delivery.is_open:
             with suppress(Exception):  # it may be what has failed
-                self._sink.write(_gap(self._given[0] + 1, self._given[0] + 1, 0, "the log cannot be read"))
+                unread = self._given[0] + 1
+                self._sink.write(LostBatches(unread, unread, 0, "the log cannot be read").as_batch())
                 self._sink.restate()
 
     def _end(self) -> None:
@@ -583,8 +584,3 @@ def _lag(head: Head | None, progress: Progress) -> tuple[int | None, float | Non
     if head.ts is None or progress.ts is None:
         return batches, None
     return batches, max(0.0, (head.ts - progress.ts) / 1e9)
-
-
-def _gap(first: int, last: int, ts: int, reason: str) -> EventBatch:
-    """What stands for batches that the sink cannot have."""
-    return EventBatch(last, ts, (Gap(first_seq=first, last_seq=last, reason=reason),))

@@ -32,8 +32,6 @@ __all__ = ["full_disk"]
 class Collector(Sink):
     """A sink that keeps what it gets."""
 
-    overflow = "block"
-
     def __init__(self) -> None:
         self.batches: list[EventBatch] = []
 

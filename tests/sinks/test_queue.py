@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import get_args
 
 import pytest
@@ -14,7 +13,6 @@ from events.types import EventBatch
 from sinks.base import Overflow
 from sinks.runner import BatchQueue, LostBatches
 from tests.support.feeds.sinks import check_stream, gaps, make_batch
-from tests.support.waiting import WAIT
 
 
 def take_all(queue: BatchQueue) -> list[EventBatch]:
@@ -23,6 +21,11 @@ def take_all(queue: BatchQueue) -> list[EventBatch]:
     while (item := queue.take()) is not None:
         taken.append(item.as_batch() if isinstance(item, LostBatches) else item[0])
     return taken
+
+
+def waiting(queue: BatchQueue) -> tuple[int, int]:
+    """Events and bytes of the batches in the queue, as counted."""
+    return queue._put_events - queue._left_events, queue._put_bytes - queue._left_bytes
 
 
 def filled(overflow: Overflow, count: int, max_events: int = 3) -> BatchQueue:
@@ -86,54 +89,6 @@ def test_drop_newest_takes_a_large_batch_when_only_a_gap_waits() -> None:
     assert queue.dropped_batches == 1
 
 
-def test_block_waits_for_room() -> None:
-    """With "block" nothing is dropped: put returns when the other side has taken something."""
-    queue = filled("block", 3)
-    done = threading.Event()
-
-    def put() -> None:
-        queue.put(make_batch(3))
-        done.set()
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    queue.wait(WAIT)  # the blocked put wakes the taker
-    assert not done.is_set()
-    queue.take()
-    assert done.wait(WAIT)
-    thread.join()
-    assert [batch.seq for batch in take_all(queue)] == [1, 2, 3]
-
-
-def test_a_blocked_put_waits_for_room_for_many() -> None:
-    """Engine and sink do not take turns batch by batch: a sixteenth of the queue is free before the engine goes on."""
-    queue = filled("block", 64, max_events=64)
-    thread = threading.Thread(target=queue.put, args=(make_batch(64),))
-    thread.start()
-    queue.wait(WAIT)
-    for _ in range(4):
-        queue.take()
-    # Whoever went on too early would have put its batch by the time that it is woken once more.
-    assert not queue.wait(0.05)
-    assert len(queue) == 60
-    queue.take()
-    thread.join(WAIT)
-    assert not thread.is_alive()
-    assert [batch.seq for batch in take_all(queue)] == list(range(5, 65))
-
-
-def test_refuse_releases_a_blocked_put() -> None:
-    """A sink that is given up does not leave the engine waiting."""
-    queue = filled("block", 3)
-    thread = threading.Thread(target=queue.put, args=(make_batch(3),))
-    thread.start()
-    queue.wait(WAIT)
-    queue.refuse("quarantined")
-    thread.join(WAIT)
-    assert not thread.is_alive()
-    assert queue.dropped_batches == 1
-
-
 def test_wait_ends_when_half_full() -> None:
     """Half a queue wakes the taker before its time."""
     queue = filled("drop_oldest", 1, max_events=4)
@@ -165,7 +120,7 @@ def test_bounds_must_be_positive(events: int, size: int) -> None:
 
 def test_policy_must_be_known() -> None:
     """A misspelled policy names the known ones."""
-    with pytest.raises(ValueError, match="drop_oldest, drop_newest, block"):
+    with pytest.raises(ValueError, match="drop_oldest, drop_newest"):
         BatchQueue(1, 1, "drop")  # type: ignore[arg-type]
 
 
@@ -197,10 +152,10 @@ def test_any_order_of_steps_loses_nothing_uncounted(
             put_events += events
         elif (item := queue.take()) is not None:
             stream.append(item.as_batch() if isinstance(item, LostBatches) else item[0])
-        assert queue.waiting_bytes <= max_bytes
-        assert queue.waiting_events <= max_events
+        assert waiting(queue)[1] <= max_bytes
+        assert waiting(queue)[0] <= max_events
         assert len(queue) <= 2 * max_events + 2
-    expected = queue.waiting_events, queue.waiting_bytes
+    expected = waiting(queue)
     rest = take_all(queue)
     waited = [batch for batch in rest if not gaps([batch])]
     assert expected == (sum(len(batch.events) for batch in waited), sum(map(batch_bytes, waited)))

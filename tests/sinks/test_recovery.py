@@ -117,7 +117,7 @@ class TestRunner:
     """Any sink."""
 
     @pytest.mark.parametrize("fails", [("write",), ("tick",), ("write", "open"), ("write", "tick", "close")])
-    @pytest.mark.parametrize("overflow", ["drop_oldest", "drop_newest", "block"])
+    @pytest.mark.parametrize("overflow", ["drop_oldest", "drop_newest"])
     def test_goes_on_when_it_works_again(self, fails: tuple[str, ...], overflow: Overflow) -> None:
         """What is put meanwhile is lost to gaps, all else arrives, accounts hold at any time, each turn is reported."""
         sink = Broken()

@@ -29,7 +29,7 @@ from tests.support.feeds.sinks import (
     gaps,
     make_batch,
 )
-from tests.support.waiting import WAIT, Clock, pause, wait_until
+from tests.support.waiting import WAIT, Clock, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,21 +213,6 @@ class TestSlowSink:
         assert (stats.batches, stats.lag_batches) == (2, 0)
         assert logs[-1]["event"] == "sink_lost_batches"
         assert logs[-1]["dropped"] == stats.dropped_batches
-
-    def test_block_loses_nothing(self) -> None:
-        """Where losing is worse than waiting, the engine waits and the stream is whole."""
-        sink = SlowSink()
-        runner = SinkRunner(sink, "slow", max_events=4, overflow="block")
-        runner.start()
-        engine = threading.Thread(target=put_all, args=(runner, 100))
-        engine.start()
-        for _ in range(100):
-            sink.let()
-            pause()
-        engine.join()
-        runner.close()
-        assert sink.seqs() == list(range(100))
-        assert gaps(sink.stream) == []
 
 
 class TestRaisingSink:
