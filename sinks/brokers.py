@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, TypeVar
 
@@ -28,7 +28,6 @@ from events.brokers.address import (
     BrokerAddress,
     BrokerError,
     BrokerUnavailable,
-    BrokerURLError,
 )
 from events.brokers.kafka import KafkaStream
 from events.brokers.nats import NATSStream
@@ -58,22 +57,6 @@ class BrokerOptions(FeedOptions, frozen=True, kw_only=True):
     keyfile: str | None = None
 
 
-def address_of(url: SinkURL, options: BrokerOptions) -> BrokerAddress:
-    """Where the broker is. Raises SinkURLError."""
-    try:
-        return BrokerAddress(
-            url.scheme,
-            url.host or "127.0.0.1",
-            url.port or PORTS[url.scheme],
-            url.path.strip("/") or STREAM,
-            url.user,
-            url.password,
-            msgspec.convert(options, AccessOptions, from_attributes=True),
-        )
-    except BrokerURLError as error:
-        raise SinkURLError(str(url), error.reason) from None
-
-
 def worker_of(url: SinkURL, options: BrokerOptions) -> str:
     """The name under which readers know this feed: by default this machine's, and the rank."""
     name = options.worker
@@ -95,22 +78,6 @@ def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
         )
         raise SinkURLError(str(url), f"bad option: {reason}")
     return retain
-
-
-def feed_of(
-    url: SinkURL, options: BrokerOptions, context: SinkContext, stream: Stream, worker: str
-) -> RouterFeed:
-    """The sink that feeds a worker's stream."""
-    writer = writer_of(url, options, context)
-    settings = BrokerSettings(
-        piece_bytes=int(url.quantity(options, "max_batch")),
-        timeout_seconds=url.quantity(options, "timeout"),
-        restate_seconds=url.quantity(options, "restate"),
-        writer=writer,
-    )
-    transport = BrokerTransport(stream, settings)
-    numbers_file = f"feed-{url.scheme}-{url.path.strip('/') or STREAM}-{worker}.numbers"
-    return make_feed(url, options, context, transport, numbers_file, overhead=writer.overhead)
 
 
 HEADER_BYTES = 4096
@@ -223,7 +190,8 @@ class BrokerTransport:
         try:
             if self._state is None and self._is_due():
                 self.tellings += 1
-                self._state = self._pieces(take_state(), self.tellings)
+                state = take_state()
+                self._state = _records(state.seq, self._payloads(state), self.tellings)
             if self._state is not None:
                 self._tell(self._state)
         except BaseException:
@@ -252,14 +220,12 @@ class BrokerTransport:
 
     def _append_all(self, seq: int, payload: bytes) -> str:
         """Have a batch kept, in pieces if it is too large and may be cut; returns where the first one is."""
-        first, *rest = self._cut(payload)
-        if not rest:
+        pieces = self._cut(payload)
+        if len(pieces) == 1:
             return self._append(StreamRecord(seq, payload))
         self.tellings += 1
-        place = self._append(StreamRecord(seq, first, 0, self.tellings))
-        for number, piece in enumerate(rest, 1):
-            self._append(StreamRecord(seq, piece, number, self.tellings, last=number == len(rest)))
-        return place
+        places = [self._append(record) for record in _records(seq, pieces, self.tellings)]
+        return places[0]
 
     def _cut(self, payload: bytes) -> list[bytes]:
         size = self.settings.piece_bytes
@@ -287,18 +253,6 @@ class BrokerTransport:
         late = self.clock() - self._told_at >= self.settings.restate_seconds
         return late or self._bytes_since > max(self._state_bytes, self.settings.min_bytes)
 
-    def _pieces(self, state: FeedSnapshot, telling: int) -> Iterator[StreamRecord]:
-        """The state's records. Only behind a piece it is known whether that was the last one."""
-        payload = None
-        number = 0
-        for piece in self._payloads(state):
-            if payload is not None:
-                yield StreamRecord(state.seq, payload, number, telling)
-                number += 1
-            payload = piece
-        assert payload is not None
-        yield StreamRecord(state.seq, payload, number, telling, last=True)
-
     def _payloads(self, state: FeedSnapshot) -> Iterator[bytes]:
         piece_bytes = self.settings.piece_bytes // self._writer.overhead
         for changes in in_batches(state.changes, piece_bytes):
@@ -323,6 +277,16 @@ class BrokerTransport:
         kept, self._kept = self._kept, self._state_at
         assert kept is not None
         self._until_done(lambda: self.stream.trim(kept))
+
+
+def _records(seq: int, payloads: Iterable[bytes], telling: int) -> Iterator[StreamRecord]:
+    """The records of what is sent in pieces. Only after a piece it is known whether that was the last one."""
+    numbered = enumerate(payloads)
+    number, payload = next(numbered)
+    for following, piece in numbered:
+        yield StreamRecord(seq, payload, number, telling)
+        number, payload = following, piece
+    yield StreamRecord(seq, payload, number, telling, last=True)
 
 
 class RedisOptions(BrokerOptions, frozen=True, kw_only=True):
@@ -354,14 +318,31 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
         stream = _stream(url, options, worker)
     except BrokerError as error:
         raise SinkURLError(str(url), error.reason) from None
-    return feed_of(url, options, context, stream, worker)
+    writer = writer_of(url, options, context)
+    settings = BrokerSettings(
+        piece_bytes=int(url.quantity(options, "max_batch")),
+        timeout_seconds=url.quantity(options, "timeout"),
+        restate_seconds=url.quantity(options, "restate"),
+        writer=writer,
+    )
+    transport = BrokerTransport(stream, settings)
+    numbers_file = f"feed-{url.scheme}-{url.path.strip('/') or STREAM}-{worker}.numbers"
+    return make_feed(url, options, context, transport, numbers_file, overhead=writer.overhead)
 
 
 create.takes_login = True  # type: ignore[attr-defined]
 
 
 def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
-    address = address_of(url, options)
+    address = BrokerAddress(
+        url.scheme,
+        url.host or "127.0.0.1",
+        url.port or PORTS[url.scheme],
+        url.path.strip("/") or STREAM,
+        url.user,
+        url.password,
+        msgspec.convert(options, AccessOptions, from_attributes=True),
+    )
     if isinstance(options, NATSOptions):
         return NATSStream(
             address,

@@ -117,9 +117,8 @@ class Delivery:
     A batch whose write has failed is offered again: nothing is lost, and half of it may come twice.
     """
 
-    def __init__(self, name: str, stopping: threading.Event) -> None:
-        self._name, self._stopping = name, stopping
-        self._sink: Sink | None = None
+    def __init__(self, name: str, sink: Sink, stopping: threading.Event) -> None:
+        self._name, self.sink, self._stopping = name, sink, stopping
         self.is_open = False
         self._opened_before = False
         self.errors = 0
@@ -131,18 +130,16 @@ class Delivery:
     def use(self, sink: Sink) -> None:
         """Serve this sink from now on; what was used before is closed."""
         self.close()
-        self._sink = sink
+        self.sink = sink
 
     def open(self) -> bool:
         """Open the sink; False if it was told to stop. Raises what the sink does, the first time.
 
         What does not answer at the moment is tried again all the same (SinkUnavailable).
         """
-        assert self._sink is not None
         if not self._opened_before:
             try:
-                self._sink.open()
-                self.is_open = True
+                self._open()
             except SinkUnavailable as error:
                 self._note(error)
             self._opened_before = True
@@ -150,21 +147,18 @@ class Delivery:
 
     def write(self, batch: EventBatch) -> bool:
         """Have the sink take a batch; False if it was told to stop before it did."""
-        assert self._sink is not None
-        write = self._sink.write
-        return self._until_done(lambda: write(batch))
+        return self._until_done(lambda: self.sink.write(batch))
 
     def tick(self) -> bool:
         """To be called after each batch, and all the time while there is none; False if the sink failed."""
-        assert self._sink is not None
-        return self._try(self._sink.tick)
+        return self._try(self.sink.tick)
 
     def close(self) -> None:
         """Close the sink, if it is open; what it raises is reported."""
-        if self.is_open and self._sink is not None:
+        if self.is_open:
             self.is_open = False
             try:
-                self._sink.close()
+                self.sink.close()
             except BaseException as error:  # noqa: BLE001  a sink may raise anything
                 self._note(error)
 
@@ -178,7 +172,7 @@ class Delivery:
         """Do it once, opening the sink if need be; if that fails, wait a moment."""
         try:
             if not self.is_open:
-                self._open_again()
+                self._open()
             action()
         except BaseException as error:  # noqa: BLE001  a sink's sys.exit() must not end the thread unnoticed
             self._note(error)
@@ -191,9 +185,8 @@ class Delivery:
             _log.warning("sink_recovered", sink=self._name)
         return True
 
-    def _open_again(self) -> None:
-        assert self._sink is not None
-        self._sink.open()
+    def _open(self) -> None:
+        self.sink.open()
         self.is_open = True
 
     def _note(self, error: BaseException) -> None:
@@ -226,10 +219,10 @@ class SinkFollower:
         """Why it has ended, if not because it was told to, or came to the end."""
         self._log, self._url, self._state_dir = log, url, state_dir
         self._until, self._poll_seconds, self._sink_stats = until, poll_seconds, sink_stats
-        self._sink: Sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
         self._stopping = threading.Event()
-        self._delivery = Delivery(self.name, self._stopping)
-        self._folds = self._sink.folds
+        sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
+        self._delivery = Delivery(self.name, sink, self._stopping)
+        self._folds = sink.folds
         forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
         self._file = None if forgets else position_file(state_dir, self.name)
         """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
@@ -292,7 +285,7 @@ class SinkFollower:
             errors=delivery.errors,
             last_error=delivery.last_error,
             is_open=self._is_live and delivery.is_open,
-            refused_peers=self._sink.refused_peers,
+            refused_peers=self._delivery.sink.refused_peers,
             lag_batches=lag_batches,
             lag_seconds=lag_seconds,
             catch_up=None if head is None else self._catch_up(),
@@ -331,7 +324,7 @@ class SinkFollower:
     def _find_start(self) -> Start | None:
         """Where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
         if self._folds:
-            return last_epoch(self._log, counts=not isinstance(self._sink, RouterFeed))
+            return last_epoch(self._log, counts=not isinstance(self._delivery.sink, RouterFeed))
         if self._file is not None and not self._file.is_open:
             self._saved = self._file.open()
         position = self._position() or self._saved
@@ -378,7 +371,7 @@ class SinkFollower:
         if not self._has_begun and sink.needs_tokens and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
-        self._sink, self._epoch, self._concealed = sink, epoch, False
+        self._epoch, self._concealed = epoch, False
         made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
         self._replayed = Replayed(CacheState()) if self._folds and epoch.context.kind == "cache" else None
         self._let_ask(sink)
@@ -444,11 +437,11 @@ class SinkFollower:
             if invented:
                 raise Unreplayable(batch.seq, "an epoch begins where its segment has none")
         self._epoch = epoch
-        self._concealed = bool(self._sink.needs_tokens) and not epoch.has_tokens
+        self._concealed = bool(self._delivery.sink.needs_tokens) and not epoch.has_tokens
         if self._concealed:
             _log.error("log_without_tokens", log=str(self._log), sink=self.name, epoch=epoch.number)
-            if isinstance(self._sink, RouterFeed):
-                self._sink.restate()
+            if isinstance(self._delivery.sink, RouterFeed):
+                self._delivery.sink.restate()
         return fits
 
     def _give(self, batch: EventBatch) -> bool:
@@ -481,7 +474,7 @@ class SinkFollower:
         if self._probe is not None:
             self._probe.note(batch)
         with fitting(batch.seq):
-            self._sink.write(given)
+            self._delivery.sink.write(given)
 
     def _tick(self) -> None:
         if self._delivery.tick():
@@ -497,7 +490,7 @@ class SinkFollower:
         if self._concealed:
             self._progress.lost_batches += 1
             return LostBatches(batch.seq, batch.seq, batch.ts, "the log has no token ids").as_batch()
-        return batch_without_tokens(batch) if self._sink.needs_tokens is False else batch
+        return batch_without_tokens(batch) if self._delivery.sink.needs_tokens is False else batch
 
     def _tell_of_gap(self, start: Start) -> None:
         first, last = start.seq - start.removed, start.seq - 1
@@ -523,7 +516,7 @@ class SinkFollower:
 
     def _open_late(self, *, at_the_end: bool) -> None:
         """Open a sink that has folded all there is, if it can be; raises SinkError if there will be no other chance."""
-        waits_for = self._progress.waits_for = self._sink.waits_for
+        waits_for = self._progress.waits_for = self._delivery.sink.waits_for
         if waits_for is None:
             self._note_had(self._before, None)  # nothing has gone out yet
             self._is_live = self._delivery.open()
@@ -553,11 +546,11 @@ class SinkFollower:
 
     def _let_routers_forget(self) -> None:
         """Whatever they were told may be wrong soon, and nothing more will be said."""
-        if isinstance(self._sink, RouterFeed) and self._delivery.is_open:
+        if isinstance(self._delivery.sink, RouterFeed) and self._delivery.is_open:
             with suppress(Exception):  # it may be what has failed
                 unread = self._given[0] + 1
-                self._sink.write(LostBatches(unread, unread, 0, "the log cannot be read").as_batch())
-                self._sink.restate()
+                self._delivery.sink.write(LostBatches(unread, unread, 0, "the log cannot be read").as_batch())
+                self._delivery.sink.restate()
 
     def _end(self) -> None:
         failed = self._delivery.failures

@@ -15,7 +15,6 @@ can tell, by publishing `StateExported`.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -119,7 +118,7 @@ def _lora_bytes(change: Stored) -> int:
 
 SERVE_SECONDS = 0.01
 """How often the transport gets to look after its readers."""
-STOP_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.01
 
 
 class FeedBatch(msgspec.Struct, frozen=True):
@@ -218,7 +217,6 @@ class RouterFeed(Sink):
         """The last batch that is missing, if any: nothing goes out until the state comes in a batch after it. One that
         was published since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
-        self._subscribers_changed = threading.Condition()
 
     @property
     def subscribers(self) -> int:
@@ -244,12 +242,11 @@ class RouterFeed(Sink):
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until there are `count` readers, for `timeout` seconds or until `stop()`. For any thread."""
         deadline = time.monotonic() + timeout
-        with self._subscribers_changed:
-            while self._subscribers < count:
-                left = deadline - time.monotonic()
-                if left <= 0 or stop():
-                    return False
-                self._subscribers_changed.wait(min(left, STOP_POLL_SECONDS))
+        while self._subscribers < count:
+            left = deadline - time.monotonic()
+            if left <= 0 or stop():
+                return False
+            time.sleep(min(left, POLL_SECONDS))
         return True
 
     # --- the sink ---------------------------------------------------------------------------------------
@@ -291,7 +288,8 @@ class RouterFeed(Sink):
             self._send([self._heartbeat_changes()])
         if now - self._served_at >= SERVE_SECONDS:
             self._served_at = now
-            self._serve()
+            self.transport.tick(self._take_state)
+            self._subscribers = self.transport.subscribers
 
     def close(self) -> None:
         """Send what was held back, close the transport, give unused numbers back."""
@@ -332,14 +330,6 @@ class RouterFeed(Sink):
             self.transport.send(FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups))
         self._restate = False
         self._sent_at = self._monotonic()
-
-    def _serve(self) -> None:
-        self.transport.tick(self._take_state)
-        subscribers = self.transport.subscribers
-        if subscribers != self._subscribers:
-            with self._subscribers_changed:
-                self._subscribers = subscribers
-                self._subscribers_changed.notify_all()
 
     def _whole(self) -> Iterable[AnyChange]:
         """The fold's whole state; only "cleared" while batches are missing, since any of it may be gone."""

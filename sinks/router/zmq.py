@@ -40,11 +40,11 @@ def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
     return SocketPlace(host, url.port, connects)
 
 
-def replay_place(url: SinkURL, options: ZMQOptions) -> SocketPlace | None:
+def replay_place(url: SinkURL, options: ZMQOptions, feed: SocketPlace) -> SocketPlace | None:
     """Where replays are asked for, always bound; None: nowhere. Raises SinkURLError."""
     if options.replay is None:
         return None
-    feed, given = feed_place(url, options), _REPLAY.fullmatch(options.replay)
+    given = _REPLAY.fullmatch(options.replay)
     if given is None or int(given["port"]) > _MAX_PORT:
         raise SinkURLError(str(url), "bad option: replay must be a port or HOST:PORT")
     host = given["v6"] or given["host"]
@@ -144,7 +144,8 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
-    place, replay = feed_place(url, options), replay_place(url, options)
+    place = feed_place(url, options)
+    replay = replay_place(url, options, place)
     writer = writer_of(url, options, context)
     _check_topic(url, options, place, replay, context)
     return ZMQSettings(
