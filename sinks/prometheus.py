@@ -69,7 +69,8 @@ class BlockMetrics:
         self.lifetime = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.reuse_gap = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.copy_seconds = {name: Histogram(SECONDS) for name in ("offload", "onboard")}
-        self._now = 0
+        self.now = 0
+        """When the last batch was made."""
         self._times: list[tuple[_SlotTimes, _SlotTimes]] = []
         self._block_bytes: list[int] = []
         self._transfers: dict[int, tuple[str, int]] = {}
@@ -94,7 +95,7 @@ class BlockMetrics:
 
     def fold(self, batch: ev.EventBatch) -> None:
         """Count what one batch says."""
-        self._now = batch.ts
+        self.now = batch.ts
         for event in batch.events:
             handler = self._handlers.get(type(event))
             if handler is not None:
@@ -155,13 +156,13 @@ class BlockMetrics:
         slots = np.frombuffer(event.slots, np.int32)
         self.stored += len(slots)
         times = self._times[event.group][PRIMARY]
-        times.stored[slots] = times.used[slots] = self._now
+        times.stored[slots] = times.used[slots] = self.now
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         slots, times = np.frombuffer(event.slots, np.int32), self._times[event.group][event.level]
         if not event.replaced:  # else a block was computed twice, and nothing saved
             self._observe(self.reuse_gap[LEVEL_NAMES[event.level]], times.used[slots])
-        times.used[slots] = np.where(times.used[slots] == _UNKNOWN, _UNKNOWN, self._now)
+        times.used[slots] = np.where(times.used[slots] == _UNKNOWN, _UNKNOWN, self.now)
 
     def _move(self, event: ev.BlocksMoved) -> None:
         old, new = np.frombuffer(event.from_slots, np.int32), np.frombuffer(event.to_slots, np.int32)
@@ -176,7 +177,7 @@ class BlockMetrics:
             return
         self.moved[event.why] += len(new)
         self.moved_bytes[event.why] += len(new) * self._block_bytes[event.group]
-        self._transfers[event.transfer] = (str(event.why), self._now)
+        self._transfers[event.transfer] = (str(event.why), self.now)
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         level, slots = LEVEL_NAMES[event.level], np.frombuffer(event.slots, np.int32)
@@ -189,7 +190,7 @@ class BlockMetrics:
     def _observe(self, histogram: Histogram, since: npt.NDArray[np.int64]) -> None:
         known = since[since != _UNKNOWN]
         if len(known):
-            histogram.observe(np.maximum(self._now - known, 0))
+            histogram.observe(np.maximum(self.now - known, 0))
 
     # -- copies
 
@@ -197,7 +198,7 @@ class BlockMetrics:
         for transfer in array("q", event.transfers):
             why, since = self._transfers.pop(transfer, ("", 0))
             if why:
-                self.copy_seconds[why].observe(np.array([max(self._now - since, 0)], np.int64))
+                self.copy_seconds[why].observe(np.array([max(self.now - since, 0)], np.int64))
 
     def _fail(self, event: ev.TransferFailed) -> None:
         for transfer in array("q", event.transfers):
@@ -218,16 +219,14 @@ class MetricsCollector:
         self._blocks, self._labels = blocks, {"model": model}
         self.probe: Probe | None = None
         """Of a manager, or of a fold of its log; None: what only they know is left out."""
-        self.last_batch_ns = 0
-        """When the last batch was made."""
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as of now."""
         yield from self._of_requests()
         yield from self._of_blocks()
         yield from self._of_ages()
-        if self.last_batch_ns:
-            age = max(0.0, time.time() - self.last_batch_ns / 1e9)
+        if self._blocks.now:
+            age = max(0.0, time.time() - self._blocks.now / 1e9)
             yield self._gauge("last_batch_age_seconds", "Time since the last batch of events.", [({}, age)])
         if self.probe is not None:
             yield from self._of_state(self.probe.stats())
@@ -552,7 +551,6 @@ class PrometheusSink(Sink):
     def write(self, batch: EventBatch) -> None:
         """Count one batch."""
         self._blocks.fold(batch)
-        self.collector.last_batch_ns = batch.ts
 
     def close(self) -> None:
         """Stop listening."""

@@ -6,7 +6,7 @@
         while True:
             tap.work(0.5)
 
-Each endpoint has a thread (`Listeners`); one other writes what they receive, a batch of the log for each of theirs
+Each endpoint has a thread; one other writes what they receive, a batch of the log for each of theirs
 (`FeedRecorder`), and holds what is resident.
 
 Whoever continues a log knows of each publisher the last batch received, and asks for just that batch: if it is the
@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -187,70 +188,6 @@ class EndpointListener:
 
 def _source(worker: Worker) -> str:
     return f"{worker.topic} {worker.key}" if worker.key else worker.topic
-
-
-Listener = EndpointListener | LineListener
-
-
-class Listeners:
-    """All endpoints, each on its thread; what they hear is taken by one other."""
-
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = listeners
-        self.silent = {listener.address for listener in listeners}
-        """Where nothing was heard yet. For any thread to read."""
-        self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
-        self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(each,), name=f"kvcache-tap-{each.address}", daemon=True)
-            for each in listeners
-        ]
-
-    @property
-    def ignored(self) -> int:
-        """Messages of engines that were too many to be followed."""
-        return sum(listener.ignored for listener in self._listeners)
-
-    def start(self) -> None:
-        """Begin to listen."""
-        for thread in self._threads:
-            thread.start()
-
-    def take(self, timeout: float) -> tuple[str, Heard] | None:
-        """The next that was heard; None after `timeout` seconds. Raises what has ended a listener."""
-        try:
-            heard = self._queue.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if isinstance(heard, BaseException):
-            raise heard
-        return heard
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._stopping.set()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-
-    def _run(self, listener: Listener) -> None:
-        try:
-            while not self._stopping.is_set():
-                for heard in listener.poll():
-                    self.silent.discard(listener.address)
-                    self._put(heard)
-        except BaseException as error:  # noqa: BLE001  whoever takes is to hear of it
-            self._put(error)
-        finally:
-            listener.close()
-
-    def _put(self, heard: tuple[str, Heard] | BaseException) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._queue.put(heard, timeout=_POLL_MS / 1000)
-            except queue.Full:
-                continue
-            return
 
 
 BEFORE = "said before it was listened to"
@@ -425,7 +362,7 @@ def _all_of(worker: WorkerState) -> Iterable[AnyEvent]:
 
 
 class Tap:
-    """Listens at endpoints and records what is said there.
+    """Listens at endpoints, each on a thread of its own, and records what is published there.
 
     With `resume` a log that is there is continued: what it knows of an engine holds on if the engine proves to be the
     one that it was, and is forgotten otherwise. `record_tokens` False leaves out what the blocks hold.
@@ -441,7 +378,8 @@ class Tap:
         resume: bool = False,
         record_tokens: bool = True,
     ) -> None:
-        writer = LogWriter(
+        self._listeners: list[EndpointListener | LineListener] = []
+        self._log = LogWriter(
             Path(log),
             resume=resume,
             record_tokens=record_tokens,
@@ -450,27 +388,32 @@ class Tap:
         )
         try:
             before = state_of(Path(log)) if resume else None
-            addresses = tuple(endpoint.address for endpoint in endpoints)
-            self._recorder = FeedRecorder(writer, addresses, before)
-            last = self._recorder.last_heard()
-            listeners: list[Listener] = []
-            try:
-                for endpoint in endpoints:
-                    is_file = endpoint.address.startswith(SCHEME)
-                    listeners.append(
-                        LineListener(endpoint.address) if is_file else EndpointListener(endpoint, last)
-                    )
-            except BaseException:
-                for listener in listeners:
-                    listener.close()
-                raise
+            self.recorder = FeedRecorder(self._log, tuple(each.address for each in endpoints), before)
+            """What was heard, in numbers."""
+            last = self.recorder.last_heard()
+            for endpoint in endpoints:
+                is_file = endpoint.address.startswith(SCHEME)
+                self._listeners.append(
+                    LineListener(endpoint.address) if is_file else EndpointListener(endpoint, last)
+                )
         except BaseException:
-            writer.close()
+            for listener in self._listeners:
+                listener.close()
+            self._log.close()
             raise
-        self._log, self.endpoints = writer, tuple(listener.address for listener in listeners)
-        self._sources = Listeners(listeners)
-        self._recorder.begin()
-        self._sources.start()
+        self.endpoints = tuple(listener.address for listener in self._listeners)
+        self._silent = {*self.endpoints}
+        self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(
+                target=self._listen, args=(each,), name=f"kvcache-tap-{each.address}", daemon=True
+            )
+            for each in self._listeners
+        ]
+        self.recorder.begin()
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -481,41 +424,61 @@ class Tap:
     @property
     def state(self) -> FeedState:
         """What is known now."""
-        return self._recorder.state
-
-    @property
-    def recorder(self) -> FeedRecorder:
-        """What was heard, in numbers."""
-        return self._recorder
+        return self.recorder.state
 
     @property
     def silent(self) -> frozenset[str]:
-        """The endpoints at which nothing was heard yet."""
-        return frozenset(self._sources.silent)
+        """The endpoints at which nothing was received yet."""
+        return frozenset(self._silent)
 
     @property
     def ignored(self) -> int:
         """Messages of engines that were too many to be followed, where many connect."""
-        return self._sources.ignored
+        return sum(listener.ignored for listener in self._listeners)
 
     def log_stats(self) -> LogStats:
         """How the log gets on."""
         return self._log.stats()
 
     def work(self, seconds: float) -> None:
-        """Record what is heard, for so long. Raises what listening raises, and LogWriteFailed if the log has ended."""
+        """Record what is received, for some seconds. Raises what listeners do; LogWriteFailed if the log has ended."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            heard = self._sources.take(min(left, 0.05))
-            self._recorder.catch_up()
+            heard = None
+            with suppress(queue.Empty):
+                heard = self._queue.get(timeout=min(left, 0.05))
+            if isinstance(heard, BaseException):
+                raise heard
+            self.recorder.catch_up()
             if heard is not None:
-                self._recorder.hear(*heard)
+                self.recorder.hear(*heard)
 
     def close(self) -> None:
         """Stop listening, and close the log in order. Raises LogWriteFailed if the disk refuses its end."""
-        self._sources.close()
-        self._recorder.catch_up()
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        self.recorder.catch_up()
         self._log.close()
+
+    # --- the threads of the endpoints ---------------------------------------------------------------------
+
+    def _listen(self, listener: EndpointListener | LineListener) -> None:
+        try:
+            while not self._stopping.is_set():
+                for heard in listener.poll():
+                    self._silent.discard(listener.address)
+                    self._put(heard)
+        except BaseException as error:  # noqa: BLE001  `work` raises it
+            self._put(error)
+        finally:
+            listener.close()
+
+    def _put(self, heard: tuple[str, Heard] | BaseException) -> None:
+        while not self._stopping.is_set():
+            with suppress(queue.Full):
+                self._queue.put(heard, timeout=_POLL_MS / 1000)
+                return
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:
