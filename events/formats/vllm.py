@@ -32,7 +32,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -259,14 +259,9 @@ def encode_batch(
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
-    *,
-    salts: Salts | None = None,
 ) -> bytes:
-    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention).
-
-    `salts` finds a salt by its digest: where it does, the salt is told itself, otherwise its digest in hex.
-    """
-    groups, changes = tuple(groups), with_salts(changes, salts)
+    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
+    groups = tuple(groups)
     parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
         if isinstance(change, Stored):
@@ -283,7 +278,7 @@ def encode_batch(
 
 
 def with_salts(changes: Sequence[AnyChange], salts: Salts | None) -> Sequence[AnyChange]:
-    """The changes, with the salts that are known: `told_salt` then has them."""
+    """The changes, with the salts that are found by their digests; of others, readers get the digest in hex."""
     return changes if salts is None else [_salted(change, salts) for change in changes]
 
 
@@ -545,12 +540,10 @@ def encode_arrays(
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
-    *,
-    salts: Salts | None = None,
 ) -> bytes:
     """One batch of positional arrays; the arguments are those of `vllm.encode_batch`."""
     events: list[list[Any]] = []
-    for change in with_salts(changes, salts):
+    for change in changes:
         if isinstance(change, Stored):
             events += map(_trimmed, _stored_arrays(change, groups))
         elif isinstance(change, Removed):
@@ -630,13 +623,11 @@ def encode_sglang(
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
-    *,
-    salts: Salts | None = None,
 ) -> bytes:
     """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
     events: list[dict[str, Any]] = []
     crosses = {index for index, group in enumerate(groups) if group.kind == CROSS}
-    for change in with_salts(changes, salts):
+    for change in changes:
         if isinstance(change, Stored | Removed) and change.group in crosses:
             continue  # its readers would take it for prompts
         if isinstance(change, Stored):
@@ -688,21 +679,8 @@ def _signed(names: bytes) -> list[int]:
     return numbers
 
 
-class Encode(Protocol):
-    """Writes one batch; `join_batches` of `events.formats.vllm` puts several of any of these formats together."""
-
-    def __call__(
-        self,
-        changes: Sequence[AnyChange],
-        ts: float,
-        rank: int = 0,
-        groups: Sequence[GroupCreated] = (),
-        *,
-        salts: Salts | None = None,
-    ) -> bytes:
-        """As `events.formats.vllm.encode_batch` says."""
-
-
+Encode = Callable[[Sequence[AnyChange], float, int, Sequence[GroupCreated]], bytes]
+"""Writes one batch, as `encode_batch` does; `join_batches` puts several of any of these formats together."""
 Join = Callable[[Sequence[bytes], int], bytes]
 """Makes one payload of several; the number is the rank."""
 

@@ -20,6 +20,7 @@ from events.formats.vllm import (
     encode_batch,
     encode_sglang,
     join_batches,
+    with_salts,
 )
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, GroupCreated, WorkerSeen
@@ -86,7 +87,7 @@ class PayloadWriter:
 
     def encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
         """The payload of a batch."""
-        return self.encoder(changes, ts, self.rank, groups, salts=self.salts)
+        return self.encoder(with_salts(changes, self.salts), ts, self.rank, groups)
 
     def join(self, payloads: Sequence[bytes]) -> bytes:
         """One payload with all the events of several, and the time of the last one."""
@@ -122,14 +123,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
 def _encode_native(codec: NativeCodec) -> Encode:
     """Writes the only batch among the changes."""
 
-    def encode(
-        changes: Sequence[AnyChange],
-        ts: float,
-        rank: int = 0,
-        groups: Sequence[GroupCreated] = (),
-        *,
-        salts: Salts | None = None,
-    ) -> bytes:
+    def encode(changes: Sequence[AnyChange], ts: float, rank: int, groups: Sequence[GroupCreated]) -> bytes:
         batches = [change.batch for change in changes if isinstance(change, Batched)]
         return codec.encode(batches[0] if batches else EventBatch(-1, int(ts * 1e9), ()))
 
@@ -138,18 +132,7 @@ def _encode_native(codec: NativeCodec) -> Encode:
 
 def _encode_without_tokens(encode: Encode) -> Encode:
     """Writes no token ids: blocks are known by their names alone."""
-
-    def encode_rest(
-        changes: Sequence[AnyChange],
-        ts: float,
-        rank: int = 0,
-        groups: Sequence[GroupCreated] = (),
-        *,
-        salts: Salts | None = None,
-    ) -> bytes:
-        return encode([_without_tokens(each) for each in changes], ts, rank, groups, salts=salts)
-
-    return encode_rest
+    return lambda changes, *rest: encode([_without_tokens(each) for each in changes], *rest)
 
 
 def _without_tokens(change: AnyChange) -> AnyChange:

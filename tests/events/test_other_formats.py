@@ -16,6 +16,7 @@ from events.formats.vllm import (
     encode_arrays,
     encode_batch,
     encode_sglang,
+    with_salts,
 )
 from events.types import FULL, SLIDING, GroupCreated, Namespace
 from tests.support.columns import pack_i32
@@ -82,7 +83,7 @@ def test_salts_are_told_at_the_root() -> None:
     _, (first, second), _ = plain(encode_arrays([change], TS, 0, GROUPS))
     assert first[8] == [[DIGEST.hex()]]
     assert len(second) == 7
-    _, (first, _), _ = plain(encode_arrays([change], TS, 0, GROUPS, salts={DIGEST: "tenant"}.get))
+    _, (first, _), _ = plain(encode_arrays(with_salts([change], {DIGEST: "tenant"}.get), TS, 0, GROUPS))
     assert first[8] == [["tenant"]]
 
 

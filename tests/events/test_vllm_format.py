@@ -34,6 +34,7 @@ from events.formats.vllm import (
     parse_answer,
     parse_message,
     replay_request,
+    with_salts,
 )
 from events.types import GroupCreated, Namespace
 from tests.oracles.wire_packer import pack_wire
@@ -338,7 +339,7 @@ class TestEncoding:
         digest = SALTED.salt_digest
         assert digest is not None
         salts = {digest: "tenant\u03c6"} if known else {}
-        [_, told, _] = msgspec.msgpack.decode(encode_batch(changes, TS, salts=salts.get))
+        [_, told, _] = msgspec.msgpack.decode(encode_batch(with_salts(changes, salts.get), TS))
         [_, usual, _] = msgspec.msgpack.decode(encode_batch(changes, TS))
         as_text = msgspec.json.encode(usual).decode().replace(digest.hex(), salts.get(digest, digest.hex()))
         assert told == msgspec.json.decode(as_text)
@@ -349,7 +350,7 @@ class TestEncoding:
         assert digest is not None
         change = stored([H2], [1, 2], H1, namespace=SALTED)
         for salts, told in (({}, digest.hex()), ({digest: "t"}, "t"), ({}, digest.hex())):
-            [_, [event], _] = msgspec.msgpack.decode(encode_batch([change], TS, salts=salts.get))
+            [_, [event], _] = msgspec.msgpack.decode(encode_batch(with_salts([change], salts.get), TS))
             assert (event["cache_salt"], event["extra_keys"]) == (told, [None])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events.feed.changes import AnyChange, Cleared, Removed, Stored
-from events.formats.vllm import encode_batch
+from events.formats.vllm import encode_batch, with_salts
 from events.types import Namespace
 from sinks.base import MAX_SALT_BYTES
 from sinks.router.feed import change_bytes, in_batches
@@ -35,7 +35,7 @@ def test_the_bound_holds(space: Namespace, blocks: int) -> None:
     assert len(encode_batch(changes, 1.5, 0)) <= sum(map(change_bytes, changes)) + 64
     longest = {b"\xff" * 32: "s" * MAX_SALT_BYTES}
     for change in changes:
-        assert len(encode_batch([change], 1.5, 2**31, salts=longest.get)) <= change_bytes(change) + 64
+        assert len(encode_batch(with_salts([change], longest.get), 1.5, 2**31)) <= change_bytes(change) + 64
 
 
 def with_items(handle: int, blocks: int, items: int, space: Namespace = SPACES[0]) -> Stored:
