@@ -25,6 +25,7 @@ from sinks import Sink
 from tests.support.feeds.chaos import CONFIG, ChildEngine, Engine, HalfReader, LossyForwarder, Router, Site
 from tests.support.feeds.feed_source import Reader
 from tests.support.feeds.messages import message
+from tests.support.feeds.strict import resident_in
 from tests.support.feeds.workers import Router as PlainRouter
 from tests.support.feeds.workers import Worker, churn
 from tests.support.seeds import seeds
@@ -283,7 +284,7 @@ class TestFirstCauses:
             with KVCacheManager.resume(manager.state, sinks=[Folding(feed, changes)]) as resumed:
                 resumed.add_tokens([1], [6])
         assert [type(change) for change in changes] == [Cleared, Stored, Stored]
-        assert len(feed.resident(0, 0)) == len(feed.resident(1, 0)) == 2
+        assert len(resident_in(feed, 0, 0)) == len(resident_in(feed, 1, 0)) == 2
 
 
 class Folding(Sink):

@@ -68,10 +68,6 @@ class Feed(SequenceFold[Change]):
         frozen = [both.freeze(group.num_blocks[PRIMARY], slides) for group, both, slides in groups]
         return _told_blocks(frozen, self._symbols.copy())
 
-    def resident(self, group: int, level: int) -> set[bytes]:
-        """The names that routers know in this level."""
-        return self._columns[group][level].announced_names()
-
     # -- the cache
 
     def _forget(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.feed.changes import Removed, Stored
-from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, split_names
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
 from events.types import PRIMARY, SECONDARY, Namespace
 
 
@@ -196,10 +196,6 @@ class SlotColumns:
             ends = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
         for begin, end in zip(ends[::2], ends[1::2], strict=True):
             yield slots[begin:end]
-
-    def announced_names(self) -> set[bytes]:
-        """The names of the blocks that routers know."""
-        return set(split_names(self._names[self._state == ANNOUNCED].tobytes()))
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -30,6 +30,7 @@ from tests.support.commands import Kvcache
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
 from tests.support.engines.simulated import LateCopier
+from tests.support.feeds.strict import resident_in
 
 
 class Ticking:
@@ -207,7 +208,7 @@ def test_feeds_tell_of_both_kinds_of_blocks(seed: int, tmp_path: Path) -> None:
         }
         for group in range(last + 1):
             for level in (0, 1):
-                known = {int.from_bytes(name, "big") for name in feed.resident(group, level)}
+                known = {int.from_bytes(name, "big") for name in resident_in(feed, group, level)}
                 assert known == resident_names(state, level, group)
         told = encode_batch(changes, 0.0, 0, feed.groups)
         assert (b"cross_attention" in told) == any(

@@ -22,7 +22,7 @@ from kvcache.errors import CapacityError
 from sinks.router.feed import in_batches
 from tests.support.columns import pack_i64, pack_u32
 from tests.support.engines.simulated import LateCopier
-from tests.support.feeds.strict import NoBytes, StrictIndex, batches, landed_prefixes
+from tests.support.feeds.strict import NoBytes, StrictIndex, batches, landed_prefixes, resident_in
 from tests.support.seeds import seeds
 
 
@@ -122,7 +122,7 @@ def test_what_routers_hold_is_what_the_manager_holds(seed: int) -> None:
         for change in feed.fold(batch):
             index.apply(change)
         for level in (0, 1):
-            assert feed.resident(0, level) == index.names(level) == residency(manager, level)
+            assert resident_in(feed, 0, level) == index.names(level) == residency(manager, level)
 
 
 SEES_COPIES_UNDER_WAY = 19
@@ -141,7 +141,7 @@ def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
         for change in feed.fold(batch):
             index.apply(change)
         for level in (0, 1):
-            assert index.names(level) == feed.resident(0, level)
+            assert index.names(level) == resident_in(feed, 0, level)
             assert index.names(level) <= residency(manager, level)
             waiting_seen += index.names(level) != residency(manager, level)
         copier.tick()
@@ -191,7 +191,7 @@ def run_late(seed: int) -> None:
         for level in (0, 1):
             told = index.names(level)
             assert landed[level] <= told <= residency(manager, level), (seed, number)
-            assert told == feed.resident(0, level)
+            assert told == resident_in(feed, 0, level)
         if number % 8 == 0:
             assert told_anew(feed) == [index.names(0), index.names(1)], (seed, number)
         if rng.random() < 0.7:
@@ -269,7 +269,7 @@ def test_who_comes_late_knows_what_the_others_know(seed: int) -> None:
         indexes = [*indexes[:20], late]
         for level in (0, 1):
             assert {frozenset(index.names(level)) for index in indexes} == {
-                frozenset(feed.resident(0, level))
+                frozenset(resident_in(feed, 0, level))
             }
         copier.tick()
 
@@ -419,4 +419,4 @@ def test_clear_is_told_at_once() -> None:
     manager.bus.subscribe(heard.append)
     manager.clear()
     assert [type(change) for change in feed.fold(EventBatch(2, 0, tuple(heard)))] == [Cleared]
-    assert not feed.resident(0, 0)
+    assert not resident_in(feed, 0, 0)

@@ -52,7 +52,7 @@ from tests.support.feeds.batches import (
     stored,
     tokens,
 )
-from tests.support.feeds.strict import Engine, NoBytes, StrictIndex, batches, landed_prefixes
+from tests.support.feeds.strict import Engine, NoBytes, StrictIndex, batches, landed_prefixes, resident_in
 from tests.support.places import landed_level, slides
 from tests.support.seeds import seeds
 
@@ -440,7 +440,7 @@ class Router:
             else:
                 least = landed_prefixes(self.manager, group)
                 assert all(least[level] <= known[level] <= must[level] for level in (0, 1))
-            assert known == [self.feed.resident(group, level) for level in (0, 1)]
+            assert known == [resident_in(self.feed, group, level) for level in (0, 1)]
         late, changes = self._new_index(), list(self.feed.snapshot())
         for change in changes:
             late.apply(change)
@@ -510,4 +510,4 @@ def test_events_give_each_key_once() -> None:
     root = (None, None, None)
     path = [(root, (1, 2)), (root, (1, 2), (3, 4)), (root, (1, 2), (3, 4), (5, 6))]
     expected = {key_of(each)[:8] for each in path}
-    assert feed.resident(0, PRIMARY) == feed.resident(1, PRIMARY) == expected
+    assert resident_in(feed, 0, PRIMARY) == resident_in(feed, 1, PRIMARY) == expected

@@ -11,6 +11,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState, resident_names
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.feeds.strict import resident_in
 
 
 def cache(*windows: int, **settings: Any) -> KVCacheManager:
@@ -90,5 +91,5 @@ def test_names_of_blocks_that_were_never_stored_are_given_before_they_are_used()
         -1
     ] == 0
     feed.fold(EventBatch(0, 0, tuple(events)))  # type: ignore[arg-type]
-    told = {int.from_bytes(name, "big") for name in feed.resident(1, PRIMARY)}
+    told = {int.from_bytes(name, "big") for name in resident_in(feed, 1, PRIMARY)}
     assert told == resident_names(manager.state, PRIMARY, 1)

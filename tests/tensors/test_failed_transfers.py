@@ -23,6 +23,7 @@ from tests.support.engines import strategies
 from tests.support.engines.fake_engine import DETACHED, FakeEngine
 from tests.support.engines.inside import blocks_of, sequence_of
 from tests.support.engines.simulated import FailingCopier, LateCopier
+from tests.support.feeds.strict import resident_in
 
 PROMPT = [0, 1, 0, 1, 1]
 
@@ -522,12 +523,12 @@ def test_routers_are_told_of_a_block_that_begins_with_a_copy_and_cleared_if_that
     engine.manager.add_tokens(["a"], [0])
     manager.flush()
     assert manager.state.transfers
-    assert len(feed.resident(0, 0)) == 2
+    assert len(resident_in(feed, 0, 0)) == 2
     assert [block.landed for block in manager.match([0, 1, 1, 1, 1]).blocks] == [True]
     seen.clear()
     engine.settle()
     manager.flush()
-    assert feed.resident(0, 0) == set()
+    assert resident_in(feed, 0, 0) == set()
     assert seen == [Cleared()]
 
 

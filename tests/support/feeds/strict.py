@@ -8,11 +8,19 @@ from typing import Any
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from events.feed.changes import Change, Cleared, Removed
-from events.packed import NAME_BYTES
+from events.feed.fold import Feed
+from events.feed.slots import ANNOUNCED
+from events.packed import NAME_BYTES, split_names
 from events.tokens.symbols import has_symbols
 from events.types import EventBatch
 from kvcache import KVCacheManager, MultimodalItem, Request
 from kvcache.errors import CapacityError
+
+
+def resident_in(feed: Feed, group: int, level: int) -> set[bytes]:
+    """The names that routers know in this level, as the feed has noted it."""
+    columns = feed._columns[group][level]
+    return set(split_names(columns._names[columns._state == ANNOUNCED].tobytes()))
 
 
 class StrictIndex:
