@@ -69,28 +69,28 @@ class NATSSession:
         self._noted = None
         self._runner = asyncio.Runner()
         self._client = Client()
-        try:
-            self.run(self._connect(self._client), CONNECT_SECONDS * 2)
-        except BrokerError:
-            self.close()
-            raise
+        self.run(self._connect(self._client), CONNECT_SECONDS * 2)
 
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
-        """Do it, within so many seconds. Raises BrokerUnavailable where the connection is the trouble."""
+        """Do it, within so many seconds; disconnects where that fails. BrokerUnavailable: it may succeed later."""
         import nats.errors
 
         assert self._runner is not None
+        failure: BrokerError
         try:
             return self._runner.run(asyncio.wait_for(work, seconds))
-        except nats.errors.NoServersError as error:
-            raise self._refused(self._noted or error) from None
-        except (TimeoutError, OSError, EOFError) as error:
-            reason = system_reason(error, "it does not answer")
-            raise BrokerUnavailable(str(self._address), reason) from None
         except nats.errors.MaxPayloadError:
             raise
+        except nats.errors.NoServersError as error:
+            failure = self._refused(self._noted or error)
+        except (TimeoutError, OSError, EOFError) as error:
+            failure = BrokerUnavailable(str(self._address), system_reason(error, "it does not answer"))
         except nats.errors.Error as error:
-            raise self._refused(error) from None
+            failure = self._refused(error)
+        except BrokerError as error:
+            failure = error
+        self.close()
+        raise failure
 
     def find(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result | None:
         """Do it, as `run` does; None: the server does not have what is asked for."""
@@ -188,13 +188,9 @@ class NATSReader:
         if self._pull is None or not self._session.connected:
             self._begin()
         assert self._pull is not None
-        try:
-            messages = self._session.run(self._fetch(self._pull, max(seconds, 0.01)), seconds + _ASK_SECONDS)
-            self._look(self._pull, heard=bool(messages))
-        except BrokerError:
-            # The server may take for delivered what was not read: it is asked for from there on again.
-            self._pull = None
-            raise
+        # Where that fails, the server may take for delivered what was not read: it is asked for again from there on.
+        messages = self._session.run(self._fetch(self._pull, max(seconds, 0.01)), seconds + _ASK_SECONDS)
+        self._look(self._pull, heard=bool(messages))
         return [record for message in messages for record in self._records(message)]
 
     def close(self) -> None:
@@ -328,9 +324,6 @@ class NATSStream:
         except nats.errors.MaxPayloadError:
             reason = f"a batch of {len(record.payload)} bytes is more than it takes in one message"
             raise BrokerError(self.name, f"{reason} (max_payload in its configuration)") from None
-        except BrokerUnavailable:
-            self._session.close()
-            raise
         finally:
             self._tried = unique
         return str(self._last)
@@ -342,11 +335,7 @@ class NATSStream:
         if not self._session.connected:
             self._connect()
         work = self._session.jetstream.purge_stream(self._stream, seq=int(place), subject=self._subject)
-        try:
-            self._session.run(work, _ANSWER_SECONDS)
-        except BrokerUnavailable:
-            self._session.close()
-            raise
+        self._session.run(work, _ANSWER_SECONDS)
 
     def breathe(self) -> None:
         """Answer the server's pings."""
