@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,6 +32,7 @@ from kvcache.fold.sequence import DEFAULT_PRIORITY, PRIORITY_MAX
 
 if TYPE_CHECKING:
     from kvcache.config import KVCacheConfig
+    from kvcache.fold.state import CacheState
     from kvcache.layout import Layout
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -367,7 +368,7 @@ class RetentionRange:
     priority: int = DEFAULT_PRIORITY
     """0 to 100; lower ones are evicted first."""
     duration_ms: int | None = None
-    """For how long the priority holds from when the last sequence lets go of a block; then it is 35, and the block goes
+    """For how long the priority holds from when the last sequence releases a block; then it is 35, and the block goes
     after all others of that priority. None: for good."""
 
 
@@ -527,27 +528,17 @@ class CheckedRequest(NamedTuple):
 
 
 class RequestChecker:
-    """Validates the requests for one manager: `running` are the ids that are taken, `symbols` its alphabet."""
+    """Validates the requests for one cache."""
 
     def __init__(
-        self,
-        running: Container[RequestId],
-        symbols: SymbolTable,
-        layout: Layout,
-        config: KVCacheConfig,
-        *,
-        block_hash: str,
-        log_has_tokens: bool,
+        self, state: CacheState, layout: Layout, config: KVCacheConfig, *, log_has_tokens: bool
     ) -> None:
-        self._running, self._symbols = running, symbols
-        self.longest_sequence, self.longest_prompt = (
-            layout.longest_sequence(config),
-            layout.longest_prompt(config),
-        )
-        self.longest_input = layout.longest_input(config)
+        self._running, self._symbols = state.handles, state.symbols
+        self.longest_sequence = layout.longest_sequence(config)
+        self.longest_prompt, self.longest_input = layout.longest_prompt(config), layout.longest_input(config)
         self.max_tokens = self.longest_sequence.tokens
         """Tokens of the longest sequence that can be held."""
-        self._knows_lora_ids_only = block_hash == "v1_block_key"
+        self._knows_lora_ids_only = state.hashing.name == "v1_block_key"
         self._names_tell_all = not log_has_tokens
         self._block_bytes = config.tokens_per_block * TOKEN_BYTES
 

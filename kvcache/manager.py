@@ -129,8 +129,8 @@ class KVCacheManager(EventSourced):
         self._readiness = Readiness(self.transfers, watch=config.debug_check_tables)
         self._pools, self._secondary_file = pools, pools.secondary_file if pools is not None else None
         sinks = listed(sinks, "sinks")
-        heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
-        created = cache_created(config, self.layout, heard=heard)
+        published = log is not None or bool(sinks) or config.event_buffer_max_size > 0
+        created = cache_created(config, self.layout, published=published)
         state = _first.state if isinstance(_first, Restored) else _first
         with self._beginning(created, config, log, sinks, substitutes.wall_ns, state) as outputs:
             self._assemble(outputs, created, substitutes, requests_kept)
@@ -155,14 +155,7 @@ class KVCacheManager(EventSourced):
             monotonic_ns=substitutes.monotonic_ns,
             order=substitutes.eviction_order,
         )
-        self._checker = RequestChecker(
-            self.state.handles,
-            self.state.symbols,
-            self.layout,
-            config,
-            block_hash=created.hash_algorithm,
-            log_has_tokens=outputs.records_tokens,
-        )
+        self._checker = RequestChecker(state, self.layout, config, log_has_tokens=outputs.records_tokens)
         self._upkeep, self._running = self._blocks.upkeep, self._blocks.running
         guard, blocks = self._guard, self._blocks
         self.tables = BlockTables(guard, config, self.layout, state, blocks, self._readiness, self._pools)
@@ -345,8 +338,8 @@ class KVCacheManager(EventSourced):
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
         `tokens` is the whole prompt, at least one token. Raises `OutOfBlocks` if there is no room now,
-        `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. `Request` tells about the
-        other arguments.
+        `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. The other arguments
+        are those of a `Request`.
         """
         checked = self._checker.check_one(
             request_id,
@@ -423,7 +416,7 @@ class KVCacheManager(EventSourced):
         """Issue the copies that the admissions asked for; call it before the forward pass.
 
         The compute stream must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``). None:
-        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` tells whom
+        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` says whom
         that concerns.
         """
         if self.transfers is None or not self.transfers.pending:
@@ -433,10 +426,10 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def poll(self) -> PollResult:
-        """Record which copies have landed or failed, and tell what was lost, also what `flush` has noticed before.
+        """Record which copies have landed or failed, and return what was lost, also what `flush` has noticed before.
 
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
-        start: `PollResult.cut` names them. Until that was told, what goes on with one raises `ComputationLost`.
+        start: `PollResult.cut` names them. Until that was returned, what goes on with one raises `ComputationLost`.
         """
         landed = self._record_copies()
         return self._readiness.report(landed)
@@ -471,7 +464,7 @@ class KVCacheManager(EventSourced):
         """The engine has written K/V of all of the encoder's input: its blocks become reusable at once.
 
         As `store_context_blocks`, but for the whole: what an encoder makes of each token depends on all of them.
-        Nothing has to be told of an input that was reused whole (`Admission.reused_encoder_tokens`), or of a branch.
+        Not needed for an input that was reused whole (`Admission.reused_encoder_tokens`), or for a branch.
         Raises `UsageError` where the model has no encoder.
         """
         sequence = self._running.sequence(request_id)
@@ -532,7 +525,7 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def reserve(self, request_ids: Items[RequestId], counts: Items[int]) -> None:
-        """Have slots for so many tokens to come of each of these sequences, whose values are not known yet.
+        """Have slots for a number of tokens to come of each of these sequences, before their values are known.
 
         So an engine launches a step before it has read what the last one sampled, or writes K/V of tokens that it may
         reject. The slots are in the block tables, behind those of the tokens that are there; the next `add_tokens` that
@@ -595,7 +588,7 @@ class KVCacheManager(EventSourced):
         of it (`start_transfers`), so block tables read before are stale. The last token does not count as computed any
         more; its K/V is still there, and may be computed anew. The slots
         that become blank are the next to be taken; what was reserved behind the tokens goes with them. Raises
-        `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has let go of what the
+        `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has released what the
         token sees.
         """
         number, sequence = checked_integer(num_tokens, "num_tokens"), self._running.sequence(request_id)
@@ -626,12 +619,12 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def unpin(self, pin: int) -> None:
-        """Let go of what `pin` holds: what no one else holds may be evicted from now on. Raises `UsageError` for a
+        """Release what `pin` holds: what no one else holds may be evicted from now on. Raises `UsageError` for a
         number that no pin has.
         """
         number = checked_integer(pin, "a pin")
         if number not in self._blocks.pins:
-            raise UsageError(f"there is no pin {number}: it was let go of, or never made")
+            raise UsageError(f"there is no pin {number}: it was released, or never made")
         with self._guard:
             self._blocks.unpin(number)
 

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from events import types as ev
-from events.ids import Handle, LevelIndex
+from events.ids import Handle
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import NAMED_BY_ENGINE
 from events.types import FULL, PRIMARY, SECONDARY, UNCACHED, RemoveReason, RequestId
@@ -94,13 +94,13 @@ class Recorder(EventSourced):
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
-        # Of a cached block an engine tells no copy of the start, so none is made when its requests are played again.
+        # No call records a copy of the start of a block, so none is made when the engine's requests are played again.
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
         self.engine, sinks = checked_text(engine, "engine"), listed(sinks, "sinks")
         if not engine:
             raise UsageError('engine must say who decides, as in "vllm 0.33.0"')
         layout = Layout.of(config)
-        created = self._created(layout, name_bytes, drops_last_hit, heard=log is not None or bool(sinks))
+        created = self._created(layout, name_bytes, drops_last_hit, published=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
@@ -109,7 +109,7 @@ class Recorder(EventSourced):
             self._assemble(outputs, layout)
 
     def _created(
-        self, layout: Layout, name_bytes: int | None, drops_last_hit: bool, *, heard: bool
+        self, layout: Layout, name_bytes: int | None, drops_last_hit: bool, *, published: bool
     ) -> ev.CacheCreated:
         if len(layout.groups) != 1 or layout.groups[0].kind != FULL:
             raise Unsupported(
@@ -117,7 +117,7 @@ class Recorder(EventSourced):
                 "record the layers with full attention, and leave max_attention_window out",
             )
         created = msgspec.structs.replace(
-            cache_created(self.config, layout, heard=heard),
+            cache_created(self.config, layout, published=published),
             format_version=ev.FORMAT_VERSION,
             engine=self.engine,
             drops_last_hit=drops_last_hit,
@@ -142,14 +142,7 @@ class Recorder(EventSourced):
             lambda: 0,
             config.checkpoint_spacing if outputs.log is not None else float("inf"),
         )
-        self._checker = RequestChecker(
-            self.state.handles,
-            self.state.symbols,
-            layout,
-            config,
-            block_hash=hashing.name,
-            log_has_tokens=outputs.records_tokens,
-        )
+        self._checker = RequestChecker(self.state, layout, config, log_has_tokens=outputs.records_tokens)
         self._events = BlockEvents(self.state, group, self._emit)
         self._mirror, self._running = Mirror(self.state, group, self._ids), RunningRequests(self.state)
         self._fresh: set[int] = set()
@@ -318,7 +311,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def not_loaded(self, request_id: RequestId, num_tokens: int) -> None:
-        """So many of a request's `external` tokens do not come, and are computed like others."""
+        """This number of a request's `external` tokens do not come, and are computed like others."""
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if number >= sequence.num_tokens:
             raise contradiction(sequence, f"has {sequence.num_tokens} tokens: {number} cannot be missing")
@@ -470,7 +463,9 @@ class Recorder(EventSourced):
         With full attention nothing can be found behind a block that is gone, so what continues it must be gone before,
         or in the same call. `request_id`: the running request that needed the room.
         """
-        index, ids = self._level(level), listed_blocks(blocks)
+        if level not in ("primary", "secondary"):
+            raise UsageError("level must be primary or secondary")
+        index, ids = PRIMARY if level == "primary" else SECONDARY, listed_blocks(blocks)
         handle = None if request_id is None else self._running.sequence(request_id).handle
         leaving: list[tuple[int, int]] = []
         if index == PRIMARY:
@@ -493,16 +488,12 @@ class Recorder(EventSourced):
         """
         ids, slots = self._located(blocks)
         self._mirror.refuse_uncached(ids, slots)
+        lost = list(map(int, ids))
         with self._guard:
-            lost = self._invalidate(self._ids.invalidate(ids, slots))
-        return list(dict.fromkeys([*map(int, ids), *lost]))
-
-    def _invalidate(self, slots: array[int]) -> list[int]:
-        lost = list[int]()
-        for level, piece, names in self._mirror.tails(slots):
-            self._events.remove(level, piece, names, ev.RemoveReason.INVALIDATED)
-            lost += self._ids.lose(piece) if level == PRIMARY else ()
-        return lost
+            for level, piece, names in self._mirror.tails(self._ids.invalidate(ids, slots)):
+                self._events.remove(level, piece, names, ev.RemoveReason.INVALIDATED)
+                lost += self._ids.lose(piece) if level == PRIMARY else ()
+        return list(dict.fromkeys(lost))
 
     @exclusive
     def moved(self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None) -> None:
@@ -518,7 +509,7 @@ class Recorder(EventSourced):
         handle = None if request_id is None else self._running.sequence(request_id).handle
         for block, slot in zip(ids, slots, strict=True):
             if slot in self._ids.copies:
-                instead = "tell that this one is evicted, and move the last one"
+                instead = "record that this one is evicted, and move the last one"
                 raise Unsupported(f"moving block {block}, of which there are copies in primary", instead)
         self._mirror.refuse_taken_below(targets, free)
         ends, done = self._mirror.ends(PRIMARY, slots, keep_order=True, moving=True), 0
@@ -707,11 +698,6 @@ class Recorder(EventSourced):
         """Blocks of primary, and the slots in which they lie."""
         ids = listed_blocks(blocks)
         return ids, self._ids.slots(ids)
-
-    def _level(self, level: str) -> LevelIndex:
-        if level not in ("primary", "secondary"):
-            raise UsageError("level must be primary or secondary")
-        return PRIMARY if level == "primary" else SECONDARY
 
     def _positional(self, group: int) -> PositionalGroup:
         groups, first = self.state.positional, len(self.state.groups)

@@ -35,7 +35,9 @@ from events.types import (
     EpochStarted,
     EventBatch,
     Gap,
+    PoolShared,
     SequenceAdded,
+    StateExported,
     TokensAppended,
 )
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
@@ -169,9 +171,9 @@ def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
 
 @dataclass
 class Replayed:
-    """A state folded from a log."""
+    """A state folded from a log, which sinks fold as well (`sinks.base.CacheFold`)."""
 
-    state: CacheState
+    state: CacheState = field(default_factory=CacheState)
     last_seq: int = -1
     """The last batch folded; -1 before the first."""
     last_ts: int | None = None
@@ -202,7 +204,7 @@ class Replayed:
         self,
         batch: EventBatch,
         *,
-        verify: bool,
+        verify: bool = False,
         before: Callable[[AnyEvent], object] | None = None,
         after: Callable[[AnyEvent], object] | None = None,
     ) -> None:
@@ -224,6 +226,13 @@ class Replayed:
         self.last_seq, self.last_ts = batch.seq, batch.ts
         self.batches += 1
         self.events += len(batch.events)
+
+    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
+        """What an epoch that goes on from here begins with."""
+        created = self.state.created
+        if created is None:
+            raise InvariantViolated("no cache has begun")
+        return created, self.state.export(), *self.state.export_shared()
 
     def _apply(self, seq: int, event: AnyEvent, verify: bool) -> None:
         kind = type(event)
@@ -308,7 +317,7 @@ def fold(
     progress: Progress | None = None,
 ) -> Replayed:
     """Fold batches from any source."""
-    replayed = Replayed(CacheState())
+    replayed = Replayed()
     if at is not None and at < 0:
         return replayed
     for batch in batches:

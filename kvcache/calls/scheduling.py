@@ -38,7 +38,7 @@ class Scheduling:
         """What admitting a prompt now would take, and what it would need to grow by `max_new_tokens` tokens.
 
         It fits if `Demand.needed` is free in each window. Of several prompts what they have in common would be
-        counted for each of them: `can_add` tells how many fit together. Raises what admitting it would, but for
+        counted for each of them: `can_add` says how many fit together. Raises what admitting it would, but for
         `OutOfBlocks`. A prompt with `reserve_tokens` is taken to get the rest of its slots by chunks of as many.
         """
         more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
@@ -60,7 +60,7 @@ class Scheduling:
 
     @exclusive
     def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
-        """Blocks that a running sequence takes when it gets its next token, and so many draft tokens with it.
+        """Blocks that a running sequence takes when it gets its next token, and these draft tokens with it.
 
         A prompt has its blocks from its admission on, so this is of decoding. Of a prompt that has not
         (`reserve_tokens`) it is what a chunk of `draft_tokens` tokens takes, behind what is computed.
@@ -81,7 +81,7 @@ class Scheduling:
         """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.
 
         In the window that needs the most, which may not be the one with the fewest free blocks: what each window needs,
-        to compare with `num_free_blocks_per_window`, is told by `remaining_blocks_per_window`. Of a prompt that has not
+        to compare with `num_free_blocks_per_window`, says `remaining_blocks_per_window`. Of a prompt that has not
         got all its slots (`reserve_tokens`), `chunk_tokens` says in which chunks at most it gets the others; None: at
         once.
         """
@@ -225,15 +225,13 @@ class Simulation:
         given = {}
         for index, group in enumerate(self._state.groups):
             part = sequence.part_in(index)
-            blocks = self._given_back(group, part) if part is sequence or self._is_last(part) else 0
+            # An encoder's input is given back with the last one that reads it.
+            readers = [each for each in self._state.sequences.values() if each.encoder is part]
+            last = all(each.handle in self._removed for each in readers)
+            blocks = self._given_back(group, part) if part is sequence or last else 0
             self._free[index] += blocks
             given[self._windows[index]] = blocks
         return given
-
-    def _is_last(self, encoder: Sequence) -> bool:
-        """Whether nobody is left who reads an encoder's input."""
-        readers = [each for each in self._state.sequences.values() if each.encoder is encoder]
-        return all(each.handle in self._removed for each in readers)
 
     def _given_back(self, group: FullGroup | SlidingGroup, sequence: Sequence) -> int:
         gone, freed = self._gone[group.index], 0

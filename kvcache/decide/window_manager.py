@@ -21,7 +21,7 @@ from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Names
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
 from kvcache.fold.groups import AnyGroup
-from kvcache.fold.prefix_tree import GroupMatch, PartialMatch, Piece
+from kvcache.fold.prefix_tree import GroupMatch, Piece
 from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest
@@ -349,7 +349,10 @@ class WindowManager(ABC):
         claims.add(found, claimed)
         for each in claimed:
             blocks[each.level] += len(each.slots) * self.tokens_per_block
-        source = None if found.partial is None else self._source(found.partial)
+        source = None
+        if found.partial is not None:
+            level, slot = found.partial.block.level, Slot(found.partial.block.slots[0])
+            source = CopySource(level, slot, found.partial.num_tokens, self.group.kept_in(level, slot))
         return WindowPlan(claimed, new_blocks, source, *blocks)
 
     def _claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
@@ -371,11 +374,6 @@ class WindowManager(ABC):
                 keys = b"".join([piece.keys for piece in row])
             claimed.append(BlockNames(level, first, slots, names_of_keys(keys, self.key_bytes)))
         return claimed
-
-    def _source(self, found: PartialMatch) -> CopySource:
-        """Where a partial match lies now."""
-        level, slot = found.block.level, Slot(found.block.slots[0])
-        return CopySource(level, slot, found.num_tokens, self.group.kept_in(level, slot))
 
     def source_of_own(self, sequence: Sequence, block: int, num_tokens: int) -> CopySource:
         """The beginning of a block in a sequence's table."""
@@ -481,17 +479,14 @@ class WindowManager(ABC):
         full, first = computed // size, max(end, sequence.detached[self.index])
         stop = computed if partial and self._partial_reuse else full * size
         if self.group.shared:
-            own = self._own_blocks(sequence.tables[self.index], first)
+            # Up to the first one that another sequence holds without a name: it must stay without.
+            table, shared = sequence.tables[self.index], self.group.shared
+            own = next((block for block in range(first, len(table)) if table[block] in shared), len(table))
             full, stop = min(full, own), min(stop, own * size)
         self._store_path(sequence, first, full, stop, replaced)
         if sequence.retention is not None:
             self.restate(sequence, end, sequence.path_ends[self.index].end)
         return replaced
-
-    def _own_blocks(self, table: array[int], first: int) -> int:
-        """Blocks before the first one that another sequence holds without a name: it must stay without."""
-        shared = self.group.shared
-        return next((block for block in range(first, len(table)) if table[block] in shared), len(table))
 
     def store_filled(
         self, sequences: list[Sequence], handles: bytes

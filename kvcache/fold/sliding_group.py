@@ -636,8 +636,11 @@ class SlidingGroup(Group):
         The depth is less than `block` if less of what is before it is known.
         """
         end: PathEnd = sequence.path_ends[self.index]  # type: ignore[assignment]
-        held = sequence.detached[self.index] < block <= end.end
-        place = sequence.tables[self.index][block - 1] if held else self._left(end, block)
+        left, place, stamp = end.left
+        if sequence.detached[self.index] < block <= end.end:
+            place = sequence.tables[self.index][block - 1]
+        elif left != block or self.released_at[place] != stamp:
+            place = HOLE  # else it is the last one that the window has left, and is still there
         if place != HOLE:
             run, at = self.find(place)
             return run, at + 1, block
@@ -645,11 +648,6 @@ class SlidingGroup(Group):
         if not block:
             return root, 0, 0
         return self.walk(root, self.content(sequence, 0, block, self.tokens_per_block))
-
-    def _left(self, end: PathEnd, block: int) -> int:
-        """Where the block before this one is cached, if it is the last that the window has left and is still there."""
-        left, place, stamp = end.left
-        return place if left == block and self.released_at[place] == stamp else HOLE
 
     def walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
         """As far as the content of full blocks is known below a node."""
@@ -681,8 +679,7 @@ class SlidingGroup(Group):
         """
         size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
         while done < len(places):
-            if at < _length(node):
-                assert isinstance(node, Run)
+            if isinstance(node, Run) and at < len(node.slots):
                 same = common_bytes(node, content, done * size, len(content), at * size) // size
                 if not same:
                     upper = self.tree.split(node, at)
@@ -886,7 +883,9 @@ class SlidingMatch:
         the last window, which one look at that row tells. Complexity: O(blocks), in numpy.
         """
         blocks = min(blocks, self.blocks)
-        if self._group.window == 1 or HOLE not in self._row(self._first_seen(blocks), blocks):
+        if self._group.window == 1 or HOLE not in self._row(
+            self._group.first_seen(blocks * self._group.tokens_per_block), blocks
+        ):
             return blocks
         cached = np.frombuffer(self._row(0, blocks), np.int32) != HOLE
         counts = np.arange(blocks + 1)
@@ -896,9 +895,6 @@ class SlidingMatch:
         size, window = self._group.tokens_per_block, self._group.window
         first_seen = np.maximum(counts * size - window + 1, 0) // size
         return int(np.flatnonzero(last_hole < np.maximum(first_seen, counts == 0))[-1])
-
-    def _first_seen(self, blocks: int) -> int:
-        return self._group.first_seen(blocks * self._group.tokens_per_block)
 
     def _row(self, first: int, last: int) -> array[int]:
         """The places of the path's blocks from `first` up to `last`."""
@@ -983,7 +979,3 @@ def position_of(run: Run) -> int:
 def _view(column: array[Any]) -> npt.NDArray[Any]:
     kind = np.int64 if column.typecode == "q" else np.int32
     return np.frombuffer(column, kind) if len(column) else np.empty(0, kind)
-
-
-def _length(node: Node) -> int:
-    return len(node.slots) if isinstance(node, Run) else 0

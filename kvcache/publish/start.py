@@ -13,8 +13,7 @@ import msgspec
 from events.log.reader import Beginning, LogHead, beginnings, first_batch, has_segments
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
-from kvcache.record.outputs import ReplayedState
-from kvcache.replay import Unreplayable
+from kvcache.replay import Replayed, Unreplayable
 from sinks import SinkContext
 from sinks.state_file import StateFile
 
@@ -51,7 +50,7 @@ class Epoch:
         with suppress(msgspec.DecodeError):
             settings = msgspec.json.decode(created.config, type=_Model)
         size, model = created.tokens_per_block, settings.model
-        context = SinkContext(created.key_bytes, size, model, fold=ReplayedState)
+        context = SinkContext(created.key_bytes, size, model, fold=Replayed)
         return cls(started.log_id, started.epoch, started.tokens_recorded, context)
 
 

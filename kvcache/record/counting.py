@@ -389,7 +389,7 @@ class _CountedRequest:
 
 
 class RequestCounter:
-    """Records of requests that have ended, so many at most: the oldest are dropped first.
+    """Records of requests that have ended, `keep` at most: the oldest are dropped first.
 
     What runs already when a manager resumes has no record: nobody knows how it began.
     """

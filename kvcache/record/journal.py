@@ -40,7 +40,8 @@ from kvcache.inputs import checked_integer, time_from
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
 from kvcache.record.latest_events import LatestEvents
-from kvcache.record.outputs import LogTarget, Outputs, ReplayedState
+from kvcache.record.outputs import LogTarget, Outputs
+from kvcache.replay import Replayed
 from kvcache.stats import Stats
 from sinks import Sink, SinkContext, SinkRunner, SinkStats
 from sinks.histogram import STEP_SECONDS, Histogram
@@ -55,12 +56,12 @@ LONGEST_WAIT_SECONDS = 1e9
 """30 years: platforms refuse to wait for much longer."""
 
 
-def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> CacheCreated:
-    """What a cache begins with. `heard`: whether a log or a sink will see its events."""
+def cache_created(config: KVCacheConfig, layout: Layout, *, published: bool) -> CacheCreated:
+    """What a cache begins with. `published`: whether a log or a sink will see its events."""
     algorithm: str = config.block_hash
     if algorithm == "auto":
         # Names are for others: where nobody listens, computing them would be most of the work.
-        named = heard or config.eviction_policy == "levels"
+        named = published or config.eviction_policy == "levels"
         algorithm = DEFAULT_ALGORITHM if named else "none"
     odd = config.tokens_per_block & (config.tokens_per_block - 1)
     return CacheCreated(
@@ -72,14 +73,6 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> Cach
         key_bytes=ALGORITHMS[algorithm].key_bytes,
         content_id=layout.content_id,
         attention_dp_rank=config.attention_dp_rank,
-    )
-
-
-def _numbered(first: StateExported, epoch: int) -> StateExported:
-    """The state with numbers of its epoch to go on with. What has a number of an earlier one keeps it."""
-    number = first_number(epoch)
-    return msgspec.structs.replace(
-        first, next_handle=max(first.next_handle, number), next_transfer=max(first.next_transfer, number)
     )
 
 
@@ -108,7 +101,7 @@ class Journal:
         self.step_times: Histogram | None = None
         """What calls take of each engine step; None while no sink has asked for it."""
         self._state_due = False
-        self.next_seq = outputs.next_seq
+        self.next_seq = 0 if outputs.log is None else outputs.log.next_seq
         """Number of the next batch."""
         self._exported_seq = -1
         """The last batch that holds the whole state."""
@@ -119,12 +112,15 @@ class Journal:
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
         """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
         used = 0 if first is None else epoch_of(max(first.next_handle, first.next_transfer))
-        epoch = self.outputs.begin_epoch(used)
+        epoch = None if self.outputs.log is None else self.outputs.log.begin_epoch(used)
         if epoch is not None:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
         if epoch is not None:
-            self.emit(_numbered(first or self.state.export(), epoch.epoch))
+            first, number = first or self.state.export(), first_number(epoch.epoch)
+            # What has a number of an earlier epoch keeps it.
+            handle, transfer = max(first.next_handle, number), max(first.next_transfer, number)
+            self.emit(msgspec.structs.replace(first, next_handle=handle, next_transfer=transfer))
         elif first is not None:
             self.emit(first)
 
@@ -214,7 +210,7 @@ class EventSourced:
         """
         started, self._wall_ns = time_from(wall_ns), wall_ns
         self._guard, self._look_at, self._warned = Guard(), UNFLUSHED_STEPS, False
-        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ReplayedState)
+        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=Replayed)
         self._salts = context.salts
         outputs = Outputs.open(log, sinks, context, config.log)
         try:
@@ -322,7 +318,9 @@ class EventSourced:
             # A flush's own time counts to the next step.
             times.add(self._guard.spent_ns)
             self._guard.spent_ns = 0
-        self._journal.outputs.check_log()
+        log = self._journal.outputs.log
+        if log is not None:
+            log.check()
         return batch
 
     def _end_last_step(self) -> None:

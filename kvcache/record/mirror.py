@@ -1,4 +1,4 @@
-"""What an engine's cache holds as far as it has told, asked in the engine's words: the answer may be `Contradiction`.
+"""What an engine's cache holds after the calls so far, by the engine's ids: the answer may be `Contradiction`.
 
 Nothing is changed here.
 """
@@ -55,7 +55,7 @@ def pool_shared(groups: Items[LayerGroup], *, named: bool) -> ev.PoolShared | No
     """The event for these groups; None: there are none. Raises `UsageError`. `named`: the engine names its blocks."""
     shared = [_checked(each) for each in listed(groups, "groups")]
     if shared and not named:
-        raise UsageError("further groups are told by the engine's own names: give name_bytes")
+        raise UsageError("further groups need the engine's own names: give name_bytes")
     return ev.PoolShared(tuple(shared)) if shared else None
 
 
@@ -73,10 +73,10 @@ def _checked(group: object) -> ev.SharingGroup:
     return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"))
 
 
-def contradiction(sequence: Sequence, told: str, block: Any = None) -> Contradiction:
-    """The error for a running request of which an engine tells what cannot be."""
+def contradiction(sequence: Sequence, reason: str, block: Any = None) -> Contradiction:
+    """The error for a running request of which an engine has recorded what cannot be true."""
     name, number = shown(sequence.request_id), None if block is None else int(block)
-    return Contradiction(f"request {name} {told}", sequence.request_id, number)
+    return Contradiction(f"request {name} {reason}", sequence.request_id, number)
 
 
 class MirroredCopies:
@@ -157,7 +157,7 @@ class BlockIds:
     # -- copies
 
     def share(self, handle: int, own: int, slot: int, holders: int) -> None:
-        """The block of a sequence in the slot `own` is a copy of what lies in another, which has so many holders."""
+        """The block of a sequence in the slot `own` is a copy of what lies in another, which has `holders` already."""
         block = self._blocks[own]
         copies = self.copies.get(slot)
         if copies is None:
@@ -181,7 +181,7 @@ class BlockIds:
                     self._held.setdefault(handle, {})[slot] = at
 
     def release(self, handle: int, table: array[int]) -> None:
-        """A sequence with this table has let go of all its blocks."""
+        """A sequence with this table has released all its blocks."""
         held = self._held.pop(handle, {})
         if not self.copies:
             return
@@ -293,7 +293,7 @@ class Mirror:
         self._size, self._key_bytes = group.tokens_per_block, group.tree.key_bytes
 
     def refuse_uncomputable(self, sequence: Sequence, num_tokens: int) -> None:
-        """Raise `Contradiction` if a request has no slots for so many tokens, which count as computed."""
+        """Raise `Contradiction` if a request has no slots for these tokens, which count as computed."""
         slots = len(sequence.tables[0]) * self._size
         if slots < num_tokens:
             raise contradiction(sequence, f"has slots for {slots} tokens, {num_tokens} count as computed")
@@ -305,8 +305,8 @@ class Mirror:
             for block, slot in zip(blocks, slots, strict=True):
                 if group.uses(slot):
                     use = "a request holds it" if slot in group.holders else "it has a name"
-                    told = f"block {block} is given to request {shown(request_id)}, and {use} in group {group.index}"
-                    raise Contradiction(told, request_id, int(block))
+                    reason = f"block {block} is given to request {shown(request_id)}, and {use} in group {group.index}"
+                    raise Contradiction(reason, request_id, int(block))
         if not slots or level.are_blank(slots):
             return
         name, seen = shown(request_id), set[int]()
@@ -315,8 +315,8 @@ class Mirror:
                 raise Contradiction(f"block {block} is given to request {name} twice", request_id, int(block))
             seen.add(slot)
             if not level.are_blank(array("i", [slot])):
-                told = f"block {block} is given to request {name}, and {self._use_of(slot)}"
-                raise Contradiction(told, request_id, int(block))
+                reason = f"block {block} is given to request {name}, and {self._use_of(slot)}"
+                raise Contradiction(reason, request_id, int(block))
 
     def refuse_taken_below(self, blocks: Blocks, slots: array[int]) -> None:
         """Raise `Contradiction` unless these secondary blocks are free."""
@@ -391,7 +391,7 @@ class Mirror:
         external: int,
     ) -> None:
         """Raise `Contradiction` unless these blocks of primary, and then these of secondary, are the beginning of the
-        prompt, and not all of it with so many tokens from outside.
+        prompt, and not all of it together with those from outside.
         """
         name, count = shown(request.request_id), len(slots) + len(below)
         if external >= request.num_tokens - count * self._size > 0:
@@ -426,30 +426,32 @@ class Mirror:
             run = tree.runs.get(self.group.levels[level].run_ids[slots[done]])
             take, begin = 0, (first + done) * size
             if run is None or run.level != level or slots[done] not in run.slots:
-                told = "is not cached"
+                reason = "is not cached"
             elif (
                 run.parent is not node
                 and run.slots[0] == slots[done]
                 and begin == 0
                 and isinstance(run.parent, Root)
             ):
-                told = "is cached for another LoRA adapter or salt"
+                reason = "is cached for another LoRA adapter or salt"
             else:
                 take = common_slots(run.slots, slots, done) if run.parent is node else 0
-                told = "does not continue the block before it" if begin or take else "does not begin a prompt"
+                reason = (
+                    "does not continue the block before it" if begin or take else "does not begin a prompt"
+                )
             # Copied for it, as two views would be compared number by number.
             if run is not None and run.symbols[: take * size] != request.symbols[begin : begin + take * size]:
                 take = common_bytes(run, request.symbols, begin, begin + take * size) // size
-                told = "holds other tokens than its prompt has there"
+                reason = "holds other tokens than its prompt has there"
             if take < min(len(slots) - done, len(run.slots) if run is not None else 1):
-                raise self._no_hit(request, level, int(blocks[done + take]), first + done + take, told)
+                raise self._no_hit(request, level, int(blocks[done + take]), first + done + take, reason)
             node, done = run, done + take
         return node
 
-    def _no_hit(self, request: CheckedRequest, level: int, block: int, at: int, told: str) -> Contradiction:
+    def _no_hit(self, request: CheckedRequest, level: int, block: int, at: int, reason: str) -> Contradiction:
         where = "" if level == PRIMARY else "secondary "
         return Contradiction(
-            f"{where}block {block}, which request {shown(request.request_id)} reuses as its block {at}, {told}",
+            f"{where}block {block}, which request {shown(request.request_id)} reuses as its block {at}, {reason}",
             request.request_id,
             block,
         )
@@ -461,13 +463,10 @@ class Mirror:
         try:
             return list(self._in_order(level, slots, moving=moving))
         except Contradiction:
-            if keep_order or len(slots) < 2 or not self._all_cached(level, slots):
+            if keep_order or len(slots) < 2 or not all(self.group.is_cached(level, slot) for slot in slots):
                 raise
         ordered = array("i", sorted(slots, key=lambda slot: self._depth(level, slot)))
         return list(self._in_order(level, ordered, moving=moving))
-
-    def _all_cached(self, level: int, slots: array[int]) -> bool:
-        return all(self.group.is_cached(level, slot) for slot in slots)
 
     def _depth(self, level: int, slot: int) -> tuple[int, int, int]:
         """Where a cached block comes in an order with the deepest first, and runs in one piece."""
@@ -526,10 +525,10 @@ class Mirror:
         if len({int(block) for block in blocks}) < len(slots):
             raise UsageError("a call names a block twice")
 
-    def _stays(self, level: int, slot: int, told: str) -> Contradiction:
+    def _stays(self, level: int, slot: int, reason: str) -> Contradiction:
         block = self.ids.id_of(slot) if level == PRIMARY else slot
         where = "block" if level == PRIMARY else "secondary block"
-        return Contradiction(f"{where} {block} cannot go: it {told}", block=block)
+        return Contradiction(f"{where} {block} cannot go: it {reason}", block=block)
 
 
 def common_slots(slots: array[int], others: array[int], begin: int) -> int:

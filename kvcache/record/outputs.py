@@ -15,35 +15,14 @@ from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.log.retention import Limits
 from events.size import batch_bytes
-from events.types import CacheCreated, EpochStarted, EventBatch, Gap, PoolShared, StateExported
+from events.types import EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
-from kvcache.errors import UsageError, invariant
-from kvcache.fold.state import CacheState
+from kvcache.errors import UsageError
 from kvcache.keep.keeper import Keeper
-from kvcache.replay import Replayed
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.base import Probe
 from sinks.router.feed import RouterFeed
-
-
-class ReplayedState:
-    """The state behind the last batch (`sinks.base.CacheFold`). For one thread."""
-
-    def __init__(self) -> None:
-        self._replayed = Replayed(CacheState())
-
-    def fold(self, batch: EventBatch) -> None:
-        """Take in a batch. Raises what `kvcache.replay` does of batches that do not fit."""
-        self._replayed.fold(batch, verify=False)
-
-    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
-        """What an epoch that goes on from here begins with."""
-        created = self._replayed.state.created
-        invariant(created is not None, "no cache has begun")
-        assert created is not None
-        return created, self._replayed.state.export(), *self._replayed.state.export_shared()
-
 
 _ROOM_SECONDS = 2.0
 _SEGMENTS_KEPT = 8
@@ -100,22 +79,13 @@ class Outputs:
             sink.watch(probe)
         return bool(watching)
 
-    def begin_epoch(self, at_least: int) -> EpochStarted | None:
-        """What the log's new epoch begins with; it is `at_least` this one."""
-        return self.log.begin_epoch(at_least) if self.log is not None else None
-
     @property
     def records_tokens(self) -> bool:
         """Whether the log, if there is one, says what prompts are, so that nobody relies on names."""
         return self.log is None or self.log.epoch_started.tokens_recorded
 
-    @property
-    def next_seq(self) -> int:
-        """Number of the next batch."""
-        return self.log.next_seq if self.log is not None else 0
-
     def publish(self, batch: EventBatch) -> None:
-        """Hand a batch over. Never raises: `check_log` tells of a log that takes none."""
+        """Hand a batch over. Never raises: `LogWriter.check` does for a log that takes none."""
         if self.log is None and not self._runners:
             return
         size = batch_bytes(batch)
@@ -127,11 +97,6 @@ class Outputs:
                 pass
         for runner in self._runners:
             runner.put(batch, size)
-
-    def check_log(self) -> None:
-        """Raise `events.LogWriteFailed` if the log takes nothing, unless it is to lose batches instead."""
-        if self.log is not None:
-            self.log.check()
 
     def make_room(self) -> None:
         """Wait a moment for a log that has lost batches, so that it can still be told of that before it is closed."""
@@ -214,7 +179,7 @@ def log_directory(log: object) -> Path:
 
 
 def _check_sink(sink: object) -> None:
-    """Tell a mistake before anything is opened: later it would be a sink that fails for ever."""
+    """Refuse a mistake before anything is opened: later it would be a sink that fails for ever."""
     if not isinstance(sink, str | Sink | SinkRunner):
         raise UsageError(f"a sink must be a URL or derive from sinks.Sink; {type(sink).__name__} does not")
 

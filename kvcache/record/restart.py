@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from events.log import LogWriter
-from events.types import PRIMARY, SECONDARY, CacheCreated, StateExported
+from events.types import PRIMARY, SECONDARY, StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import served_layout
 from kvcache.device.secondary_file import DEPENDS_ON
@@ -134,29 +134,21 @@ def _restored(
 
 def _refuse_other(config: KVCacheConfig, directory: Path, state: CacheState) -> None:
     """Raise unless what the log says of blocks means the same here."""
-    there, here = state.created, cache_created(config, served_layout(config), heard=True)
+    there, here = state.created, cache_created(config, served_layout(config), published=True)
     assert there is not None
     if not state.tokens_recorded:
         instead = "begin a new log that does (log.record_tokens)"
         raise Unsupported("a warm restart from a log without tokens", instead)
     if there.content_id != here.content_id:
         raise LogOfOtherCache(directory, f"its model differs, or {DEPENDS_ON}")
-    if _secondary(there) != _secondary(here):
-        what = (
-            f"it has {_secondary(there)} secondary blocks per window, these settings give {_secondary(here)}"
-        )
+    was, given = ([group.num_blocks[SECONDARY] for group in each.groups] for each in (there, here))
+    if given != was:
+        what = f"it has {was} secondary blocks per window, these settings give {given}"
         raise LogOfOtherCache(directory, what)
-    for name in ("block_hash", "eviction_policy"):
-        given, was = _setting(here, name), _setting(there, name)
-        if given != was:
-            raise LogOfOtherCache(directory, f"its {name} is {was}, here it is {given}")
-
-
-def _secondary(created: CacheCreated) -> list[int]:
-    return [group.num_blocks[SECONDARY] for group in created.groups]
-
-
-def _setting(created: CacheCreated, name: str) -> str:
-    if name == "block_hash":
-        return created.hash_algorithm
-    return str(getattr(KVCacheConfig.model_validate_json(created.config), name))
+    policy = KVCacheConfig.model_validate_json(there.config).eviction_policy
+    for name, has, wanted in (
+        ("block_hash", there.hash_algorithm, here.hash_algorithm),
+        ("eviction_policy", policy, config.eviction_policy),
+    ):
+        if has != wanted:
+            raise LogOfOtherCache(directory, f"its {name} is {has}, here it is {wanted}")

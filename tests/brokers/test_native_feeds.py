@@ -14,7 +14,7 @@ from events.brokers.records import StreamRecord
 from events.brokers.subscriber import NativeBrokerSubscriber, NativeRecordFollower
 from events.formats.native import NativeCodec
 from events.subscribe.continuity import Missed, ReceivedBatch, Restarted, Restated
-from kvcache.record.outputs import ReplayedState
+from kvcache.replay import Replayed
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers import BrokerSettings, BrokerTransport
 from sinks.router.native import NativeFeed
@@ -27,7 +27,7 @@ from tests.support.seeds import seeds
 from tests.support.servers.server import Server
 from tests.support.waiting import Clock, wait_until
 
-CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ReplayedState)
+CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=Replayed)
 
 
 def feeding(server: Server, options: str = "", *, min_bytes: int | None = None, **cache: Any) -> Cache:

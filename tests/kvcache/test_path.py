@@ -17,7 +17,7 @@ from tests.support.engines import strategies
 from tests.support.places import ROOT
 from tests.support.sources import PACKAGES
 
-MODULES, DEPTH, FLUSH_CALLS = 15, 13, 26
+MODULES, DEPTH, FLUSH_CALLS = 15, 13, 25
 PROMPT = list(range(100))
 
 

@@ -54,7 +54,7 @@ def test_log_without_tokens_and_names_is_refused(tmp_path: Path) -> None:
         with pytest.raises(Unsupported, match="a log without tokens and without names"):
             KVCacheManager(config(block_hash="none"), log=log)
         assert log.batches_written == 0
-    created = cache_created(config(block_hash="none"), Layout.of(config()), heard=False)
+    created = cache_created(config(block_hash="none"), Layout.of(config()), published=False)
     state = CacheState()
     state.apply(EpochStarted(1, bytes(16), None, None, True, False, ""))
     with pytest.raises(InvariantViolated, match="neither tokens nor names"):

@@ -8,14 +8,14 @@ from events.codec import encode_batch
 from events.feed.changes import Batched
 from events.formats.vllm import Message
 from events.types import EventBatch
-from kvcache.record.outputs import ReplayedState
+from kvcache.replay import Replayed
 from sinks import Sink, SinkContext
 from sinks.router.feed import FeedBatch, FeedSnapshot
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
 from tests.support.feeds.native import Cache
 
-CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ReplayedState)
+CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=Replayed)
 
 
 class Batches(Sink):
