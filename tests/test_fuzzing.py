@@ -35,7 +35,7 @@ from kvcache.keep.compress import compress
 from kvcache.keep.verify import verify
 from kvcache.publish.start import Position, position_file
 from kvcache.replay import replay
-from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, read
+from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, understood
 from kvcache.tap.lines import LineListener
 from kvcache.workload.mooncake import TraceError, read_trace
 from sinks.base import SinkError
@@ -358,10 +358,10 @@ READERS: dict[str, Reader] = {
         (ConfigError,),
     ),
     "curves": Reader(
-        partial(in_file, lambda path: read(path, GivenCurve)), lambda _: [b"{}", b"[]"], (NotUnderstood,)
+        lambda data, path: understood(data, GivenCurve, str(path)), lambda _: [b"{}", b"[]"], (NotUnderstood,)
     ),
     "what-ifs": Reader(
-        partial(in_file, lambda path: read(path, WhatIf)), lambda _: [b"{}"], (NotUnderstood,)
+        lambda data, path: understood(data, WhatIf, str(path)), lambda _: [b"{}"], (NotUnderstood,)
     ),
 }
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from events.types import EventBatch
 from kvcache import phrases
@@ -217,21 +217,8 @@ def _is_export(path: Path) -> bool:
     )
 
 
-class Writer(Protocol):
-    """Writes the columns of tables, some rows at a time; every table of the schema is there in the end."""
-
-    def __init__(self, path: Path) -> None:
-        """Begin at a path where nothing is yet."""
-
-    def write(self, table: str, values: Values) -> None:
-        """Append rows."""
-
-    def close(self) -> None:
-        """Complete it."""
-
-
 class _Directory:
-    """A directory with a file per table."""
+    """A directory with a file per table. As all writers it takes the columns of tables, some rows at a time."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -406,6 +393,7 @@ class ParquetWriter(_Directory):
 
 SQLITE_HEADER = b"SQLite format 3\0"
 """How a database begins: no other file is replaced by one."""
+Writer = ParquetWriter | CsvWriter | JsonlWriter | SqliteWriter
 FORMATS: dict[str, type[Writer]] = {
     "parquet": ParquetWriter,
     "csv": CsvWriter,

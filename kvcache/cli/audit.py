@@ -28,7 +28,7 @@ from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import times
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Output, bar, end_json, pick, stamp
+from kvcache.cli.output import Facts, Output, bar, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
 from kvcache.phrases import count, duration, iso, printable, share
@@ -106,29 +106,29 @@ def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
         f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, "
         f"{when.of(audit.first_at)} to {when.of(audit.last_at)}"
     )
-    part = audit.reused / max(audit.prompt_tokens, 1)
-    reused = f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"
-    facts = [
-        ("requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"),
-        ("prompt tokens", reused),
-    ]
-    if audit.loaded or audit.not_loaded:
-        came = f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come"
-        facts.append(("from outside", came))
-    if audit.engine:
-        facts.append(("decided by", printable(audit.engine)))
-    if audit.counts is not None:
-        facts.append(("its own count", _compared(*audit.counts)))
-    if not audit.tokens_recorded:
-        facts.append(("tokens", "not recorded: why the others were computed is not known"))
-    out.facts(facts)
+    out.facts(_admitted(audit))
     out.line()
     _show_reasons(audit, out)
     _show_time(audit, when, out)
     _show_namespaces(audit, out)
     _show_evictions(audit, when, out)
-    _show_lives(audit, out)
+    out.line()
+    out.facts(_lives(audit))
     _show_prefixes(audit.prefixes[:top], when, out)
+
+
+def _admitted(audit: Audit) -> Facts:
+    yield "requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"
+    part = audit.reused / max(audit.prompt_tokens, 1)
+    yield "prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"
+    if audit.loaded or audit.not_loaded:
+        yield "from outside", f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come"
+    if audit.engine:
+        yield "decided by", printable(audit.engine)
+    if audit.counts is not None:
+        yield "its own count", _compared(*audit.counts)
+    if not audit.tokens_recorded:
+        yield "tokens", "not recorded: why the others were computed is not known"
 
 
 def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
@@ -200,18 +200,7 @@ def _show_namespaces(audit: Audit, out: Output) -> None:
 
 def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
     out.line()
-    lost, cleared = sum(audit.lost_by_priority.values()), int(audit.reasons[list(LOSSES)].sum())
-    facts = [("computed again", f"{count(lost, 'token')}, because {_were(lost)} evicted")]
-    if cleared:
-        facts.append(("", f"{count(cleared, 'token')}, because {_were(cleared)} cleared or lost"))
-    if len(audit.lost_by_priority) > 1:
-        by = (f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items()))
-        facts.append(("by priority", ", ".join(by)))
-    if lost:
-        facts.append(("gone for", ages_in_words(audit.lost_ages) + " when they were asked for"))
-    for level in range(len(LEVEL_NAMES)):
-        facts += _level_facts(audit, level)
-    out.facts(facts)
+    out.facts(_evicted(audit))
     if audit.worst:
         out.line()
         rows = [
@@ -222,6 +211,21 @@ def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
         out.table(columns, rows, right=[columns[0], columns[3]])
 
 
+def _evicted(audit: Audit) -> Facts:
+    lost, cleared = sum(audit.lost_by_priority.values()), int(audit.reasons[list(LOSSES)].sum())
+    yield "computed again", f"{count(lost, 'token')}, because {_were(lost)} evicted"
+    if cleared:
+        yield "", f"{count(cleared, 'token')}, because {_were(cleared)} cleared or lost"
+    if len(audit.lost_by_priority) > 1:
+        by = (f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items()))
+        yield "by priority", ", ".join(by)
+    if lost:
+        yield "gone for", f"{ages_in_words(audit.lost_ages)} when they were asked for"
+    for level, name in enumerate(LEVEL_NAMES):
+        for number, said in enumerate(_level_facts(audit, level)):
+            yield "" if number else name, said
+
+
 def _were(tokens: int) -> str:
     return "it was" if tokens == 1 else "they were"
 
@@ -230,19 +234,15 @@ def _request(name: RequestId | None) -> str:
     return "" if name is None else printable(str(name))
 
 
-def _level_facts(audit: Audit, level: int) -> list[tuple[str, str]]:
-    lives, said = audit.levels[level], []
+def _level_facts(audit: Audit, level: int) -> Iterator[str]:
+    lives = audit.levels[level]
     if hits := lives.hit_ages.total:
-        said.append(
-            f"{count(hits, 'hit')} of idle blocks {ages_in_words(lives.hit_ages)} after their last use"
-        )
+        yield f"{count(hits, 'hit')} of idle blocks {ages_in_words(lives.hit_ages)} after their last use"
     if lives.eviction_ages.total:
-        said.append(
-            f"{count(lives.evicted, 'block')} evicted {ages_in_words(lives.eviction_ages)} after the last use"
-        )
+        evicted = count(lives.evicted, "block")
+        yield f"{evicted} evicted {ages_in_words(lives.eviction_ages)} after the last use"
     if verdict := verdict_on(audit, level):
-        said += verdict.in_words()
-    return [(LEVEL_NAMES[level] if number == 0 else "", text) for number, text in enumerate(said)]
+        yield from verdict.in_words()
 
 
 def _often(times: int) -> str:
@@ -251,30 +251,18 @@ def _often(times: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(times, f"{times} times")
 
 
-def _show_lives(audit: Audit, out: Output) -> None:
-    facts = [("stored", f"{count(audit.stored, 'full block')}, {audit.never_reused:,} of them never reused")]
-    gone = int(audit.uses.sum())
-    if gone:
+def _lives(audit: Audit) -> Facts:
+    yield "stored", f"{count(audit.stored, 'full block')}, {audit.never_reused:,} of them never reused"
+    if gone := int(audit.uses.sum()):
         uses = ", ".join(
-            f"{int(blocks):,} {_often(times_used)}" for times_used, blocks in enumerate(audit.uses) if blocks
+            f"{int(blocks):,} {_often(times)}" for times, blocks in enumerate(audit.uses) if blocks
         )
-        facts.append(
-            ("gone", f"{count(gone, 'block')} after {ages_in_words(audit.lifetimes)}; reused: {uses}")
-        )
+        yield "gone", f"{count(gone, 'block')} after {ages_in_words(audit.lifetimes)}; reused: {uses}"
     if audit.offloaded:
         paid = share(audit.onboarded / audit.offloaded)
-        facts.append(
-            ("offload", f"{audit.offloaded:,} blocks to secondary, {audit.onboarded:,} back: {paid}")
-        )
-    if audit.computed_twice:
-        facts.append(
-            (
-                "twice",
-                f"{audit.computed_twice:,} tokens of blocks that were cached already when they had been computed",
-            )
-        )
-    out.line()
-    out.facts(facts)
+        yield "offload", f"{audit.offloaded:,} blocks to secondary, {audit.onboarded:,} back: {paid}"
+    if twice := audit.computed_twice:
+        yield "twice", f"{twice:,} tokens of blocks that were cached already when they had been computed"
 
 
 def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:

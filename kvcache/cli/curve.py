@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
 from kvcache.audit.curve import SAMPLES, CurveRecorder, HitCurve, LoggedPrompts, best_hits, enough_for
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Output, end_json, pick
+from kvcache.cli.output import Facts, Output, end_json, pick
 from kvcache.config import KVCacheConfig
 from kvcache.phrases import count, printable, share, size
 
@@ -198,24 +197,26 @@ def _part(found: CurveFound, hits: int) -> str:
     return share(hits / max(found.curve.block_requests, 1))
 
 
-def _facts(found: CurveFound) -> list[tuple[str, str]]:
+def _facts(found: CurveFound) -> Facts:
     prompts, curve = found.prompts, found.curve
     asked = f"{curve.block_requests:,} full blocks of {prompts.tokens_per_block:,} tokens"
-    different = f"{curve.distinct_blocks:,} different ones"
-    rows = [("prompts", f"{prompts.admissions:,} with {asked}, {different}")]
+    yield "prompts", f"{prompts.admissions:,} with {asked}, {curve.distinct_blocks:,} different ones"
     if prompts.windows > 1:
-        rows.append(("window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"))
+        yield "window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"
     if prompts.shared:
-        told = "full attention alone: other layers take blocks of the same pool, and may lose what it keeps"
-        rows.append(("groups", told))
+        why = "other layers take blocks of the same pool, and may lose what it keeps"
+        yield "groups", f"full attention alone: {why}"
     if prompts.gaps:
         lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
         missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
-        rows.append(("gaps", missing + lost * bool(prompts.skipped)))
+        yield "gaps", missing + lost * bool(prompts.skipped)
     if curve.rate < 1:
         error = "; ± standard error" * (not curve.is_vague)
-        rows.append(("estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"))
-    return [*rows, *_today(found), *([] if curve.is_vague else [("knee", _knee(curve))])]
+        yield "estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"
+    yield from _today(found)
+    if not curve.is_vague:
+        knee = f"{curve.knee or 0:,} blocks: from there on no doubling gains a percentage point"
+        yield "knee", "none: no block is asked for twice" if curve.knee is None else knee
 
 
 def _vague(curve: HitCurve) -> str:
@@ -229,27 +230,15 @@ def _vague(curve: HitCurve) -> str:
     )
 
 
-def _today(found: CurveFound) -> list[tuple[str, str]]:
+def _today(found: CurveFound) -> Facts:
     """What the log's own size gives on the curve, and what its cache made of it."""
     primary, secondary = found.prompts.size.primary, found.prompts.size.secondary
     levels = [hits / max(found.curve.block_requests, 1) for hits in found.curve.by_level(primary, secondary)]
-    own = "requests side by side, in the cache itself"
-    if not secondary:
-        recorded, _ = map(share, _recorded(found))
-        return [("now", f"{count(primary, 'block')}: {share(levels[0])}"), ("recorded", f"{own}: {recorded}")]
-    blocks = f"{primary:,} + {secondary:,} blocks"
-    return [("now", _by_level(blocks, levels)), ("recorded", _by_level(own, _recorded(found)))]
-
-
-def _by_level(what: str, parts: Iterable[float]) -> str:
-    primary, secondary = map(share, parts)
-    return f"{what}: {primary} from primary, {secondary} from secondary"
-
-
-def _knee(curve: HitCurve) -> str:
-    if curve.knee is None:
-        return "none: no block is asked for twice"
-    return f"{curve.knee:,} blocks: from there on no doubling gains a percentage point"
+    parts = "{} from primary, {} from secondary" if secondary else "{}"
+    blocks = f"{primary:,} + {secondary:,} blocks" if secondary else count(primary, "block")
+    yield "now", f"{blocks}: {parts.format(*map(share, levels))}"
+    recorded = parts.format(*map(share, _recorded(found)))
+    yield "recorded", f"requests side by side, in the cache itself: {recorded}"
 
 
 def _rate(text: str) -> float:

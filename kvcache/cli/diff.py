@@ -24,7 +24,7 @@ from kvcache.audit.diff import (
 )
 from kvcache.cli.events import event_line
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Output, Update, pick, stamp, updating
+from kvcache.cli.output import Facts, Output, Update, pick, stamp, updating
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 from sinks.render import Known, render_event, text
@@ -164,27 +164,27 @@ def _show(
             [(printable(each.name), _spelled(each.a), _spelled(each.b)) for each in settings],
         )
     out.line()
-    _show_reuse(reuse, out)
+    out.facts(_facts(reuse))
+    if reuse.largest:
+        out.line()
+        columns = ("request", "prompt", "reused in A", "reused in B", "difference", "batch in A", "in B")
+        out.table(columns, [_row(each) for each in reuse.largest], right=columns[1:])
 
 
 def _spelled(value: Any) -> str:
     return printable(json.dumps(value))
 
 
-def _show_reuse(reuse: ReuseDifference, out: Output) -> None:
-    facts = [("requests", f"{reuse.a.requests:,} in both logs, of which {reuse.changed:,} reused otherwise")]
+def _facts(reuse: ReuseDifference) -> Facts:
+    yield "requests", f"{reuse.a.requests:,} in both logs, of which {reuse.changed:,} reused otherwise"
     if reuse.other_prompts:
-        having = count(reuse.other_prompts, "of them has", "of them have")
-        facts.append(("", f"{having} a prompt of another length"))
+        yield "", f"{count(reuse.other_prompts, 'of them has', 'of them have')} a prompt of another length"
     if reuse.a.requests:
-        facts += [("reused in A", _reused(reuse.a)), ("reused in B", _reused(reuse.b))]
-    onlys = ("only in A", reuse.only_a), ("only in B", reuse.only_b)
-    facts += [(label, _only(only)) for label, only in onlys if only.requests]
-    out.facts(facts)
-    if reuse.largest:
-        out.line()
-        columns = ("request", "prompt", "reused in A", "reused in B", "difference", "batch in A", "in B")
-        out.table(columns, [_row(each) for each in reuse.largest], right=columns[1:])
+        yield "reused in A", _reused(reuse.a)
+        yield "reused in B", _reused(reuse.b)
+    for label, only in (("only in A", reuse.only_a), ("only in B", reuse.only_b)):
+        if only.requests:
+            yield label, _only(only)
 
 
 def _reused(totals: ReuseTotals) -> str:

@@ -64,24 +64,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the conditions."""
-    known = Known()
+    known, when = Known(), Times(args.time)
     asked = conditions_of(args, known)
+    narrowing = [each for each in asked if isinstance(each, OfSequences | NamingBlock)]
     reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader, kind=None)
     batches = UpTo(reader, args.until if args.at is None else args.at)
-    printer = _Printer(args, known, [each for each in asked if isinstance(each, OfSequences | NamingBlock)])
+    lines = 0
     for batch, within in _chosen(args, batches):
-        printer.times.first_ts = batches.first_ts
+        when.first_ts = batches.first_ts
         for index, event in enumerate(batch.events):
             known.see(event)
             # All of them see every event: one that comes later may refer to it.
             wanted = [condition(event) for condition in asked]
-            if within and all(wanted):
-                printer.print(batch, index, event)
+            if within and all(wanted) and (part := _narrowed(event, narrowing)) is not None:
+                lines += 1
+                if args.json:
+                    print(_json(batch, index, part, known, tokens=not args.no_tokens))
+                else:
+                    print(event_line(batch, index, part, known, when.of(batch.ts)))
         if args.follow:
             sys.stdout.flush()
     if batches.ended:
         out.note_end(reader.end)
-    if asked and not printer.lines:
+    if asked and not lines:
         raise UsageError(f"the log has no such event{_whose(args)}")
     return 0
 
@@ -108,32 +113,20 @@ def _end_with_the_reader() -> bool:
     return False
 
 
-class _Printer:
-    """Writes events in the form that was asked for."""
+def _narrowed(event: ev.AnyEvent, narrowing: list[OfSequences | NamingBlock]) -> ev.AnyEvent | None:
+    """The part of an event that was asked for; None: one row of it is the request's, and another one the block's."""
+    for condition in narrowing:
+        event = condition.part(event)
+        if isinstance(event, ev.BlocksFilled) and not event.handles:
+            return None
+    return event
 
-    def __init__(
-        self, args: argparse.Namespace, known: Known, narrowing: list[OfSequences | NamingBlock]
-    ) -> None:
-        self._known, self._narrowing = known, narrowing
-        self._as_json, self._tokens = args.json, not args.no_tokens
-        self.times = Times(args.time)
-        self.lines = 0
 
-    def print(self, batch: ev.EventBatch, index: int, event: ev.AnyEvent) -> None:
-        """Write one event, or the part of it that was asked for."""
-        for condition in self._narrowing:
-            event = condition.part(event)
-            if isinstance(event, ev.BlocksFilled) and not event.handles:
-                return  # one row is the request's, and another one the block's
-        self.lines += 1
-        if self._as_json:
-            address = {"seq": batch.seq, "index": index} | stamp(batch.seq, batch.ts)
-            fields = to_dict(event, self._known.key_bytes, self._tokens)
-            worker = getattr(event, "worker", None)
-            more = {} if worker is None else {"worker_name": self._known.worker(worker)}
-            print(json_line(address | fields | more).decode())
-        else:
-            print(event_line(batch, index, event, self._known, self.times.of(batch.ts)))
+def _json(batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, *, tokens: bool) -> str:
+    fields = {"seq": batch.seq, "index": index} | stamp(batch.seq, batch.ts)
+    fields |= to_dict(event, known.key_bytes, tokens)
+    worker = getattr(event, "worker", None)
+    return json_line(fields | ({} if worker is None else {"worker_name": known.worker(worker)})).decode()
 
 
 def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent]) -> Iterator[str]:

@@ -144,18 +144,14 @@ class NamingBlock:
 
     def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event names the block."""
-        if isinstance(event, ev.SlotsNamed | ev.SlotsUnnamed):
-            return self._within(event.keys, self._known.key_bytes)
-        if isinstance(event, ev.BlocksStored):
-            return self._within(event.keys, self._known.key_bytes) or self._within(event.parent, NAME_BYTES)
-        if isinstance(event, ev.BlocksFilled):
-            return self._within(event.keys, self._known.key_bytes) or self._within(event.parents, NAME_BYTES)
+        key_bytes = self._known.key_bytes
         if isinstance(event, ev.StateExported | ev.PoolShared):
-            return any(self._within(group.keys, self._known.key_bytes) for group in event.groups)
+            return any(self._within(group.keys, key_bytes) for group in event.groups)
         if isinstance(event, ev.FeedStored | ev.FeedRemoved):
             hashes = (*event.block_hashes, getattr(event, "parent_block_hash", None))
             return any(self._within(_packed(each), NAME_BYTES) for each in hashes if each is not None)
-        return self._within(getattr(event, "names", b""), NAME_BYTES)
+        columns = {"keys": key_bytes, "names": NAME_BYTES, "parent": NAME_BYTES, "parents": NAME_BYTES}
+        return any(self._within(getattr(event, name, b""), width) for name, width in columns.items())
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
         """Of an event of several sequences, which names the block, those that name it as their own or its parent."""

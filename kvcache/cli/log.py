@@ -17,7 +17,7 @@ from kvcache.cli.options import add_shared, option, positive, seconds
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.errors import InternalError, UsageError
 from kvcache.keep.compress import compress
-from kvcache.keep.prune import Pruned, prune
+from kvcache.keep.prune import prune
 from kvcache.keep.salvage import Loss, Salvaged, salvage
 from kvcache.keep.verify import Verified, verify
 from kvcache.phrases import batches, count, describe_end, iso, printable, size
@@ -74,21 +74,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--dry-run goes with `kvcache log repair`")
     if (args.to is not None) != (args.action == "salvage"):
         raise UsageError("--to DIR is of `kvcache log salvage`, which needs it")
-    match args.action:
-        case "info":
-            _info(args, out)
-        case "verify":
-            _verify(args, out)
-        case "repair":
-            _repair(args, out)
-        case "salvage":
-            _salvage(args, out)
-        case "compress":
-            _compress(args, out)
-        case _:
-            with out.progress("folding") as update:
-                done = prune(args.log, Limits(segments=1) if args.action == "compact" else limits, update)
-            _say_pruned(args, done, out)
+    if args.action in ("prune", "compact"):
+        _prune(args, Limits(segments=1) if args.action == "compact" else limits, out)
+    else:
+        _DO[args.action](args, out)
     return 0
 
 
@@ -185,7 +174,9 @@ def _compress(args: argparse.Namespace, out: Output) -> None:
         out.line(f"left        {count(done.left, 'segment')}, damaged: `kvcache log verify` tells where")
 
 
-def _say_pruned(args: argparse.Namespace, done: Pruned, out: Output) -> None:
+def _prune(args: argparse.Namespace, limits: Limits, out: Output) -> None:
+    with out.progress("folding") as update:
+        done = prune(args.log, limits, update)
     removed = done.removed
     if args.json:
         made = [pick(each, "seq", bytes="size") for each in done.made]
@@ -259,3 +250,6 @@ def _lost(loss: Loss) -> str:
     which = f"all from batch {loss.first:,} on" if loss.last is None else batches(loss.first, loss.last)
     whole = len(loss.left_out)
     return which + (f" ({whole:,} of them whole, but of no use without those before)" if whole else "")
+
+
+_DO = {"info": _info, "verify": _verify, "repair": _repair, "salvage": _salvage, "compress": _compress}

@@ -15,7 +15,7 @@ from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
-from kvcache.audit.admission import SharedGroups
+from kvcache.audit.admission import Lacking, SharedGroups
 from kvcache.audit.explanation import group_in_words
 from kvcache.cli import feed_log, times
 from kvcache.cli.options import (
@@ -27,7 +27,7 @@ from kvcache.cli.options import (
     origin,
     read_tokens,
 )
-from kvcache.cli.output import Output, pick, stamp
+from kvcache.cli.output import Facts, Output, pick, stamp
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, UpTo
 from kvcache.decide.lookup import lookup
@@ -171,20 +171,7 @@ def _block_json(block: MatchedBlock) -> dict[str, Any]:
 
 
 def _show(replayed: Replayed, found: Match, out: Output) -> None:
-    primary, secondary = found.tokens_by_level
-    partial = found.partial.num_tokens if found.partial is not None else 0
-    part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
-    levels = f"{primary:,} from primary, {secondary:,} from secondary, {partial:,} in a partial block"
-    computed = found.num_tokens - found.reused_tokens
-    out.facts(
-        [
-            ("would reuse", f"{count(found.reused_tokens, 'token')}: {share(part)}"),
-            ("", levels),
-            *_lost(replayed.state, found),
-            ("would compute", count(computed, "token")),
-            *_unseen(found),
-        ]
-    )
+    out.facts(_facts(replayed.state, found))
     blocks = sorted([*found.blocks, *found.partials], key=lambda block: (block.window, block.index))
     if blocks:
         out.line()
@@ -198,33 +185,37 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
         )
 
 
-def _unseen(found: Match) -> Iterator[tuple[str, str]]:
-    """Say of each window that slides why its blocks do not begin with the prompt's first one."""
+def _facts(state: CacheState, found: Match) -> Facts:
+    part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
+    yield "would reuse", f"{count(found.reused_tokens, 'token')}: {share(part)}"
+    levels = "{:,} from primary, {:,} from secondary".format(*found.tokens_by_level)
+    partial = found.partial.num_tokens if found.partial is not None else 0
+    yield "", f"{levels}, {partial:,} in a partial block"
+    if (lacking := _lacking(state, found)) is not None:
+        left = count(lacking.first_block * state.tokens_per_block, "token")
+        group = group_in_words(lacking.group, lacking.kind)
+        yield "of that", f"{left}, as {group} has not what follows needs"
+    yield "would compute", count(found.num_tokens - found.reused_tokens, "token")
     firsts: dict[int, int] = {}
     for block in (*found.blocks, *found.partials):
         firsts.setdefault(block.window, block.index)
     for window, first in firsts.items():
-        if first:
+        if first:  # it slides
             yield (
                 f"window {window:,}",
                 f"sees nothing before block {first:,} from there on, and needs none of it",
             )
 
 
-def _lost(state: CacheState, found: Match) -> Iterator[tuple[str, str]]:
-    """What of it a further group could not go on behind."""
+def _lacking(state: CacheState, found: Match) -> Lacking | None:
+    """Where a further group could not go on."""
     if not found.blocks or not state.positional or state.created is None:
-        return
-    groups, size = SharedGroups(), state.tokens_per_block
+        return None
+    groups = SharedGroups()
     for event in state.export_shared():
         groups.begin(event, len(state.groups), state.created.key_bytes)
     names = np.frombuffer(bytes.fromhex("".join([each.name for each in found.blocks])), np.uint64)
-    if (lacking := groups.lacking(names, 0, size)) is not None:
-        left = count(lacking.first_block * size, "token")
-        yield (
-            "of that",
-            f"{left}, as {group_in_words(lacking.group, lacking.kind)} has not what follows needs",
-        )
+    return groups.lacking(names, 0, state.tokens_per_block)
 
 
 def _rows(blocks: Iterable[MatchedBlock], size: int, *, with_window: bool) -> Iterator[tuple[str, ...]]:

@@ -67,7 +67,7 @@ _SPELLING = (
     "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "
     "time of day"
 )
-_MOMENT = {"type": times.argument}
+_MOMENT = {"type": times.LogPosition.parse}
 _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "log": ("LOG", "a log directory", {"type": Path}),
     "at": ("--at MOMENT", "", _MOMENT),

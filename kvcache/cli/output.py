@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcache.publish.follower import CatchUp
 
 Row = Sequence[str]
+Facts = Iterable[tuple[str, str]]
 Update = Callable[[int], None]
 Status = TypeVar("Status")
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
@@ -97,8 +98,9 @@ class Output:
         if not self.quiet:
             messages.warning(text)
 
-    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+    def facts(self, facts: Facts) -> None:
         """Labels with what there is to say about each; an empty label continues the one before."""
+        rows = list(facts)
         width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
             self.line(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())

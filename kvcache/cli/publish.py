@@ -77,16 +77,20 @@ class _PublishTeller:
         self._notes_opened = not (self._live or args.json)
         every = _LIVE_SECONDS if self._live else args.every
         self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=every)
-        self._found = self._waited = False
-        self._opened: set[str] = set()
+        self._noted: set[str] = set()
 
     def tell(self, stats: PublishStats) -> None:
         """To be called often."""
-        if not self._found:
-            self._note_log(stats)
-        if self._notes_opened:
-            self._note_opened(stats)
-        if not (self._found and self._lines.is_due()):
+        self._note(
+            f"waiting for {self._log}: no log is there yet"
+            if stats.head is None
+            else f"publishing {self._log}"
+        )
+        if self._notes_opened:  # for who waits for that: ports are closed before
+            for sink in stats.sinks:
+                if sink.is_open:
+                    self._note(f"{printable(sink.sink)} is open")
+        if stats.head is None or not self._lines.is_due():
             return
         if self._live:
             self._draw(_line(stats))
@@ -97,23 +101,13 @@ class _PublishTeller:
         """What is to be said last."""
         if self._live:
             self._draw("")
-        if self._found:
+        if stats.head is not None:
             self._lines.say(stats)
 
-    def _note_log(self, stats: PublishStats) -> None:
-        self._found = stats.head is not None
-        if self._found:
-            self._out.note(f"publishing {self._log}")
-        elif not self._waited:
-            self._waited = True
-            self._out.note(f"waiting for {self._log}: no log is there yet")
-
-    def _note_opened(self, stats: PublishStats) -> None:
-        """For who waits for that: ports are closed before."""
-        for sink in stats.sinks:
-            if sink.is_open and sink.sink not in self._opened:
-                self._opened.add(sink.sink)
-                self._out.note(f"{printable(sink.sink)} is open")
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._out.note(text)
 
     def _draw(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1

@@ -9,12 +9,12 @@ from msgspec.structs import asdict
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
-from events.types import PRIMARY, SECONDARY, Gap
+from events.types import PRIMARY, SECONDARY
 from kvcache.audit.explanation import group_in_words
 from kvcache.audit.tables import occupancy
 from kvcache.cli import feed_log, times
 from kvcache.cli.options import add_shared, option
-from kvcache.cli.output import Output, bar, end_json, paint, pick, stamp
+from kvcache.cli.output import Facts, Output, bar, end_json, paint, pick, stamp
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import InternalError
 from kvcache.fold.group import Group
@@ -138,48 +138,42 @@ def _tree(group: Group) -> tuple[int, int, int]:
 
 
 def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> None:
-    state = replayed.state
-    out.heading(f"{title}, epoch {state.epoch}")
-    several = len(state.groups) > 1  # one alone says nothing
-    show_levels(state, out)
+    out.heading(f"{title}, epoch {replayed.state.epoch}")
+    show_levels(replayed.state, out)
     out.line()
-    facts = [("sequences", f"{len(state.sequences):,} running")]
+    out.facts(_facts(replayed, verified=verified))
+
+
+def _facts(replayed: Replayed, *, verified: bool) -> Facts:
+    state = replayed.state
+    yield "sequences", f"{len(state.sequences):,} running"
     if state.created is not None and state.created.engine:
-        facts.append(("decided by", printable(state.created.engine)))
+        yield "decided by", printable(state.created.engine)
     for each in state.positional:
-        kind, has = each.created.kind, f"{len(each.holders):,} blocks held, {len(each.names):,} named"
-        facts.append(("shares primary", f"{group_in_words(each.index, kind)}: {has}"))
+        has = f"{len(each.holders):,} blocks held, {len(each.names):,} named"
+        yield "shares primary", f"{group_in_words(each.index, each.created.kind)}: {has}"
     for group in state.groups:
         leaves, runs, namespaces = _tree(group)
-        where = f" of window {group.window:,}" * several
-        text = f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
-        facts.append(("prefixes", text))
+        where = f" of window {group.window:,}" * (len(state.groups) > 1)
+        yield "prefixes", f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
     if replayed.snapshot_seq is not None:
-        facts.append(
-            ("began with", f"the snapshot of batch {replayed.snapshot_seq:,} (--verify: with the log)")
-        )
-    facts += [
-        ("replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"),
-        ("checkpoints", _checkpoints(replayed, verified=verified)),
-        *[("gap", _gap(gap)) for gap in replayed.gaps],
-        ("end of the log", "not reached" if replayed.end is None else describe_end(replayed.end)),
-        ("for routers", _routed(state)),
-        ("fingerprint", replayed.fingerprint.hex()),
-    ]
-    out.facts(facts)
+        yield "began with", f"the snapshot of batch {replayed.snapshot_seq:,} (--verify: with the log)"
+    yield "replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"
+    yield "checkpoints", _checkpoints(replayed, verified=verified)
+    for gap in replayed.gaps:
+        missing = f"{batches(gap.first_seq, gap.last_seq, 'is', 'are')} missing"
+        yield "gap", paint(f"{missing}: {printable(gap.reason)}", "yellow")
+    yield "end of the log", "not reached" if replayed.end is None else describe_end(replayed.end)
+    primary, secondary = _for_routers(state)
+    also = f", {secondary:,} in secondary" if has_secondary(state) else ""
+    yield "for routers", f"{primary:,} full blocks in primary{also}"
+    yield "fingerprint", replayed.fingerprint.hex()
 
 
 def _for_routers(state: CacheState) -> list[int]:
     """Blocks per level that a feed tells of: no partial ones, and none on its way between levels."""
     groups = range(len(state.groups))
     return [sum(len(resident_names(state, level, each)) for each in groups) for level in (PRIMARY, SECONDARY)]
-
-
-def _routed(state: CacheState) -> str:
-    primary, secondary = _for_routers(state)
-    return f"{primary:,} full blocks in primary" + (
-        f", {secondary:,} in secondary" if has_secondary(state) else ""
-    )
 
 
 def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
@@ -192,8 +186,3 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
         where = "in the log" if replayed.end is not None else "up to there"
         return f"none {where} to compare with; the state keeps its invariants"
     return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
-
-
-def _gap(gap: Gap) -> str:
-    missing = batches(gap.first_seq, gap.last_seq, "is", "are")
-    return paint(f"{missing} missing: {printable(gap.reason)}", "yellow")

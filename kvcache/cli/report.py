@@ -13,7 +13,7 @@ from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.phrases import size
-from kvcache.report.given import GivenCurve, WhatIf, read, refuse_other
+from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
@@ -60,7 +60,7 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
     """What a file says, if it is about this log."""
     if path is None:
         return None
-    given = read(path, form)
+    given = understood(path.read_bytes(), form, str(path))
     if given.log_id is None:
         out.warning(f"{path} does not say of which log it is: taken as of this one")
     refuse_other(open_log(log).log_id, given, str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from events.errors import LogWriteFailed
 from events.structs import LEVEL_NAMES
 from events.types import TokensAppended
 from kvcache.cli.events import event_lines
-from kvcache.cli.output import Output, paint, pick
+from kvcache.cli.output import Facts, Output, paint, pick
 from kvcache.cli.verification import FeedCheck, Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
+_SIMULATED = (
+    "simulated: the trace's, from 2026-01-01 on, a step is at least {} ms (--speed real: the clock's)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +153,14 @@ def _by_level(values: tuple[int, int]) -> dict[str, int]:
     return dict(zip(LEVEL_NAMES, values, strict=True))
 
 
-def _caches(layout: Layout) -> list[tuple[str, str]]:
+def _caches(layout: Layout) -> Facts:
     """The blocks of each window."""
-    facts: list[tuple[str, str]] = []
-    for group in layout.groups:
+    for number, group in enumerate(layout.groups):
         primary, secondary = group.num_blocks
         blocks = f"{primary:,} primary + {secondary:,} secondary blocks of {layout.tokens_per_block} tokens"
         if len(layout.groups) > 1:
             blocks += f": {count(len(group.layers), 'layer')}, window {group.window:,}"
-        facts.append(("" if facts else "cache", blocks))
-    return facts
+        yield "" if number else "cache", blocks
 
 
 def describe_start(
@@ -184,19 +186,11 @@ def describe_start(
             ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
             *_caches(layout),
             ("tensors", tensors),
-            *_time(clock),
+            *([("time", _SIMULATED.format(clock.step_ms))] * (clock.speed is None)),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
         ]
     )
     out.line()
-
-
-def _time(clock: StepClock) -> list[tuple[str, str]]:
-    """What the events' times are, where they are no real ones."""
-    if clock.speed is not None:
-        return []
-    dated = f"the trace's, from 2026-01-01 on, a step is at least {clock.step_ms} ms"
-    return [("time", f"simulated: {dated} (--speed real: the clock's)")]
 
 
 def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> None:
@@ -211,120 +205,82 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
             f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
         )
     out.heading(heading)
-    out.facts(
-        _requests(outcome)
-        + _restored(outcome)
-        + _blocks(outcome)
-        + _times(outcome)
-        + _sinks(outcome)
-        + _record(outcome, log)
-    )
+    parts = (_requests, _restored, _blocks, _times, _sinks, partial(_record, log=log))
+    out.facts(fact for part in parts for fact in part(outcome))
 
 
-def _requests(outcome: Outcome) -> list[tuple[str, str]]:
+def _requests(outcome: Outcome) -> Facts:
     result, stats = outcome.result, outcome.stats
+    refused = f", {result.refused:,} refused" if result.refused else ""
+    yield "requests", f"{result.requests:,} served in {count(len(result.times), 'step')}{refused}"
+    reused = f"{stats.reused_tokens:,} were reused: {share(stats.hit_rate)}"
+    yield "prompt tokens", f"{stats.prompt_tokens:,}, of which {reused}"
     by_level = (
         f"{stats.reused_tokens_primary:,} from primary, {stats.reused_tokens_secondary:,} from secondary, "
         f"{stats.reused_tokens_partial:,} in partial blocks"
     )
-    own = stats.reused_tokens_own
-    if own:
+    if own := stats.reused_tokens_own:
         by_level += (
             f"; {own:,} that a request had computed itself before it was added again, not in the share"
         )
-    refused = f", {result.refused:,} refused" if result.refused else ""
-    return [
-        ("requests", f"{result.requests:,} served in {count(len(result.times), 'step')}{refused}"),
-        (
-            "prompt tokens",
-            f"{stats.prompt_tokens:,}, of which {stats.reused_tokens:,} were reused: {share(stats.hit_rate)}",
-        ),
-        ("", by_level),
-    ]
+    yield "", by_level
 
 
-def _restored(outcome: Outcome) -> list[tuple[str, str]]:
+def _restored(outcome: Outcome) -> Facts:
     """What a run that goes on with a file has found there."""
-    if outcome.restored is None:
-        return []
-    restored, survey = outcome.restored, outcome.restored.survey
-    gone = {"changed": survey.changed, "not landed": survey.in_flight, "behind lost ones": survey.unreachable}
-    dropped = ", ".join(f"{blocks:,} {why}" for why, blocks in gone.items() if blocks)
+    if (restored := outcome.restored) is None:
+        return
+    survey = restored.survey
     took = f"{size(restored.verified_bytes)} verified in {duration(restored.verify_seconds)}"
-    return [
-        ("found again", f"{survey.verified:,} of {count(survey.found, 'secondary block')}, {took}"),
-        *(
-            [("", f"{count(survey.recomputed, 'primary block')} before them computed again")]
-            * (survey.recomputed > 0)
-        ),
-        *([("", f"dropped: {dropped}")] if dropped else []),
-        ("", f"the log was read in {duration(restored.replay_seconds)}"),
-    ]
+    yield "found again", f"{survey.verified:,} of {count(survey.found, 'secondary block')}, {took}"
+    if survey.recomputed:
+        yield "", f"{count(survey.recomputed, 'primary block')} before them computed again"
+    gone = {"changed": survey.changed, "not landed": survey.in_flight, "behind lost ones": survey.unreachable}
+    if any(gone.values()):
+        yield "", "dropped: " + ", ".join(f"{blocks:,} {why}" for why, blocks in gone.items() if blocks)
+    yield "", f"the log was read in {duration(restored.replay_seconds)}"
 
 
-def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
+def _blocks(outcome: Outcome) -> Facts:
     stats, result = outcome.stats, outcome.result
-    moved = f"{stats.blocks_offloaded:,} offloaded, {stats.blocks_onboarded:,} onboarded"
-    checked = f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
-    if not result.checked_blocks:
-        checked = "no block was reused: nothing to compare"
+    kept = f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored"
+    yield "blocks", f"{kept}, {stats.blocks_removed:,} removed"
+    yield "", f"{stats.blocks_offloaded:,} offloaded, {stats.blocks_onboarded:,} onboarded"
+    if len(result.windows) > 1:
+        yield "windows", "most blocks held at once, and cached ones at the end"
+        for window, blocks in result.windows.items():
+            cached = "{:,} cached in primary, {:,} in secondary".format(*blocks.cached)
+            yield "", f"{window:,}: {blocks.most_held:,} held, {cached}"
     if outcome.copies is None:
-        checked = "nothing to compare without pools"
-    return [
-        (
-            "blocks",
-            f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} removed",
-        ),
-        ("", moved),
-        *_windows(result),
-        ("bytes", checked),
-    ]
+        yield "bytes", "nothing to compare without pools"
+    elif not result.checked_blocks:
+        yield "bytes", "no block was reused: nothing to compare"
+    else:
+        yield "bytes", f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
 
 
-def _windows(result: RunResult) -> list[tuple[str, str]]:
-    """The blocks of each window, where there are several."""
-    if len(result.windows) == 1:
-        return []
-    rows = [("windows", "most blocks held at once, and cached ones at the end")]
-    for window, blocks in result.windows.items():
-        cached = "{:,} cached in primary, {:,} in secondary".format(*blocks.cached)
-        rows.append(("", f"{window:,}: {blocks.most_held:,} held, {cached}"))
-    return rows
-
-
-def _times(outcome: Outcome) -> list[tuple[str, str]]:
+def _times(outcome: Outcome) -> Facts:
     p50, p99 = (duration(outcome.result.times.percentile_us(percent) / 1e6) for percent in (50, 99))
-    return [
-        ("manager and log", f"{duration(outcome.seconds)}, {outcome.requests_per_second:,.0f} requests/s"),
-        ("", f"per step {p50} (median), {p99} (99th percentile)"),
-        *([] if outcome.copies is None else _copies(outcome.copies)),
-    ]
-
-
-def _copies(copies: TimedCopier) -> list[tuple[str, str]]:
+    yield "manager and log", f"{duration(outcome.seconds)}, {outcome.requests_per_second:,.0f} requests/s"
+    yield "", f"per step {p50} (median), {p99} (99th percentile)"
+    if (copies := outcome.copies) is None:
+        return
     if not copies.bytes:
-        return [("copies", "none")]
-    ways = (
-        f"{size(copies.bytes_offloaded)} offloaded, {size(copies.bytes_onboarded)} onboarded, "
-        f"{size(copies.bytes_within_primary)} within primary"
-    )
+        yield "copies", "none"
+        return
     speed = f"{size(copies.bytes)} at {copies.bytes_per_second / 1e9:.2f} GB/s"
-    return [("copies", f"{duration(copies.seconds)}, {speed}"), ("", ways)]
+    yield "copies", f"{duration(copies.seconds)}, {speed}"
+    between = f"{size(copies.bytes_offloaded)} offloaded, {size(copies.bytes_onboarded)} onboarded"
+    yield "", f"{between}, {size(copies.bytes_within_primary)} within primary"
 
 
-def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
-    rows = [("sinks" if number == 0 else "", _sink(sink)) for number, sink in enumerate(outcome.sinks)]
-    feed = outcome.feed
-    if feed is not None:
-        primary, secondary = feed.blocks
-        held = f"{primary:,} full blocks in GPU and {secondary:,} in CPU after {_batches(feed.batches)}"
-        verdict = (
-            paint("exactly what the cache holds", "green")
-            if feed.agrees
-            else paint("not what it holds", "red")
-        )
-        rows.append(("router", f"{held}: {verdict}"))
-    return rows
+def _sinks(outcome: Outcome) -> Facts:
+    for number, sink in enumerate(outcome.sinks):
+        yield "" if number else "sinks", _sink(sink)
+    if (feed := outcome.feed) is not None:
+        held = "{:,} full blocks in GPU and {:,} in CPU".format(*feed.blocks)
+        verdict = ("exactly what the cache holds", "green") if feed.agrees else ("not what it holds", "red")
+        yield "router", f"{held} after {_batches(feed.batches)}: {paint(*verdict)}"
 
 
 def _sink(sink: SinkStats) -> str:
@@ -341,19 +297,18 @@ def _batches(number: int) -> str:
     return count(number, "batch", "batches")
 
 
-def _record(outcome: Outcome, log: Path | None) -> list[tuple[str, str]]:
+def _record(outcome: Outcome, log: Path | None) -> Facts:
     stats = outcome.stats
     written = f"{count(stats.events, 'event')} in {_batches(stats.batches)}, {size(outcome.log_bytes)}"
     if outcome.dropped_batches:
         written += paint(f", incomplete: {_batches(outcome.dropped_batches)} lost", "red")
-    rows = [("log", written)]
+    yield "log", written
     if outcome.log_failure is not None:
-        rows.append(("", paint(f"could not be written: {outcome.log_failure.reason}", "red")))
+        yield "", paint(f"could not be written: {outcome.log_failure.reason}", "red")
     if log is not None:
-        rows.append(("", f"kept in {printable(str(log))}"))
-    rows.append(("replay", _replay(outcome)))
-    rows.append(("fingerprint", outcome.fingerprint.hex()))
-    return rows
+        yield "", f"kept in {printable(str(log))}"
+    yield "replay", _replay(outcome)
+    yield "fingerprint", outcome.fingerprint.hex()
 
 
 def _replay(outcome: Outcome) -> str:

@@ -28,7 +28,6 @@ from kvcache.phrases import iso, since
 from kvcache.replay import BeyondEnd
 
 FORMS = ("relative", "utc", "local")
-METAVAR = "MOMENT"
 FORMS_HELP = (
     "A MOMENT is a batch (600; 12,224 and an event's address, 600.17, are taken, too), a time (2026-01-01T00:00:12.5Z, "
     "also with +02:00; without a zone UTC), or so long after the log's first batch, in ms, s (or without a unit), m or "
@@ -49,17 +48,6 @@ _TIME = re.compile(
 )
 _NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "min": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-@dataclass(eq=False, repr=False)
-class NotAMoment(UsageError):
-    """A text that names no moment."""
-
-    given: str
-    text = (
-        "{given!r} is no moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
-        "log's first batch in ms, s, m or min, h, d (+90, +1.5s, +5min, +1h5m)"
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -104,14 +92,14 @@ class LogPosition:
 
     @classmethod
     def parse(cls, text: str) -> LogPosition:
-        """Read one. Raises `NotAMoment`."""
+        """Read an argument that names one. Raises ArgumentTypeError."""
         if match := _BATCH.fullmatch(text):
             return cls("batch", int(match[1].replace(",", "")), text)
         if text[:1] == "+" and (ns := _length(text[1:])) is not None:
             return cls("since", ns, text)
         if match := _TIME.fullmatch(text):
             return cls("time", _nanoseconds(text, *match.groups()), text)
-        raise NotAMoment(text)
+        raise _no_moment(text)
 
     def distance(self, batch: EventBatch, first_ts: int) -> int:
         """Below 0 of a batch before the moment, above 0 of a later one. `first_ts` is of the log's first batch."""
@@ -137,12 +125,11 @@ def length(text: str) -> int:
     return ns
 
 
-def argument(text: str) -> LogPosition:
-    """The type of an argument that names a moment."""
-    try:
-        return LogPosition.parse(text)
-    except NotAMoment as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _no_moment(text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(
+        f"{text!r} is no moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
+        "log's first batch in ms, s, m or min, h, d (+90, +1.5s, +5min, +1h5m)"
+    )
 
 
 def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zone: str | None) -> int:
@@ -152,7 +139,7 @@ def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zo
     try:
         moment = datetime.fromisoformat(f"{day}T{whole}{offset}")
     except ValueError:  # no such day, hour or zone
-        raise NotAMoment(text) from None
+        raise _no_moment(text) from None
     return (moment - _EPOCH) // timedelta(seconds=1) * 10**9 + int((fraction or "").ljust(9, "0"))
 
 

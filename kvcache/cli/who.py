@@ -77,13 +77,9 @@ def _no_such_slot(args: argparse.Namespace, replayed: Replayed) -> str:
 
 def _show(history: SlotHistory, when: Times, out: Output) -> None:
     now, changes = history.now, history.changes
-    facts = [("now", _in_words(now))]
-    if changes:
-        last = changes[-1]
-        facts.append(("since", f"{_type(last)} {last.seq}.{last.index} ({when.of(last.ts)})"))
-    else:
-        facts.append(("since", "the log's beginning"))
-    out.facts(facts)
+    last = changes[-1] if changes else None
+    since = f"{_type(last)} {last.seq}.{last.index} ({when.of(last.ts)})" if last else "the log's beginning"
+    out.facts([("now", _in_words(now)), ("since", since)])
     if not changes:
         return
     out.line()
@@ -136,11 +132,13 @@ def to_json(args: argparse.Namespace, replayed: Replayed, histories: list[SlotHi
         **pick(args, "level", "slot"),
         "groups": [
             pick(history, "group", "window")
-            | {"now": history.now._asdict(), "changes": [_change_json(each) for each in history.changes]}
+            | {
+                "now": history.now._asdict(),
+                "changes": [
+                    stamp(each.seq, each.ts) | pick(each, "index", "type", "why") | each.occupant._asdict()
+                    for each in history.changes
+                ],
+            }
             for history in histories
         ],
     }
-
-
-def _change_json(change: SlotChange) -> dict[str, Any]:
-    return stamp(change.seq, change.ts) | pick(change, "index", "type", "why") | change.occupant._asdict()

@@ -41,7 +41,7 @@ class Epoch:
         if not isinstance(started, EpochStarted):
             return None
         if any(isinstance(event, FeedStarted) for event in batch.events):
-            context = SinkContext(0, 1, kind="feed", fold=ReplayedState)
+            context = SinkContext(0, 1, kind="feed", fold=Replayed)
             return cls(started.log_id, started.epoch, started.tokens_recorded, context)
         created = next((event for event in batch.events if isinstance(event, CacheCreated)), None)
         if created is None:

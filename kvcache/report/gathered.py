@@ -23,8 +23,8 @@ from kvcache.audit.diff import settings_of
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.history import EpochClock, HistoryFold, HistoryListener, RunningRequest, laid_out
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
+from kvcache.audit.tables import occupancy
 from kvcache.audit.totals import Audit, AuditTotals, Eviction
-from kvcache.fold.state import CacheState
 
 MOST_LANES = 20_000
 """Requests that have a lane: those that computed most."""
@@ -191,7 +191,11 @@ class Occupancy(HistoryListener):
         levels = [group.levels[0] for group in state.groups]
         held = sum(level.size - len(level.blank) - level.unreferenced for level in levels)
         if part not in self._parts or self._parts[part].held < held:
-            self._parts[part] = Sample(now, _filled(state), held)
+            filled = {
+                (each.window, LEVEL_NAMES.index(each.level)): Filled(each.held, each.unreferenced, each.blank)
+                for each in occupancy(state)
+            }
+            self._parts[part] = Sample(now, filled, held)
 
     def _keep(self, part: int, sample: Sample) -> None:
         if part not in self._parts or self._parts[part].held < sample.held:
@@ -201,19 +205,6 @@ class Occupancy(HistoryListener):
     def samples(self) -> list[Sample]:
         """In order of time."""
         return [self._parts[part] for part in sorted(self._parts)]
-
-
-def _filled(state: CacheState) -> dict[Shelf, Filled]:
-    created = state.created
-    if created is None:
-        return {}
-    return {
-        (shape.window, level.index): Filled(
-            level.size - len(level.blank) - level.unreferenced, level.unreferenced, len(level.blank)
-        )
-        for shape, group in zip(created.groups, state.groups, strict=True)
-        for level in group.levels
-    }
 
 
 @dataclass(slots=True)
@@ -303,8 +294,8 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
 
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
-    totals, lanes, occupancy = AuditTotals(), Lanes(), Occupancy()
-    history = HistoryFold(totals, lanes, occupancy)
+    totals, lanes, filling = AuditTotals(), Lanes(), Occupancy()
+    history = HistoryFold(totals, lanes, filling)
     reader, clock = LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):
         history.fold(batch)
@@ -325,13 +316,13 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
         closer.fold(batch)
         progress(audit.last_batch + batch.seq)
     return Gathered(
-        first_at=occupancy.first_at or 0,
-        last_at=occupancy.last_at,
+        first_at=filling.first_at or 0,
+        last_at=filling.last_at,
         end=end,
         set_back=clock.set_back,
         audit=audit,
         settings={} if created is None else dict(settings_of(created)),
-        samples=occupancy.samples,
+        samples=filling.samples,
         num_lanes=len(ordered),
         lanes=ordered[:MOST_LANES],
         explanations=explanations.found,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -120,27 +119,20 @@ _Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def understood(given: object, form: type[_Form], what: str) -> _Form:
-    """The JSON of a command as what a report shows of it; `what` names it in errors. Raises `NotUnderstood`."""
+    """The JSON of a command, as text or as values, as what a report shows of it.
+
+    `what` names it in errors. Raises `NotUnderstood`.
+    """
     if isinstance(given, form):
         return given
     try:
-        # Written and read, since only JSON is to be understood: it has no NaN, and no lone surrogates.
-        return msgspec.json.decode(json.dumps(given, allow_nan=False).encode(), type=form)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise NotUnderstood(what, form.command, _first_line(error)) from error
-
-
-def read(path: Path, form: type[_Form]) -> _Form:
-    """The same from a file. Raises OSError as well."""
-    content = path.read_bytes()
-    try:
-        return msgspec.json.decode(content, type=form)
-    except (ValueError, RecursionError) as error:
-        raise NotUnderstood(str(path), form.command, _first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
+        # Values are written and read, since only JSON is to be understood: it has no NaN, and no lone surrogates.
+        said = given if isinstance(given, bytes) else json.dumps(given, allow_nan=False).encode()
+        return msgspec.json.decode(said, type=form)
+    except RecursionError as error:
+        raise NotUnderstood(what, form.command, "it is nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        raise NotUnderstood(what, form.command, str(error).partition("\n")[0]) from error
 
 
 def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> None:

@@ -106,7 +106,6 @@
   // -- requests
 
   const lanes = byId("lanes") && read("lanes-data");
-  const explanations = read("explanations");
   const [WAITING, PREFILL, , AWAY] = [0, 1, 2, 3];
   const PHASES = ["waiting", "prefill", "decode", "away"];
   const KINDS = ["primary", "secondary", "again", "lost", "computed"];
@@ -138,23 +137,7 @@
   };
   const seconds = (ms) => `${(ms / 1000).toLocaleString("en-US", { maximumFractionDigits: 3 })} s`;
 
-  function control(label, options) {
-    const select = make("select", {}, ...options.map((each) => make("option", {}, each)));
-    byId("controls").append(make("label", {}, label, select));
-    select.addEventListener("change", showLanes);
-    return select;
-  }
-
-  let order, most, scale, search;
-  function addControls() {
-    order = control("Order", Object.keys(ORDERS));
-    most = control("Show", ["50", "100", "200", "500", "1000"]);
-    scale = control("Time", ["since its first event", "since the log began"]);
-    search = make("input", { type: "search", size: 16 });
-    search.addEventListener("input", showLanes);
-    byId("controls").append(make("label", {}, "Find id", search));
-    byId("controls").hidden = false;
-  }
+  const [order, most, scale, search] = ["order", "most", "scale", "search"].map(byId);
 
   function showLanes() {
     const wanted = search.value.trim();
@@ -205,32 +188,11 @@
 
   function toggle(lane, button, panel) {
     const opens = panel.hidden;
-    if (opens && !panel.hasChildNodes()) panel.append(...explained(lane));
+    if (opens && !panel.hasChildNodes()) {
+      panel.append((byId(`explained-${lane}`) ?? byId("not-explained")).content.cloneNode(true));
+    }
     panel.hidden = !opens;
     button.setAttribute("aria-expanded", String(opens));
-  }
-
-  function explained(lane) {
-    const told = explanations[lane];
-    if (told === undefined) {
-      return [make("p", {}, "Not explained here, since others cost more: `kvcache explain LOG --request ID` does it.")];
-    }
-    return told.flatMap(([heading, facts, columns, rows]) => [
-      make("h4", {}, heading),
-      make("dl", {}, ...facts.flatMap(([label, said]) => [make("dt", {}, label), make("dd", {}, said)])),
-      ...(columns.length ? [table(heading, columns, rows)] : []),
-    ]);
-  }
-
-  function table(label, columns, rows) {
-    const kind = (at) => (["count", "window"].includes(columns[at]) ? { class: "n" } : {});
-    const head = make("tr", {}, ...columns.map((name, at) => make("th", { scope: "col", ...kind(at) }, name)));
-    const body = rows.map((row) => make("tr", {}, ...row.map((cell, at) => make("td", kind(at), cell))));
-    return make(
-      "div",
-      { class: "wide", tabindex: "0", role: "region", "aria-label": label },
-      make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)),
-    );
   }
 
   // -- at last
@@ -253,7 +215,8 @@
   applyTheme();
   setTimeout(drawNext);
   if (lanes) {
-    addControls();
+    for (const control of [order, most, scale, search]) control.addEventListener("input", showLanes);
+    byId("controls").hidden = false;
     showLanes();
   }
 })();

@@ -59,11 +59,21 @@ def report(
         "facts": facts(found),
         "charts": charts_of(found, own_curve),
         "lanes-data": lanes(found),
-        "explanations": explanations(found),
     }
-    name = directory.resolve().name
+    explanations = {
+        number: tell(explained, lambda at: since(at, found.first_at))
+        for number, lane in enumerate(found.lanes)
+        if (explained := found.explanations.get(lane.request_id)) is not None
+    }
     return standalone(
-        HOME, name=name, found=found, curve=own_curve, whatif=own_whatif, data=data, colors=COLORS
+        HOME,
+        name=directory.resolve().name,
+        found=found,
+        explanations=explanations,
+        curve=own_curve,
+        whatif=own_whatif,
+        data=data,
+        colors=COLORS,
     )
 
 
@@ -208,16 +218,4 @@ def lanes(found: Gathered) -> dict[str, Any]:
         "tokens": [lane.by_kind for lane in found.lanes],
         "stays": [lane.stays for lane in found.lanes],
         "end": (found.last_at - found.first_at) // ms,
-    }
-
-
-def explanations(found: Gathered) -> dict[str, Any]:
-    """What `kvcache explain` says, by the number of the lane: heading, facts, columns, rows."""
-    return {
-        str(number): [
-            [told.heading, told.facts, told.columns, told.rows]
-            for told in tell(explained, lambda at: since(at, found.first_at))
-        ]
-        for number, lane in enumerate(found.lanes)
-        if (explained := found.explanations.get(lane.request_id)) is not None
     }

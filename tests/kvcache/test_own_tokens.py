@@ -198,5 +198,5 @@ def test_summary_tells_of_own_tokens_if_there_are_any(own: int) -> None:
     """The summary of a run has no word of them where no request came back."""
     result = RunResult(StepTimes())
     outcome = SimpleNamespace(result=result, stats=Stats(prompt_tokens=2000, reused_tokens_own=own))
-    text = str(_requests(outcome))  # type: ignore[arg-type]
+    text = str(list(_requests(outcome)))  # type: ignore[arg-type]
     assert ("1,234 that a request had computed itself" in text) == bool(own)

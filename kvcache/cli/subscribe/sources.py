@@ -251,22 +251,18 @@ class Listening:
 
     def counts(self, endpoint: str) -> dict[str, int]:
         """Of an endpoint: connections refused because of keys, unreadable messages, those of too many workers."""
-        kind, subscriber, _ = self._sources[endpoint]
-        return {
-            "refused": 0 if kind == "broker" else subscriber.refused,
-            "malformed": subscriber.malformed,
-            "ignored": subscriber.ignored if kind == "bound" else 0,
-        }
+        subscriber = self._sources[endpoint].subscriber
+        return {name: getattr(subscriber, name, 0) for name in ("refused", "malformed", "ignored")}
 
     def unanswered(self, endpoint: str) -> tuple[str | None, float]:
         """The replay of the one publisher there, and for how many seconds it has not answered."""
-        kind, subscriber, replay = self._sources[endpoint]
-        return replay, subscriber.unanswered_seconds if kind == "publisher" else 0.0
+        _, subscriber, replay = self._sources[endpoint]
+        return replay, getattr(subscriber, "unanswered_seconds", 0.0)
 
     def unavailable(self, endpoint: str) -> str | None:
         """Why a broker cannot be read at present. ZeroMQ connects in the background, and does not say."""
-        kind, subscriber, _ = self._sources[endpoint]
-        return subscriber.unavailable if kind == "broker" else None
+        found: str | None = getattr(self._sources[endpoint].subscriber, "unavailable", None)
+        return found
 
 
 def _source(
