@@ -28,7 +28,7 @@ from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import times
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Facts, Output, bar, end_json, pick, stamp
+from kvcache.cli.output import Facts, Output, Row, bar, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
 from kvcache.phrases import count, duration, iso, printable, share
@@ -36,6 +36,7 @@ from kvcache.phrases import count, duration, iso, printable, share
 _BARS = 24
 """Rows of the picture over time, at most."""
 _BAR = 40
+_PARTS = "█ reused  ▒ computed again  · others"
 _MOST_NAMES = 4
 
 
@@ -139,22 +140,24 @@ def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
 
 
 def _show_reasons(audit: Audit, out: Output) -> None:
-    _reasons_table("prompt tokens", audit.reasons, out)
+    show_reasons("prompt tokens", audit.reasons, out)
     for (group, kind), tokens in sorted(audit.lost_by_group.items()):
         out.line(
             f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
         )
 
 
-def _reasons_table(title: str, counts: npt.NDArray[np.int64], out: Output) -> None:
-    """Prompt tokens by reason, as a table."""
-    total = int(counts.sum())
+def show_reasons(title: str, counts: npt.NDArray[np.int64], out: Output, *, most_first: bool = False) -> None:
+    """Prompt tokens by reason, as a table; the most first with colors."""
+    shown, total = [reason for reason in Reason if counts[reason]], int(counts.sum())
+    if most_first:
+        shown.sort(key=lambda reason: -int(counts[reason]))
     rows = [
-        [IN_WORDS[reason], f"{tokens:,}", share(tokens / total)]
-        for reason in Reason
-        if (tokens := int(counts[reason]))
+        {title: IN_WORDS[reason], "count": int(counts[reason]), "share": share(int(counts[reason]) / total)}
+        for reason in shown
     ]
-    out.table([title, "count", "share"], rows, right=["count", "share"])
+    styles = ["green" if reason.is_reuse else "yellow" if reason.is_lost else "" for reason in shown]
+    out.table(rows, right=["share"], styles=styles if most_first else ())
 
 
 def _show_time(audit: Audit, when: Times, out: Output) -> None:
@@ -169,10 +172,10 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
         lost = int(tokens[Reason.COMPUTING_AGAIN : Reason.RESTARTED + 1].sum())
         at = when.of(start + first * audit.over_time.width)
         hits = share(reused / total) if total else ""
-        rows.append([at, f"{total:,}", hits, bar(reused, lost, total, _BAR)])
+        row: Row = {"from": at, "tokens": total, "reused": hits, _PARTS: bar(reused, lost, total, _BAR)}
+        rows.append(row)
     out.line()
-    columns = ["from", "tokens", "reused", "█ reused  ▒ computed again  · others"]
-    out.table(columns, rows, right=["tokens", "reused"])
+    out.table(rows, right=["reused"])
     for batch in audit.set_back:
         out.line(f"  the clock begins again in batch {batch:,}: the times from there on follow those before")
 
@@ -185,17 +188,14 @@ def _show_namespaces(audit: Audit, out: Output) -> None:
     if len(audit.by_namespace) < 2:
         return
     most = sorted(audit.by_namespace.items(), key=lambda item: -int(item[1].sum()))[:10]
+    title = f"namespace (of {len(audit.by_namespace):,})"
     rows = [
-        [
-            namespace_in_words(namespace) or "none",
-            f"{(total := int(tokens.sum())):,}",
-            share(_reused(tokens) / total),
-        ]
+        {title: namespace_in_words(namespace) or "none", "tokens": (total := int(tokens.sum()))}
+        | {"reused": share(_reused(tokens) / total)}
         for namespace, tokens in most
     ]
     out.line()
-    columns = [f"namespace (of {len(audit.by_namespace):,})", "tokens", "reused"]
-    out.table(columns, rows, right=columns[1:])
+    out.table(rows, right=["reused"])
 
 
 def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
@@ -204,11 +204,11 @@ def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
     if audit.worst:
         out.line()
         rows = [
-            [f"{each.batch:,}", when.of(each.at), _request(each.for_request), f"{each.tokens:,}"]
+            {"evicted in batch": each.batch, "time": when.of(each.at)}
+            | {"for request": _request(each.for_request), "tokens computed again": each.tokens}
             for each in audit.worst
         ]
-        columns = ["evicted in batch", "time", "for request", "tokens computed again"]
-        out.table(columns, rows, right=[columns[0], columns[3]])
+        out.table(rows)
 
 
 def _evicted(audit: Audit) -> Facts:
@@ -269,17 +269,19 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
     if not prefixes:
         return
     rows = [
-        [
-            f"{each.first:,}–{each.stop - 1:,}",
-            *(f"{each.tokens_served:,}", f"{each.times:,}", each.name or "", when.of(each.last_used)),
-            *(_request(each.stored_by), "yes" if each.cached else "no"),
-        ]
+        {
+            "prefixes that served most": f"{each.first:,}–{each.stop - 1:,}",
+            "tokens served": each.tokens_served,
+            "times": each.times,
+            "last block": each.name or "",
+            "last use": when.of(each.last_used),
+            "stored by request": _request(each.stored_by),
+            "cached at the end": "yes" if each.cached else "no",
+        }
         for each in prefixes
     ]
-    columns = ["prefixes that served most", "tokens served", "times", "last block"]
     out.line()
-    columns += ["last use", "stored by request", "cached at the end"]
-    out.table(columns, rows, right=["tokens served", "times"])
+    out.table(rows)
 
 
 # -- for programs
@@ -454,29 +456,20 @@ def _show_fleet(directory: Path, fleet: Fleet, out: Output) -> None:
         ]
     )
     out.line()
-    rows = [
-        _worker_row(worker, tokens) for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
-    ]
-    columns = ["worker", "requests", "prompt tokens", "reused", "cached elsewhere", "refusals"]
-    out.table(columns, rows, right=columns[1:])
+    rows = [_worker_row(each, tokens) for each, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)]
+    out.table(rows, right=["reused", "cached elsewhere"])
     out.line()
-    _reasons_table("prompt tokens of all", fleet.reasons, out)
+    show_reasons("prompt tokens of all", fleet.reasons, out)
     if fleet.spread:
         out.line()
-        columns = [
-            "prefixes that several workers computed",
-            "last block",
-            "computed more than once",
-            "workers",
-        ]
-        rows = [
-            [
-                *(f"{each.first:,}–{each.stop - 1:,}", each.name, f"{each.duplicated_tokens:,}"),
-                _first_of(list(map(printable, each.workers))),
-            ]
+        title = "prefixes that several workers computed"
+        spread = [
+            {title: f"{each.first:,}–{each.stop - 1:,}", "last block": each.name}
+            | {"computed more than once": each.duplicated_tokens}
+            | {"workers": _first_of(list(map(printable, each.workers)))}
             for each in fleet.spread
         ]
-        out.table(columns, rows, right=["computed more than once"])
+        out.table(spread)
 
 
 def _first_of(names: list[str]) -> str:
@@ -495,17 +488,17 @@ def _computed(fleet: Fleet) -> str:
     return f"{total:,} different ones of prompts were computed, {several:,} on several workers"
 
 
-def _worker_row(worker: WorkerAudit, elsewhere: int) -> list[str]:
+def _worker_row(worker: WorkerAudit, elsewhere: int) -> Row:
     audit = worker.audit
     total = max(audit.prompt_tokens, 1)
-    return [
-        printable(worker.name),
-        f"{audit.requests:,}",
-        f"{audit.prompt_tokens:,}",
-        share(audit.reused / total),
-        share(elsewhere / total),
-        f"{audit.refusals:,}",
-    ]
+    return {
+        "worker": printable(worker.name),
+        "requests": audit.requests,
+        "prompt tokens": audit.prompt_tokens,
+        "reused": share(audit.reused / total),
+        "cached elsewhere": share(elsewhere / total),
+        "refusals": audit.refusals,
+    }
 
 
 def _left_out(each: LeftOut) -> str:

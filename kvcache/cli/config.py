@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from events.structs import LEVEL_NAMES
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.config import (
@@ -70,14 +71,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return 0
     values = config.model_dump()
     rows = [
-        (
-            name,
-            "(missing)" if name in missing else _spelled(look_up(values, name)),
-            _origin(name, sources) or _default(name, derived.get(name)),
-        )
+        {"setting": name, "value": "(missing)" if name in missing else _spelled(look_up(values, name))}
+        | {"from": _origin(name, sources) or _default(name, derived.get(name))}
         for name in fields_of(KVCacheConfig)
     ]
-    out.table(("setting", "value", "from"), rows)
+    out.table(rows)
     if not missing and config.free_gpu_memory_fraction is None:
         _show_windows(Layout.of(config), out)
     return 0
@@ -87,16 +85,11 @@ def _show_windows(layout: Layout, out: Output) -> None:
     """What the settings come to."""
     out.line()
     rows = [
-        (
-            f"{group.window:,}",
-            group.kind,
-            f"{len(group.layers):,}",
-            *(f"{each:,}" for each in group.num_blocks),
-        )
+        {"window": group.window, "attention": group.kind, "layers": len(group.layers)}
+        | {f"{level} blocks": blocks for level, blocks in zip(LEVEL_NAMES, group.num_blocks, strict=True)}
         for group in layout.groups
     ]
-    header = ("window", "attention", "layers", "primary blocks", "secondary blocks")
-    out.table(header, rows, right=("window", "layers", "primary blocks", "secondary blocks"))
+    out.table(rows)
 
 
 def _origin(name: str, sources: Sources) -> str | None:

@@ -155,18 +155,12 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
         return
     out.line()
     marks, sampled = _marks(found), found.curve.rate < 1 and not found.curve.is_vague
-    two_levels = bool(found.prompts.size.secondary)
-    columns = ["blocks", *["bytes"] * _names_model(found), "block hit rate"]
-    columns += ["±"] * sampled + ["primary", "secondary"] * two_levels + ["at best"] * bool(found.bounds)
     rows = [
-        [
-            *_row(found, blocks, two_levels=two_levels, sampled=sampled),
-            "█" * round(found.curve.hit_rate(blocks) * _BAR),
-            marks.get(blocks, ""),
-        ]
+        _row(found, blocks, sampled=sampled)
+        | {"": "█" * round(found.curve.hit_rate(blocks) * _BAR), " ": marks.get(blocks, "")}
         for blocks in _table_sizes(found)
     ]
-    out.table([*columns, "", " "], rows, right=columns)
+    out.table(rows, right=list(rows[0])[:-2])
     out.line()
     out.line("block hit rate: the part of the prompts' full blocks that is reused")
     if not _names_model(found):
@@ -177,14 +171,19 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
         out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
 
 
-def _row(found: CurveFound, blocks: int, *, two_levels: bool, sampled: bool) -> list[str]:
+def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:
     curve, best = found.curve, found.bounds.get(blocks)
-    row = [f"{blocks:,}"]
-    row += [size(blocks * found.prompts.size.bytes_per_block)] * _names_model(found)
-    row += [share(curve.hit_rate(blocks))]
-    row += [share(curve.error(blocks) or 0.0)] * sampled
-    row += [_part(found, hits) for hits in _levels(found, blocks)] * two_levels
-    return row + ["" if best is None else _part(found, best)] * bool(found.bounds)
+    row: dict[str, Any] = {"blocks": blocks}
+    if _names_model(found):
+        row["bytes"] = size(blocks * found.prompts.size.bytes_per_block)
+    row["block hit rate"] = share(curve.hit_rate(blocks))
+    if sampled:
+        row["±"] = share(curve.error(blocks) or 0.0)
+    if found.prompts.size.secondary:
+        row |= zip(LEVEL_NAMES, (_part(found, hits) for hits in _levels(found, blocks)), strict=True)
+    if found.bounds:
+        row["at best"] = "" if best is None else _part(found, best)
+    return row
 
 
 def _names_model(found: CurveFound) -> bool:

@@ -24,7 +24,7 @@ from kvcache.audit.diff import (
 )
 from kvcache.cli.events import event_line
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Facts, Output, Update, pick, stamp, updating
+from kvcache.cli.output import Facts, Output, Row, Update, pick, stamp, updating
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 from sinks.render import Known, render_event, text
@@ -160,15 +160,17 @@ def _show(
     if settings:
         out.line()
         out.table(
-            ("setting", "A", "B"),
-            [(printable(each.name), _spelled(each.a), _spelled(each.b)) for each in settings],
+            [
+                {"setting": printable(each.name), "A": _spelled(each.a), "B": _spelled(each.b)}
+                for each in settings
+            ]
         )
     out.line()
     out.facts(_facts(reuse))
     if reuse.largest:
         out.line()
-        columns = ("request", "prompt", "reused in A", "reused in B", "difference", "batch in A", "in B")
-        out.table(columns, [_row(each) for each in reuse.largest], right=columns[1:])
+        rows = [_row(each) for each in reuse.largest]
+        out.table(rows, right=("prompt", "difference", "batch in A", "in B"))
 
 
 def _spelled(value: Any) -> str:
@@ -199,10 +201,15 @@ def _only(only: ReuseTotals) -> str:
     return f"{count(only.requests, 'request')}{listed}, reused {_reused(only)}"
 
 
-def _row(change: ReuseChange) -> tuple[str, ...]:
+def _row(change: ReuseChange) -> Row:
     a, b = change.a, change.b
-    prompt = f"{a.prompt_tokens:,}" + (
-        "" if a.prompt_tokens == b.prompt_tokens else f" / {b.prompt_tokens:,}"
-    )
-    reused = f"{a.reused_tokens:,}", f"{b.reused_tokens:,}", f"{change.reused_tokens:+,}"
-    return (text(change.request_id), prompt, *reused, f"{a.seq}", f"{b.seq}")
+    other = "" if a.prompt_tokens == b.prompt_tokens else f" / {b.prompt_tokens:,}"
+    return {
+        "request": text(change.request_id),
+        "prompt": f"{a.prompt_tokens:,}{other}",
+        "reused in A": a.reused_tokens,
+        "reused in B": b.reused_tokens,
+        "difference": f"{change.reused_tokens:+,}",
+        "batch in A": str(a.seq),
+        "in B": str(b.seq),
+    }

@@ -55,7 +55,8 @@ def _show(found: Explanation, when: Times, out: Output) -> None:
         out.facts(told.facts)
         if told.columns:
             out.line()
-            out.table(told.columns, told.rows, right=ExplanationView.RIGHT)
+            rows = [dict(zip(told.columns, row, strict=True)) for row in told.rows]
+            out.table(rows, right=ExplanationView.RIGHT)
 
 
 def to_json(found: Explanation) -> dict[str, Any]:

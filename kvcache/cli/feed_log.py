@@ -120,21 +120,21 @@ def replay(args: argparse.Namespace, out: Output) -> int:
 
 def _show_workers(state: FeedState, out: Output) -> None:
     """A row for each worker and place."""
-    columns = ("worker", "medium", "group", "blocks", "last number", "losses", "restarts", "known")
-    rows = []
-    for worker in state.workers.values():
-        places = [
-            (printable(place.medium), str(place.group), f"{len(blocks):,}")
-            for place, blocks in worker.blocks.items()
-            if blocks
-        ]
-        number = "" if worker.number is None else str(worker.number)
-        rest = (number, f"{worker.gaps:,}", f"{worker.restarts:,}", _completeness(worker))
-        rows += [(printable(worker.name), *place, *rest) for place in places or [("", "", "0")]]
-    if rows:
-        out.table(columns, rows, right=columns[2:-1])
-    else:
+    rows = [
+        {"worker": printable(worker.name), "medium": medium, "group": group, "blocks": blocks}
+        | {"last number": "" if worker.number is None else str(worker.number), "losses": worker.gaps}
+        | {"restarts": worker.restarts, "known": _completeness(worker)}
+        for worker in state.workers.values()
+        for medium, group, blocks in _places(worker) or [("", "", 0)]
+    ]
+    out.table(rows, right=("group", "last number"))
+    if not rows:
         out.line("no worker was heard yet")
+
+
+def _places(worker: WorkerState) -> list[tuple[str, str, int]]:
+    filled = ((place, len(blocks)) for place, blocks in worker.blocks.items() if blocks)
+    return [(printable(place.medium), str(place.group), blocks) for place, blocks in filled]
 
 
 def _completeness(worker: WorkerState) -> str:
@@ -159,19 +159,14 @@ def match(args: argparse.Namespace, out: Output, namespace: Namespace, prompt: R
         return 0
     prompt_tokens = count(total, "prompt token")
     out.heading(f"{printable(origin(args.tokens))}: {prompt_tokens}, looked up after {folded.when}")
-    cells = [
-        (
-            printable(prefix.worker.name),
-            f"{prefix.tokens:,}",
-            f"{prefix.blocks:,}",
-            ", ".join(f"{printable(medium)} {blocks:,}" for medium, blocks in prefix.media.items()),
-            _completeness(prefix.worker),
-        )
-        for prefix in found
+    rows = [
+        {"worker": printable(each.worker.name), "tokens": each.tokens, "blocks": each.blocks}
+        | {"where": ", ".join(f"{printable(medium)} {blocks:,}" for medium, blocks in each.media.items())}
+        | {"known": _completeness(each.worker)}
+        for each in found
     ]
-    if cells:
-        out.table(("worker", "tokens", "blocks", "where", "known"), cells, right=("tokens", "blocks"))
-    else:
+    out.table(rows)
+    if not rows:
         out.line("no worker was heard yet")
     if not folded.state.tokens_recorded:
         out.warning("the log records no token ids, so nothing can be found in it")

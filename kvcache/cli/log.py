@@ -88,15 +88,16 @@ def _info(args: argparse.Namespace, out: Output) -> None:
         out.json(found)
         return
     out.heading(f"{printable(str(args.log))}: {size(found['bytes'])} in {count(len(paths), 'segment')}")
-    rows = [
-        ("compressed" if part.is_compressed else "segment", f"{part.first:,}", size(part.bytes), iso(part.ts))
+    files = [
+        ("compressed" if part.is_compressed else "segment", part.first, part.bytes, part.ts)
         for part in kept.parts
     ]
-    rows += [
-        ("snapshot", f"{each.seq:,}", size(each.size), iso(each.about.latest_ts)) for each in kept.snapshots
+    files += [("snapshot", each.seq, each.size, each.about.latest_ts) for each in kept.snapshots]
+    files.sort(key=lambda file: file[1])
+    rows = [
+        {"file": kind, "batch": seq, "size": size(room), "time": iso(ts)} for kind, seq, room, ts in files
     ]
-    rows.sort(key=lambda row: int(row[1].replace(",", "")))
-    out.table(("file", "batch", "size", "time"), rows, right=("batch", "size"))
+    out.table(rows, right=["size"])
     out.line()
     needed = found["needed_from"]
     out.facts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvcache.cli.options import (
     origin,
     read_tokens,
 )
-from kvcache.cli.output import Facts, Output, pick, stamp
+from kvcache.cli.output import Facts, Output, Row, pick, stamp
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, UpTo
 from kvcache.decide.lookup import lookup
@@ -176,13 +176,9 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
     if blocks:
         out.line()
         # Where there is only one window, it says nothing.
-        windows = ("window",) if len({block.window for block in blocks}) > 1 else ()
-        rows = list(_rows(blocks, replayed.state.tokens_per_block, with_window=bool(windows)))
-        out.table(
-            ("block", "tokens", *windows, "level", "slot", "name", ""),
-            rows,
-            right=("block", *windows, "slot"),
-        )
+        several = len({block.window for block in blocks}) > 1
+        rows = [_row(block, replayed.state.tokens_per_block, several=several) for block in blocks]
+        out.table(rows, right=("block", "slot"))
 
 
 def _facts(state: CacheState, found: Match) -> Facts:
@@ -218,18 +214,16 @@ def _lacking(state: CacheState, found: Match) -> Lacking | None:
     return groups.lacking(names, 0, state.tokens_per_block)
 
 
-def _rows(blocks: Iterable[MatchedBlock], size: int, *, with_window: bool) -> Iterator[tuple[str, ...]]:
-    for block in blocks:
-        start = block.index * size
-        remarks = [] if block.num_tokens == size else [f"its first {count(block.num_tokens, 'token')}"]
-        remarks += [] if block.landed else ["still being copied"]
-        tokens = f"{start}–{start + block.num_tokens - 1}"
-        yield (
-            str(block.index),
-            tokens,
-            *((f"{block.window:,}",) if with_window else ()),
-            LEVEL_NAMES[block.level],
-            str(block.slot),
-            block.name,
-            ", ".join(remarks),
-        )
+def _row(block: MatchedBlock, size: int, *, several: bool) -> Row:
+    start = block.index * size
+    remarks = [] if block.num_tokens == size else [f"its first {count(block.num_tokens, 'token')}"]
+    remarks += [] if block.landed else ["still being copied"]
+    return {
+        "block": str(block.index),
+        "tokens": f"{start}–{start + block.num_tokens - 1}",
+        **({"window": block.window} if several else {}),
+        "level": LEVEL_NAMES[block.level],
+        "slot": str(block.slot),
+        "name": block.name,
+        "": ", ".join(remarks),
+    }

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from events.types import EventBatch
     from kvcache.publish.follower import CatchUp
 
-Row = Sequence[str]
+Row = Mapping[str, Any]
+"""Cells, texts and integers, by the names of their columns."""
 Facts = Iterable[tuple[str, str]]
 Update = Callable[[int], None]
 Status = TypeVar("Status")
@@ -105,16 +106,16 @@ class Output:
         for label, text in rows:
             self.line(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
 
-    def table(
-        self,
-        columns: Sequence[str],
-        rows: Iterable[Row],
-        *,
-        right: Sequence[str] = (),
-        styles: Sequence[str] = (),
-    ) -> None:
-        """Rows under a heading; the columns in `right` are aligned to the right, `styles` are rich's for each row."""
-        cells = list(rows)
+    def table(self, rows: Sequence[Row], *, right: Sequence[str] = (), styles: Sequence[str] = ()) -> None:
+        """Rows under a heading, of columns as the first one has them; nothing where there are none.
+
+        Numbers, and the columns in `right`, are aligned to the right; `styles` are rich's for each row.
+        """
+        if not rows:
+            return
+        columns = list(rows[0])
+        right = [name for name in columns if name in right or any(isinstance(row[name], int) for row in rows)]
+        cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()] for row in rows]
         if self._frame is not None:
             self._frame.append(_drawn(columns, cells, right, styles))
         elif (console := rich_console(sys.stdout)) is not None:
@@ -273,7 +274,7 @@ def paint(text: str, color: str | None) -> str:
 
 def _drawn(
     columns: Sequence[str],
-    rows: Sequence[Row],
+    rows: Sequence[Sequence[str]],
     right: Sequence[str],
     styles: Sequence[str],
     *,

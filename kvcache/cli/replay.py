@@ -23,6 +23,7 @@ from kvcache.phrases import batches, count, describe_end, printable
 from kvcache.replay import Replayed, fold
 
 _BAR = 30
+_BARS = "█ held  ▒ cached  · blank"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,20 +103,15 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
 def show_levels(state: CacheState, out: Output, *, bars: bool = False) -> None:
     """A row for each level of each window that has blocks; of the only window there is the name says nothing."""
     levels = [each for each in occupancy(state) if each.blocks or each.level == LEVEL_NAMES[PRIMARY]]
-    several = len(state.groups) > 1
-    numbers = ["blocks", "held", "cached, free to evict", "blank"]
-    columns = [*["window"] * several, "level", *numbers, *["█ held  ▒ cached  · blank"] * bars]
     rows = [
-        [
-            *[f"{each.window:,}"] * several,
-            each.level,
-            *(f"{number:,}" for number in (each.blocks, each.held, each.unreferenced, each.blank)),
-            *[bar(each.held, each.unreferenced, each.blocks, _BAR)] * bars,
-        ]
+        ({"window": each.window} if len(state.groups) > 1 else {})
+        | {"level": each.level, "blocks": each.blocks, "held": each.held}
+        | {"cached, free to evict": each.unreferenced, "blank": each.blank}
+        | ({_BARS: bar(each.held, each.unreferenced, each.blocks, _BAR)} if bars else {})
         for each in levels
     ]
     styles = ["yellow" if bars and each.blocks and each.held == each.blocks else "" for each in levels]
-    out.table(columns, rows, right=["window", *numbers], styles=styles)
+    out.table(rows, styles=styles)
 
 
 def has_secondary(state: CacheState) -> bool:

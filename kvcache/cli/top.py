@@ -16,11 +16,10 @@ from events.log.segments import Segment, segment_paths
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, EpochStarted, EventBatch
 from kvcache.audit.history import HistoryFold
-from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.recent import Lately, Recent
 from kvcache.audit.tables import occupancy
 from kvcache.cli import times
-from kvcache.cli.audit import reasons_json
+from kvcache.cli.audit import reasons_json, show_reasons
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, Paced, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
@@ -272,7 +271,11 @@ def show(log: Followed, out: Output) -> None:
     out.line()
     show_levels(log.state, out, bars=True)
     out.line()
-    _show_reasons(log.lately(log.window), out)
+    lately = log.lately(log.window)
+    # Most first, as a terminal may cut off the last.
+    show_reasons(f"prompt tokens of the last {span(lately.seconds)}", lately.reasons, out, most_first=True)
+    if not lately.reasons.any():
+        out.line("no request was admitted in this time")
 
 
 def _status(log: Followed) -> list[str]:
@@ -306,10 +309,10 @@ def _show_rates(log: Followed, out: Output) -> None:
     ]
     if has_secondary(log.state):
         rates.append(("evictions/s from secondary", lambda lately: lately.evicted[SECONDARY]))
-    rows = [["token hit rate", *map(_hit_rate, spans)]]
-    rows += [[name, *(_per_second(of(each), each.seconds) for each in spans)] for name, of in rates]
-    columns = ["", *(f"last {span(each.seconds)}" for each in spans)]
-    out.table(columns, rows, right=columns[1:])
+    columns = [f"last {span(each.seconds)}" for each in spans]
+    cells = [("token hit rate", [_hit_rate(each) for each in spans])]
+    cells += [(name, [_per_second(of(each), each.seconds) for each in spans]) for name, of in rates]
+    out.table([{"": name} | dict(zip(columns, row, strict=True)) for name, row in cells], right=columns)
 
 
 def _hit_rate(lately: Lately) -> str:
@@ -319,21 +322,6 @@ def _hit_rate(lately: Lately) -> str:
 def _per_second(number: int, seconds: float) -> str:
     rate = number / seconds if seconds else None
     return _NONE if rate is None else f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
-
-
-def _show_reasons(lately: Lately, out: Output) -> None:
-    """Where prompt tokens came from, or why they were computed; most first, as a terminal may cut off the last."""
-    counts = {reason: int(lately.reasons[reason]) for reason in Reason if lately.reasons[reason]}
-    shown = sorted(counts, key=lambda reason: -counts[reason])
-    rows = [
-        [IN_WORDS[reason], f"{counts[reason]:,}", share(counts[reason] / lately.prompt_tokens)]
-        for reason in shown
-    ]
-    styles = ["green" if reason.is_reuse else "yellow" if reason.is_lost else "" for reason in shown]
-    columns = (f"prompt tokens of the last {span(lately.seconds)}", "count", "share")
-    out.table(columns, rows, right=columns[1:], styles=styles)
-    if not rows:
-        out.line("no request was admitted in this time")
 
 
 def _notes(log: Followed) -> list[str]:

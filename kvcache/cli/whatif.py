@@ -184,28 +184,16 @@ def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], out: Outpu
     shown = [name for name, of in _NUMBERS.items() if any(of(row.outcome.tally) for row in rows)]
     bounded = any(row.of_bound is not None for row in rows)
     gaps = [row.of_gap for row in rows if row.trial and row.trial.policy == HINTED and row.of_gap is not None]
-    columns = [
-        "",
-        *fields,
-        "reused",
-        "token hit rate",
-        *([f"of {BOUND}"] * bounded),
-        *(["of gap"] * bool(gaps)),
-        *shown,
-    ]
-    cells = [
-        [
-            "recorded" if row.trial is None else row.policy,
-            *(_setting(row, name) for name in fields),
-            f"{row.outcome.tally.reused_tokens:,}",
-            share(row.outcome.tally.hit_rate),
-            *([_part(row.of_bound)] * bounded),
-            *([_part(row.of_gap)] * bool(gaps)),
-            *(f"{_NUMBERS[name](row.outcome.tally):,}" for name in shown),
-        ]
+    table = [
+        {"": "recorded" if row.trial is None else row.policy}
+        | {name: _setting(row, name) for name in fields}
+        | {"reused": row.outcome.tally.reused_tokens, "token hit rate": share(row.outcome.tally.hit_rate)}
+        | ({f"of {BOUND}": _part(row.of_bound)} if bounded else {})
+        | ({"of gap": _part(row.of_gap)} if gaps else {})
+        | {name: _NUMBERS[name](row.outcome.tally) for name in shown}
         for row in rows
     ]
-    out.table(columns, cells, right=columns[1:])
+    out.table(table, right=list(table[0])[1:])
     out.line()
     out.line(
         "reused, computed, secondary: tokens of prompts; offloaded, onboarded, removed (evicted for good): blocks"

@@ -20,7 +20,6 @@ from kvcache.replay import Replayed
 
 _SHOWN = 20
 """Changes that people see; JSON has all."""
-_COLUMNS = ("event", "time", "type", "block", "name", "held by")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,17 +83,17 @@ def _show(history: SlotHistory, when: Times, out: Output) -> None:
         return
     out.line()
     rows = [
-        (
-            f"{each.seq}.{each.index}",
-            when.of(each.ts),
-            _type(each),
-            "" if each.occupant.block is None else f"{each.occupant.block:,}",
-            _name(each.occupant),
-            _holders(each.occupant),
-        )
+        {
+            "event": f"{each.seq}.{each.index}",
+            "time": when.of(each.ts),
+            "type": _type(each),
+            "block": "" if each.occupant.block is None else each.occupant.block,
+            "name": _name(each.occupant),
+            "held by": _holders(each.occupant),
+        }
         for each in changes[-_SHOWN:]
     ]
-    out.table(_COLUMNS, rows, right=("event", "time", "block"))
+    out.table(rows, right=("event", "time", "block"))
     if len(changes) > _SHOWN:
         out.line(f"{count(len(changes) - _SHOWN, 'change')} before: --json has all")
 

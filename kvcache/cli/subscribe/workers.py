@@ -253,11 +253,9 @@ class Workers:
         columns = [
             name for name in names if name in _ALWAYS or any(cell[name] not in ("", _NONE) for cell in cells)
         ]
-        rows = [[cell[name] for name in columns] for cell in cells]
+        right = [name for name in columns if name not in ("worker", "topic")]
         styles = [self._style(row, best=row in longest) for row in shown]
-        out.table(
-            columns, rows, right=[name for name in columns if name not in ("worker", "topic")], styles=styles
-        )
+        out.table([{name: cell[name] for name in columns} for cell in cells], right=right, styles=styles)
 
     def _cells(self, row: WorkerRow) -> dict[str, str]:
         index, now, known = row.index, self._clock(), row.seq is not None
