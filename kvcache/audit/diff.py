@@ -82,18 +82,14 @@ def first_divergence(a: Iterable[EventBatch], b: Iterable[EventBatch]) -> Diverg
     """Whether both caches have the same blocks."""
     for one, other in zip_longest(a, b):
         if one is None or other is None:
-            return Divergence(_start(one), _start(other))
+            return Divergence(*(None if each is None else EventPlace(each, 0) for each in (one, other)))
         caches = _caches(one), _caches(other)
         if any(caches):
             alike = caches[0] == caches[1]
-        index = next(_differences(one, other, alike=alike), None)
+        index = _first_difference(one, other, alike=alike)
         if index is not None:
             return Divergence(EventPlace(one, index), EventPlace(other, index))
     return None
-
-
-def _start(batch: EventBatch | None) -> EventPlace | None:
-    return None if batch is None else EventPlace(batch, 0)
 
 
 def _caches(batch: EventBatch) -> list[tuple[GroupCreated, ...]]:
@@ -101,12 +97,13 @@ def _caches(batch: EventBatch) -> list[tuple[GroupCreated, ...]]:
     return [event.groups for event in batch.events if type(event) is CacheCreated]
 
 
-def _differences(a: EventBatch, b: EventBatch, *, alike: bool) -> Iterator[int]:
+def _first_difference(a: EventBatch, b: EventBatch, *, alike: bool) -> int | None:
     if a.events == b.events:
-        return
+        return None
     for index, (one, other) in enumerate(zip_longest(a.events, b.events)):
         if one is None or other is None or not _same(one, other, alike=alike):
-            yield index
+            return index
+    return None
 
 
 def _same(a: AnyEvent, b: AnyEvent, *, alike: bool) -> bool:

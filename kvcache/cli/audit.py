@@ -447,12 +447,14 @@ def _show_fleet(directory: Path, fleet: Fleet, out: Output) -> None:
     prompt, elsewhere = int(fleet.reasons.sum()), sum(fleet.elsewhere)
     reused = int(fleet.reasons[: Reason.PARTIAL + 1].sum())
     part, other = share(reused / max(prompt, 1)), share(elsewhere / max(prompt, 1))
+    blocks = sum(fleet.computed_on.values())
+    several = blocks - fleet.computed_on.get(1, 0)
     out.facts(
         [
             ("requests", f"{sum(each.audit.requests for each in fleet.workers):,} admitted"),
             ("prompt tokens", f"{prompt:,}, of which {reused:,} were reused: {part}"),
             ("elsewhere", f"{elsewhere:,} were computed while another worker had them cached: {other}"),
-            ("blocks", _computed(fleet)),
+            ("blocks", f"{blocks:,} different ones of prompts were computed, {several:,} on several workers"),
         ]
     )
     out.line()
@@ -480,12 +482,6 @@ def _first_of(names: list[str]) -> str:
 def some_of(logs: list[Path]) -> str:
     """The first of them by name."""
     return _first_of([printable(path.name) for path in logs])
-
-
-def _computed(fleet: Fleet) -> str:
-    several = sum(blocks for workers, blocks in fleet.computed_on.items() if workers > 1)
-    total = sum(fleet.computed_on.values())
-    return f"{total:,} different ones of prompts were computed, {several:,} on several workers"
 
 
 def _worker_row(worker: WorkerAudit, elsewhere: int) -> Row:

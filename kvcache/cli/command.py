@@ -54,12 +54,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as stopped:
         return int(stopped.code or 0)
     # Only now: `--help` has no need of it.
-    from kvcache.cli import logs
     from kvcache.cli.failures import EXPECTED, report
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    logs.configure(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
+    messages.configure_diagnostics(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
     try:
         return int(args.run(args, Output(quiet=args.quiet, verbose=args.verbose)))
     except SystemExit as stopped:

@@ -38,18 +38,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
     colon = r"\:" if args.shell == "zsh" else ":"  # a bare one would end the list there
     paths = dict.fromkeys(("FILE", "TRACE", "PATH"), shtab.FILE)
     paths |= dict.fromkeys(("DIR", "LOG", "LOG_A", "LOG_B"), shtab.DIRECTORY)
-    for action in _arguments(parser):
+    # argparse offers no public way to ask for all that commands take.
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in [action for command in commands.choices.values() for action in command._actions]:
         if action.metavar in paths:
-            action.complete = paths[action.metavar]  # type: ignore[attr-defined]
+            action.complete = paths[action.metavar]
         elif action.metavar == "URL":
             action.choices = [scheme + colon for scheme in known_schemes()]
         elif action.choices is None:
             action.choices = [word for word in str(action.metavar).split("|") if word.islower()] or None
     out.line(shtab.complete(parser, args.shell))
     return 0
-
-
-def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """All that commands take; argparse offers no public way to ask."""
-    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [action for command in commands.choices.values() for action in command._actions]

@@ -36,15 +36,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Print a page, or the list of pages with their titles."""
     if args.page is None:
         pages = sorted(directory().glob("*.md"))
-        out.facts([(page.stem, _title(page)) for page in pages])
+        out.facts(
+            (page.stem, page.read_text(encoding="utf-8").split("\n", 1)[0].strip("# ")) for page in pages
+        )
     else:
         out.line(_readable((directory() / f"{args.page}.md").read_text(encoding="utf-8").rstrip("\n")))
     return 0
-
-
-def _title(page: Path) -> str:
-    with page.open(encoding="utf-8") as lines:
-        return next(lines).strip("# \n")
 
 
 def _readable(text: str) -> str:

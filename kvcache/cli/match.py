@@ -60,7 +60,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.request is not None and has_namespace(args):
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
     # Read first: a wrong file should be known before a long log is read.
-    given = _read_prompt(args) if args.tokens is not None else None
+    given: GivenPrompt | None = None
+    if args.tokens is not None:
+        tokens = RichTokens(pack_tokens(read_tokens(args.tokens)))
+        given = namespace_of(args.lora_id, args.lora_name, args.cache_salt), tokens
     if feed_log.is_feed_log(args.log):
         if given is None:
             raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
@@ -91,11 +94,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.heading(f"{printable(title)}: {prompt_tokens}, looked up after {when}")
         _show(replayed, found, out)
     return 0
-
-
-def _read_prompt(args: argparse.Namespace) -> GivenPrompt:
-    tokens = RichTokens(pack_tokens(read_tokens(args.tokens)))
-    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), tokens
 
 
 class _Search:

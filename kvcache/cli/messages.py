@@ -1,14 +1,23 @@
-"""What a command itself says on stderr: lines for people, or JSON lines in the form of `logs`."""
+"""What goes to stderr, as lines for people or JSON lines: messages of a command, and what the libraries below report.
+
+What these report (a sink that is quarantined, a disk that refuses the log) is shown as the command's own messages are;
+``-q`` leaves the errors, ``-v`` adds notes.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from kvcache.cli.process import forget
 from kvcache.phrases import printable
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor, WrappedLogger
 
 
 class _Form:
@@ -53,3 +62,44 @@ def _write(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # the exit code has to do
         forget(sys.stderr)
+
+
+# -- what libraries report
+
+
+def configure_diagnostics(*, as_json: bool, verbose: bool, quiet: bool) -> None:
+    """Set up structlog for this process. Not loaded before: `--help` has no need of it."""
+    import structlog
+    from structlog.tracebacks import ExceptionDictTransformer
+
+    # SECURITY: neither an exception's text nor local variables, which may hold prompts.
+    name_of_exception = structlog.processors.ExceptionRenderer(lambda info: info[0].__name__)
+    for_machines: list[Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+        structlog.processors.JSONRenderer(),
+    ]
+    level = logging.INFO if as_json or verbose else logging.ERROR if quiet else logging.WARNING
+    structlog.configure(
+        processors=for_machines if as_json else [name_of_exception, _spelled],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr) if as_json else lambda *_: _Messages(),
+    )
+
+
+class _Messages:
+    """A logger that says things as the command does."""
+
+    info = staticmethod(note)
+    warning = staticmethod(warning)
+    error = critical = staticmethod(error)
+
+
+def _spelled(logger: WrappedLogger, method: str, fields: EventDict) -> str:
+    """The name of what is reported, its reason, and in brackets all else: "log_suspended: no space (log=/x)"."""
+    text, reason = str(fields.pop("event")), fields.pop("reason", None)
+    if reason is not None:
+        text += f": {reason}"
+    more = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return f"{text} ({more})" if more else text

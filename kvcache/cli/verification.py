@@ -61,9 +61,9 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Outpu
     if stop.received > before:
         return Verification(seconds=time.perf_counter() - started, last_batches=tuple(last), known=known)
     replayed.end = reader.end
-    found = replayed.fingerprint
-    seconds = time.perf_counter() - started
-    return Verification(replayed, found, _differences(replayed, live, found), seconds, tuple(last), known)
+    found, seconds = replayed.fingerprint, time.perf_counter() - started
+    differences = tuple(_differences(replayed, live, found))
+    return Verification(replayed, found, differences, seconds, tuple(last), known)
 
 
 def _watched(
@@ -84,16 +84,13 @@ def _watched(
         yield batch
 
 
-def _differences(replayed: Replayed, live: bytes, found: bytes) -> tuple[str, ...]:
-    differences = []
+def _differences(replayed: Replayed, live: bytes, found: bytes) -> Iterator[str]:
     if found != live:
-        differences.append(f"its replay ends in {found.hex()[:16]}, the cache ended in {live.hex()[:16]}")
-    if replayed.checkpoints_failed:
-        batches = ", ".join(map(str, replayed.checkpoints_failed[:5]))
-        differences.append(f"{len(replayed.checkpoints_failed)} checkpoints disagree (batches {batches})")
+        yield f"its replay ends in {found.hex()[:16]}, the cache ended in {live.hex()[:16]}"
+    if failed := replayed.checkpoints_failed:
+        yield f"{len(failed)} checkpoints disagree (batches {', '.join(map(str, failed[:5]))})"
     if replayed.end is None or replayed.end.kind != "clean":
-        differences.append("it does not end with an orderly close")
-    return tuple(differences)
+        yield "it does not end with an orderly close"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from kvcache.audit import open_log
-from kvcache.cli import logs
+from kvcache.cli import messages
 from kvcache.cli.config import parse_sets
 from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
@@ -103,7 +103,7 @@ def _play(
     args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]
 ) -> list[TrialOutcome]:
     # What a cache warns of when it is made would be told again for each.
-    prepare = partial(logs.configure, as_json=args.log_json, verbose=False, quiet=True)
+    prepare = partial(messages.configure_diagnostics, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
     with out.progress("playing batches") as update:
         return play_side_by_side(

@@ -18,12 +18,6 @@
   let printing = false;
   const isDark = () => !printing && (chosen === null ? systemDark.matches : chosen === "dark");
 
-  function colors() {
-    const style = getComputedStyle(root);
-    const get = (name) => style.getPropertyValue(name).trim();
-    return { ink: get("--ink"), line: get("--line"), paper: get("--paper"), wash: get("--wash") };
-  }
-
   function applyTheme() {
     root.dataset.theme = isDark() ? "dark" : "light";
     byId("theme").textContent = isDark() ? "Light" : "Dark";
@@ -33,7 +27,8 @@
   }
 
   function themed(layout) {
-    const { ink, line, paper, wash } = colors();
+    const style = getComputedStyle(root);
+    const [ink, line, wash] = ["--ink", "--line", "--wash"].map((name) => style.getPropertyValue(name).trim());
     const changes = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": ink,
       "hoverlabel.bgcolor": wash, "hoverlabel.bordercolor": line, "hoverlabel.font.color": ink,

@@ -14,7 +14,7 @@ import pytest
 
 from events.diagnostics import get_logger
 from kvcache import __version__
-from kvcache.cli import logs
+from kvcache.cli import messages
 from kvcache.replay import replay
 from tests.support.commands import TRACE, Kvcache, Start, python, segments
 from tests.support.places import ROOT
@@ -342,7 +342,7 @@ class TestDiagnostics:
         self, options: dict[str, bool], levels: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         """-q leaves errors, -v adds notes, and no report shows what an exception says."""
-        logs.configure(as_json=False, **({"verbose": False, "quiet": False} | options))
+        messages.configure_diagnostics(as_json=False, **({"verbose": False, "quiet": False} | options))
         log = get_logger("test")
         log.info("note", reason="a\nb", count=1)
         log.warning("warning", path="/x")
