@@ -68,7 +68,8 @@ class JSONLines:
             file.seek(at)
             tail = file.read(step) + tail
         try:
-            return _read_number(tail.rpartition(b"\n")[0].rpartition(b"\n")[2]).seq
+            line = tail.rpartition(b"\n")[0].rpartition(b"\n")[2]
+            return msgspec.json.decode(line, type=_Numbered).seq
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -101,7 +102,7 @@ class Frames:
         start, end = _last_frame(file)
         file.seek(start)
         try:
-            return _read_frame(file.read(end - start)).seq
+            return msgspec.msgpack.decode(file.read(end - start), type=_NumberedFrame).seq
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -116,10 +117,6 @@ class _NumberedFrame(msgspec.Struct, frozen=True, array_like=True):
     """What is looked at of a frame."""
 
     seq: int
-
-
-_read_number = msgspec.json.Decoder(_Numbered).decode
-_read_frame = msgspec.msgpack.Decoder(_NumberedFrame).decode
 
 
 def _last_frame(file: BinaryIO) -> tuple[int, int]:
@@ -271,9 +268,7 @@ class FileSink(LineOutput):
                 )
             return
         self._lock(fd)
-        if not self._append:
-            self._refuse_what_was_kept(status.st_size)
-        self._refuse_directories()
+        self._refuse_what_was_kept(status.st_size)
         if status.st_size:
             # A writer may have been killed in the middle of a line or frame.
             with self._path.open("rb") as file:
@@ -295,22 +290,15 @@ class FileSink(LineOutput):
 
     def _refuse_what_was_kept(self, size: int) -> None:
         instead = "remove it, choose another, or add ?append=1"
-        if size:
+        if size and not self._append:
             raise SinkError(f"{self._path} is not empty: {instead}")
-        for older in self._older():
-            if os.path.lexists(older):
+        for number in range(1, self._keep + 1 if self._max_bytes else 1):
+            older = _older_file(self._path, number)
+            if not self._append and os.path.lexists(older):
                 raise SinkError(f"{older} would be taken for an older file of this run: {instead}")
-
-    def _refuse_directories(self) -> None:
-        for older in self._older():
             if older.is_dir():
-                raise SinkError(
-                    f"{older} is a directory, in the place of an older file: move it, or choose another path"
-                )
-
-    def _older(self) -> list[Path]:
-        count = self._keep if self._max_bytes else 0
-        return [_older_file(self._path, number) for number in range(1, count + 1)]
+                reason = "is a directory, in the place of an older file: move it, or choose another path"
+                raise SinkError(f"{older} {reason}")
 
     def _is_in_place(self) -> bool:
         try:
@@ -329,18 +317,13 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
-    max_bytes = _max_bytes(url, options)
-    sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
-    return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
-
-
-def _max_bytes(url: SinkURL, options: FileOptions) -> int:
     max_bytes = int(url.quantity(options, "max_bytes"))
     if not 0 <= options.keep <= MOST_KEPT:
         raise SinkURLError(str(url), f"bad option: keep must be at least 0 and at most {MOST_KEPT}")
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
-    return max_bytes
+    sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
+    return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
 
 
 def _let_go(descriptor: int) -> None:

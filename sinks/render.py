@@ -58,25 +58,18 @@ class Known:
     def __init__(self, key_bytes: int = 0) -> None:
         self.key_bytes = key_bytes
         """Of the cache (`CacheCreated.key_bytes`)."""
-        self._requests: dict[int, RequestId] = {}
+        self.requests: dict[int, RequestId] = {}
+        """The ids of the requests that run, or have just ended, by their handles; not those of encoders' inputs:
+        `EncoderAdded` says who reads one, and branches of that may do so longer."""
         self._ended: int | None = None
-        self._workers: dict[int, str] = {}
-
-    def request(self, handle: int) -> RequestId | None:
-        """The id of the request that runs, or has just ended, under a handle; None if it is not known, or if the handle
-        is that of an encoder's input: `EncoderAdded` says who reads it, and branches of that may do so longer.
-        """
-        return self._requests.get(handle)
-
-    def worker(self, number: int) -> str | None:
-        """The name of a worker in a log of what engines tell; None if it is not known."""
-        return self._workers.get(number)
+        self.workers: dict[int, str] = {}
+        """The names of workers, by their numbers in a log of `kvcache tap`."""
 
     def see(self, event: AnyEvent) -> None:
         """Learn from one event."""
         if self._ended is not None:
             # Not when it ended: its last line names it, too.
-            self._requests.pop(self._ended, None)
+            self.requests.pop(self._ended, None)
             self._ended = None
         if isinstance(event, SequenceAdded):
             self._add(event.handle, event.request_id)
@@ -86,18 +79,18 @@ class Known:
             self._ended = event.handle
         elif isinstance(event, StateExported):
             inputs = {each.encoder for each in event.sequences}
-            self._requests = {
+            self.requests = {
                 each.handle: each.request_id for each in event.sequences if each.handle not in inputs
             }
         elif isinstance(event, CacheCreated):
             self.key_bytes = event.key_bytes
         elif isinstance(event, WorkerSeen):
-            self._workers[event.worker] = name_of(event)
+            self.workers[event.worker] = name_of(event)
 
     def _add(self, handle: int, request_id: RequestId) -> None:
-        self._requests[handle] = request_id
-        if len(self._requests) > MAX_REQUESTS:
-            del self._requests[next(iter(self._requests))]
+        self.requests[handle] = request_id
+        if len(self.requests) > MAX_REQUESTS:
+            del self.requests[next(iter(self.requests))]
 
 
 NAME_DIGITS = 8
@@ -138,7 +131,7 @@ def text(value: object) -> str:
 
 def _whose(handle: int, known: Known) -> str:
     """The request, or the handle if the request is not known."""
-    request_id = known.request(handle)
+    request_id = known.requests.get(handle)
     return _handle(handle) if request_id is None else f"request={text(request_id)}"
 
 
@@ -315,7 +308,7 @@ def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:
 
 
 def _worker(number: int, known: Known) -> str:
-    name = known.worker(number)
+    name = known.workers.get(number)
     return f"worker={number if name is None else text(name)}"
 
 

@@ -52,7 +52,10 @@ class StdoutSink(LineOutput):
 
     def write(self, batch: EventBatch) -> None:
         """Print one batch."""
-        self.append(self._spell(batch))
+        if self._options.format == "jsonl":
+            self.append(to_json(batch, self._key_bytes, tokens=self._options.tokens) + b"\n")
+        else:
+            self.append("".join(f"{line}\n" for line in render_batch(batch, self._known)).encode())
 
     def append(self, data: bytes) -> None:
         """Print whole lines. Raises OSError."""
@@ -61,11 +64,6 @@ class StdoutSink(LineOutput):
     def close(self) -> None:
         """Close the descriptor; standard output itself stays open."""
         os.close(self._fd)
-
-    def _spell(self, batch: EventBatch) -> bytes:
-        if self._options.format == "jsonl":
-            return to_json(batch, self._key_bytes, tokens=self._options.tokens) + b"\n"
-        return "".join(f"{line}\n" for line in render_batch(batch, self._known)).encode()
 
 
 def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:

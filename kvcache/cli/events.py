@@ -126,7 +126,7 @@ def _json(batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, *,
     fields = {"seq": batch.seq, "index": index} | stamp(batch.seq, batch.ts)
     fields |= to_dict(event, known.key_bytes, tokens)
     worker = getattr(event, "worker", None)
-    return json_line(fields | ({} if worker is None else {"worker_name": known.worker(worker)})).decode()
+    return json_line(fields | ({} if worker is None else {"worker_name": known.workers.get(worker)})).decode()
 
 
 def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent]) -> Iterator[str]:

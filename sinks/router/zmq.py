@@ -127,7 +127,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     """The sink for a ``zmq+pub:`` URL; its only transport is a `ZMQTransport`."""
     options = url.read_options(ZMQOptions)
     settings = _settings(url, options, context)
-    _refuse_idle(url, options)
+    _refuse_misfits(url, options, settings)
     place = settings.place
     plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in place.host)
     return make_feed(
@@ -147,7 +147,6 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
     place = feed_place(url, options)
     replay = replay_place(url, options, place)
     writer = writer_of(url, options, context)
-    _check_topic(url, options, place, replay, context)
     return ZMQSettings(
         place,
         replay,
@@ -162,25 +161,18 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
     )
 
 
-def _check_topic(
-    url: SinkURL, options: ZMQOptions, place: SocketPlace, replay: SocketPlace | None, context: SinkContext
-) -> None:
-    if options.topic is not None:
-        return
-    if "@" in context.model:
+def _refuse_misfits(url: SinkURL, options: ZMQOptions, settings: ZMQSettings) -> None:
+    """Refuse an option that another one, or its absence, makes useless or needs: whoever gave it expects something."""
+    if options.is_native and "max_batch" in url.options:
+        raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
+    for name in ("ring", "pad"):
+        if name in url.options and settings.replay is None:
+            raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
+    if options.topic is None and "@" in settings.model:
         cut = "routers cut the topic kv@POD@MODEL at each @"
         raise SinkURLError(str(url), f"{cut}, so the model must have none: add topic=")
-    if place.connects and replay is None:
+    if options.topic is None and settings.place.connects and settings.replay is None:
         needs = "a router that hears many feeds tells them apart by their topics: add topic= or replay="
         raise SinkURLError(
             str(url), f"{needs}; if readers are to connect to this address of ours, add connect=0"
         )
-
-
-def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
-    """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
-    if options.is_native and "max_batch" in url.options:
-        raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
-    for name in ("ring", "pad"):
-        if name in url.options and options.replay is None:
-            raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")

@@ -148,7 +148,7 @@ def test_requests_are_known_from_the_state() -> None:
         "request=1234",
         "tokens=3",
     ]
-    assert known.request(6) is None
+    assert known.requests.get(6) is None
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Known()
     for handle in (1, 2, 3):
         known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", 0, (0,), (0,), 0))
-    assert [known.request(handle) for handle in (1, 2, 3)] == [None, "r2", "r3"]
+    assert [known.requests.get(handle) for handle in (1, 2, 3)] == [None, "r2", "r3"]
 
 
 def test_a_block_filled_alone_shows_its_place() -> None:
