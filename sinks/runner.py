@@ -254,7 +254,7 @@ class SinkRunner:
         if max_errors < 1:
             raise ValueError("max_errors must be at least 1")
         self.name = name
-        self.sink = self._sink = sink
+        self.sink = sink
         self.hides_tokens = sink.needs_tokens is False
         """Whether token ids are taken out before the sink gets a batch."""
         self._queue = BatchQueue(max_events, max_bytes, overflow or sink.overflow)
@@ -264,7 +264,8 @@ class SinkRunner:
         self._drain_seconds, self._clock, self._wait = drain_seconds, clock, pause
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
-        self._pause = retry_seconds  # the next one before a quarantined sink is tried
+        self._retries = 0
+        """Of a quarantined sink, since it has failed after a longer time of work."""
         self._recovered_at = self._told_at = float("-inf")
         self._failing_since: float | None = None
         self._is_open = self._open_failed = self._reopen_asked = self._forked = False
@@ -371,19 +372,21 @@ class SinkRunner:
         return self._state == "quarantined" and not self._forked
 
     def _open(self) -> bool:
-        self._is_open = self._call("open", self._sink.open)
+        self._is_open = self._call("open", self.sink.open)
         return self._is_open and not self._forked
 
     def _close_sink(self) -> None:
         if self._is_open and not self._forked:
             self._is_open = False
-            self._call("close", self._sink.close)
+            self._call("close", self.sink.close)
 
     def _recover(self) -> bool:
         """Try a quarantined sink until it works; False if the runner is closed before that."""
         self._close_sink()
-        while not self._wait(self._closing, self._pause):
-            self._pause = min(self._pause * 2, self._retry_seconds_max)
+        while not self._wait(
+            self._closing, pause_after(self._retries + 1, self._retry_seconds, self._retry_seconds_max)
+        ):
+            self._retries += 1
             if self._open() and self._takes_what_it_missed():
                 self._errors_in_row = self._tick_errors_in_row = 0
                 self._recovered_at = self._clock()
@@ -400,7 +403,7 @@ class SinkRunner:
         """Whether the sink works: that it could be opened proves little, as where a disk is full."""
         for loss in self._queue.take_losses():
             note_loss(self._owed, loss)
-        return self._settle() and self._call("tick", self._sink.tick)
+        return self._settle() and self._call("tick", self.sink.tick)
 
     def _report_recovery(self) -> None:
         dropped = self._queue.dropped_batches + self._failed_batches
@@ -452,7 +455,7 @@ class SinkRunner:
 
     def _write(self, batch: EventBatch) -> bool:
         try:  # as `_call` does, without a call and a lambda for each batch
-            self._sink.write(batch)
+            self.sink.write(batch)
         except BaseException as error:  # noqa: BLE001
             self._note_error("write", error)
             self._errors_in_row += 1
@@ -463,8 +466,8 @@ class SinkRunner:
     def _call_tick(self) -> None:
         if self._reopen_asked and self._may_go_on():
             self._reopen_asked = False
-            self._run_tick("reopen", self._sink.reopen)
-        self._run_tick("tick", self._sink.tick)
+            self._run_tick("reopen", self.sink.reopen)
+        self._run_tick("tick", self.sink.tick)
 
     def _run_tick(self, what: str, method: Callable[[], None]) -> None:
         if not self._may_go_on():
@@ -520,7 +523,7 @@ class SinkRunner:
         self._failing_since = None
         if self._clock() - self._recovered_at > self._retry_seconds_max:
             # One that fails soon again has not recovered, and is not to be tried more often for that.
-            self._pause = self._retry_seconds
+            self._retries = 0
         self._report_quarantine()
 
     def _report_quarantine(self) -> None:
@@ -533,9 +536,9 @@ class SinkRunner:
         self._queue.become_child()
 
 
-def pause_after(failures: int, first: float = BACKOFF_SECONDS) -> float:
-    """Return how long to wait after so many failures in a row: pauses double from `first` on, in seconds."""
-    return min(first * 2.0 ** min(failures - 1, 16), BACKOFF_SECONDS_MAX)
+def pause_after(failures: int, first: float = BACKOFF_SECONDS, longest: float = BACKOFF_SECONDS_MAX) -> float:
+    """Return how long to wait after N failures in a row: pauses double from `first` up to `longest`, in seconds."""
+    return min(first * 2.0 ** min(failures - 1, 16), longest)
 
 
 def describe(error: BaseException) -> str:

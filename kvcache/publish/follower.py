@@ -374,7 +374,10 @@ class SinkFollower:
         self._epoch, self._concealed = epoch, False
         made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
         self._replayed = Replayed(CacheState()) if self._folds and epoch.context.kind == "cache" else None
-        self._let_ask(sink)
+        self._probe = None
+        if self._replayed is not None and sink.watches:
+            self._probe = LogProbe(self._replayed, lambda: self._reader, self._sink_stats)
+            sink.watch(self._probe)
         if not self._is_live:
             if made_anew:
                 sink.resume(first - 1)
@@ -401,16 +404,6 @@ class SinkFollower:
             reason = "it is about what a cache does, of which a log of what engines told knows nothing: leave it out"
             raise NotPublishable(self.name, reason)
         return sink
-
-    def _let_ask(self, sink: Sink) -> None:
-        """Let a sink that wants to know more of the cache than its events say ask for it."""
-        self._probe = None
-        if self._replayed is not None and sink.watches:
-            self._probe = LogProbe(self._replayed, self._bytes_read, self._sink_stats)
-            sink.watch(self._probe)
-
-    def _bytes_read(self) -> int:
-        return self._reader.bytes_read if self._reader else 0
 
     def _was_cut(self) -> bool:
         """Whether the segments were removed that would have been read next."""
@@ -448,16 +441,15 @@ class SinkFollower:
         """Have the sink take a batch; False if it was told to stop before."""
         with fitting(batch.seq):
             given = self._as_given(batch)
+            if not self._folds:
+                # What it cannot take it would be offered for ever.
+                for event in batch.events:
+                    refuse_impossible(event)
         if self._folds:
             # That is done once or not at all; the sink may not be open yet.
             self._fold(batch, given)
-        else:
-            # What it cannot take it would be offered for ever.
-            with fitting(batch.seq):
-                for event in batch.events:
-                    refuse_impossible(event)
-            if not self._delivery.write(given):
-                return False
+        elif not self._delivery.write(given):
+            return False
         self._given = batch.seq, batch.ts
         self._progress.batches += 1
         self._progress.events += len(batch.events)

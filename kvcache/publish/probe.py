@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from events.bus import EventBus
+from events.log import LogReader
 from events.types import EventBatch, Gap
 from kvcache.record.counting import StatsCounter
 from kvcache.replay import Replayed
@@ -30,18 +31,16 @@ class ReadLog:
     bytes: int
     """Read."""
     lag_batches: None = None
-    """Only the writer knows."""
     durable_seq: None = None
-    """Only the writer knows."""
     state: None = None
-    """Only the writer knows."""
+    """Only the writer knows these three."""
 
 
 class LogProbe:
     """A fold of a log from the beginning of an epoch on. One thread folds, any asks (`sinks.base.Probe`).
 
     - `replayed`: the cache after the batches so far, folded by whoever gives them to `note`.
-    - `read_bytes`: how much of the log was read.
+    - `reader`: what reads the log, if it has begun.
     - `sink_stats`: progress of all sinks of this process.
     """
 
@@ -51,10 +50,10 @@ class LogProbe:
     def __init__(
         self,
         replayed: Replayed,
-        read_bytes: Callable[[], int],
+        reader: Callable[[], LogReader | None],
         sink_stats: Callable[[], tuple[SinkStats, ...]],
     ) -> None:
-        self._read_bytes, self._sink_stats = read_bytes, sink_stats
+        self._reader, self._sink_stats = reader, sink_stats
         self._bus = EventBus()
         self._counter = StatsCounter(self._bus)
         self._replayed = replayed
@@ -74,7 +73,8 @@ class LogProbe:
 
     def log_stats(self) -> ReadLog:
         """What was read of the log."""
-        return ReadLog(self._replayed.batches, self._lost, self._read_bytes())
+        reader = self._reader()
+        return ReadLog(self._replayed.batches, self._lost, 0 if reader is None else reader.bytes_read)
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress of the sinks of this process."""
