@@ -171,7 +171,7 @@ class ReplayAnswer:
     moved_at: float
     """When the reader last took something."""
     held: Numbered | None = None
-    """A message that it had no room for."""
+    """A message that it had no room for, or `_END`."""
     taken: zmq.MessageTracker | None = None
     """Of the end marker, once it is sent: done when the reader's connection has taken everything."""
 
@@ -361,13 +361,16 @@ class ReplayServer:
         sent = 0
         try:
             while answer.taken is None and sent < TURN_MESSAGES:
-                if answer.held is None and not self._prepare(answer):
-                    return sent, True
                 if answer.held is None:
+                    answer.held = next(answer.messages, _END)
+                if answer.held is None:
+                    answer.moved_at = self.clock()  # it is not the reader that keeps us waiting
+                    return sent, True
+                if answer.held is _END:
                     answer.taken = self._send_end(answer.reader)
                 else:
                     self._send(answer.reader, answer.held)
-                    answer.held = None
+                answer.held = None
                 sent += 1
         except zmq.Again:
             pass
@@ -385,16 +388,6 @@ class ReplayServer:
             self.answered += 1
             return sent, False
         return sent, self._has_patience(answer, sent)
-
-    def _prepare(self, answer: ReplayAnswer) -> bool:
-        """Hold the next message, or none at the end; False if it is not known yet."""
-        answer.held = next(answer.messages, _END)
-        if answer.held is None:
-            answer.moved_at = self.clock()  # it is not the reader that keeps us waiting
-            return False
-        if answer.held is _END:
-            answer.held = None
-        return True
 
     def _send(self, reader: bytes, message: Numbered) -> None:
         send, (seq, payload) = self._socket.send, message

@@ -130,7 +130,9 @@ class ZMQTransport:
             # Before the ring: whoever misses something there finds it here.
             self.snapshot.append(payload)
             if self.snapshot.worn or self.snapshot.last_seq != batch.seq:
-                self._forget_snapshot()
+                self.snapshot = None
+                if self.replay is not None:
+                    self.replay.snapshot = None
         if self.replay is not None:
             self._ring.append(batch.seq, payload)
         self._last = (batch.seq, b"")
@@ -171,11 +173,6 @@ class ZMQTransport:
         if self.snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
             self.replay.snapshot = self.snapshot
         return self.snapshot.ready
-
-    def _forget_snapshot(self) -> None:
-        self.snapshot = None
-        if self.replay is not None:
-            self.replay.snapshot = None
 
     def _state_for_newcomer(self) -> tuple[int, bytes] | None:
         """The state as of the last batch, under its number: for who has seen that, it is nothing new."""

@@ -71,39 +71,31 @@ def curve_of(
     """The keys; None: nothing is encrypted, and needs not be. Raises SinkURLError."""
     binds = not place.connects or replay is not None
     needed = ["curve_key", *["curve_clients"] * binds, *["curve_server"] * place.connects]
-    given = [
-        name for name in ("curve_key", "curve_clients", "curve_server") if getattr(options, name) is not None
-    ]
-    if not given:
-        _refuse_clear(url, options, needed, place, replay)
+    paths = {name: getattr(options, name) for name in ("curve_key", "curve_clients", "curve_server")}
+    files = {name: url.file_path(path) for name, path in paths.items() if path is not None}
+    far = next((each for each in (place, replay) if each is not None and not each.is_near), None)
+    if not files and far is not None and not options.insecure:
+        reason = (
+            f"what it sends are prompts, and {far.address} lies beyond this machine: encrypt it with "
+            f"{' and '.join(f'{name}=' for name in needed)} (`kvcache docs settings`), or say insecure=1 where the "
+            "network itself keeps others out"
+        )
+        raise SinkURLError(str(url), reason)
+    if not files:
         return None
     if options.insecure:
         raise SinkURLError(str(url), "it is encrypted, so insecure= would change nothing: leave it out")
-    if sorted(given) != sorted(needed):
+    if sorted(files) != sorted(needed):
         role = "connects" if place.connects else "binds"
         with_replay = " with a replay" if place.connects and replay is not None else ""
-        reason = f"a feed that {role}{with_replay} is encrypted by {', '.join(needed)}; given is {', '.join(given)}"
+        reason = f"a feed that {role}{with_replay} is encrypted by {', '.join(needed)}; given is {', '.join(files)}"
         raise SinkURLError(str(url), reason)
-    paths = [getattr(options, name) for name in ("curve_key", "curve_server", "curve_clients")]
-    key, server, clients = (None if path is None else url.file_path(path) for path in paths)
-    assert key is not None
     try:
-        return Curve.read(key, server=server, clients=clients)
+        return Curve.read(
+            files["curve_key"], server=files.get("curve_server"), clients=files.get("curve_clients")
+        )
     except (KeyFileError, CurveUnavailable) as error:
         raise SinkURLError(str(url), str(error)) from None
-
-
-def _refuse_clear(
-    url: SinkURL, options: ZMQOptions, needed: list[str], place: SocketPlace, replay: SocketPlace | None
-) -> None:
-    far = next((each for each in (place, replay) if each is not None and not each.is_near), None)
-    if far is not None and not options.insecure:
-        files = " and ".join(f"{name}=" for name in needed)
-        reason = (
-            f"what it sends are prompts, and {far.address} lies beyond this machine: encrypt it with {files} "
-            "(`kvcache docs settings`), or say insecure=1 where the network itself keeps others out"
-        )
-        raise SinkURLError(str(url), reason)
 
 
 MAX_CHUNK_BYTES = 8 << 20
