@@ -238,7 +238,8 @@ class _Window:
 
 def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Window]:
     """The windows of all layers, ascending, with their blocks; then cross attention, which all layers have."""
-    given = _window_of_each_layer(config)
+    some = config.max_attention_window or (config.max_sequence_length,)
+    given = list(islice(cycle(some), config.num_layers))
     tokens_of = [min(window, config.max_sequence_length) for window in given]
     by_window = _layers_by(tokens_of, range(config.num_layers))
     heads = _heads_of_each_layer(config)
@@ -248,7 +249,9 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
     every = tuple(range(config.num_layers))
     has_cross = config.cross_kv_cache_fraction is not None
     sizes += [sum(pool.bytes_per_block for pool in _pools(config, heads, every))] * has_cross
-    _refuse_immense_blocks(sum(sizes))
+    if (needed := sum(sizes)) > MAX_BYTES:
+        fields = "tokens_per_block, num_layers, num_kv_heads, head_dim"
+        raise ConfigError([f"{fields}: given a block of {needed} bytes; accepted: at most {MAX_BYTES}"])
     counts = block_counts(config, list(by_window), sizes, free_bytes)
     windows = [
         _Window(
@@ -274,12 +277,6 @@ def _group(
     )
     kind: Kind = "full" if any(window.is_full for window in windows) else "sliding"
     return GroupLayout(index, length, kind, layers, _pools(config, heads, layers), (primary, secondary))
-
-
-def _window_of_each_layer(config: KVCacheConfig) -> list[int]:
-    """In tokens, as given."""
-    given = config.max_attention_window or (config.max_sequence_length,)
-    return list(islice(cycle(given), config.num_layers))
 
 
 def _heads_of_each_layer(config: KVCacheConfig) -> tuple[int, ...]:
@@ -308,13 +305,6 @@ def _pools(config: KVCacheConfig, heads: Sequence[int], layers: tuple[int, ...])
         )
         for count, sharing in _layers_by(heads, layers).items()
     )
-
-
-def _refuse_immense_blocks(needed: int) -> None:
-    """Raise ConfigError if one block of each window has more bytes than can be counted."""
-    if needed > MAX_BYTES:
-        fields = "tokens_per_block, num_layers, num_kv_heads, head_dim"
-        raise ConfigError([f"{fields}: given a block of {needed} bytes; accepted: at most {MAX_BYTES}"])
 
 
 def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:

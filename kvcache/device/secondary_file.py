@@ -169,6 +169,8 @@ class SecondaryFile:
     """
 
     def __init__(self, path: Path, layout: Layout, *, pin: bool) -> None:
+        from cuda_ops.host_memory import mapped_file
+
         self.path = path
         self._xxh3_digest, self._xxh3 = _xxh3()
         header = SecondaryHeader.of(layout)
@@ -177,7 +179,7 @@ class SecondaryFile:
         try:
             descriptor = _opened(path, header, size)
             try:
-                self._memory = _mapped(descriptor, size, pin)
+                self._memory = mapped_file(descriptor, size, pin=pin)
             finally:
                 os.close(descriptor)
         except BaseException:
@@ -258,7 +260,9 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
             return _created(path, header, size)
         try:
             status = os.fstat(descriptor)
-            header.refuse_other(path, _beginning(descriptor, len(header.pack())), status.st_size)
+            # No less than our header would have: one that is longer is another cache's, and must be told apart.
+            beginning = os.pread(descriptor, max(len(header.pack()), 1 << 20), 0)
+            header.refuse_other(path, beginning, status.st_size)
             _reserve(descriptor, path, size)
             if status.st_mode & (OTHERS | stat.S_IRWXG):
                 # As a copy may have become: K and V are for nobody else to read. Root's cannot be changed by others.
@@ -272,11 +276,6 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
     except OSError as error:
         raise SecondaryFileError(path, "unavailable", system_reason(error)) from error
     return descriptor
-
-
-def _beginning(descriptor: int, size: int) -> bytes:
-    """At least as much as our header would have: one that is longer is another cache's, and must be told apart."""
-    return os.pread(descriptor, max(size, 1 << 20), 0)
 
 
 def _created(path: Path, header: SecondaryHeader, size: int) -> int:
@@ -325,12 +324,6 @@ def _allocate(descriptor: int, size: int) -> None:
         request = _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, missing, 0)
         fcntl.fcntl(descriptor, _F_PREALLOCATE, request)
     os.ftruncate(descriptor, size)
-
-
-def _mapped(descriptor: int, size: int, pin: bool) -> torch.Tensor:
-    from cuda_ops.host_memory import mapped_file
-
-    return mapped_file(descriptor, size, pin=pin)
 
 
 def _disown_all() -> None:

@@ -145,11 +145,9 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
     with suppress(LogDamaged):
         equal = all(one == other for one, other in zip_longest(_frames(path), _frames(made)))
     invariant(equal, "a compressed segment is not what it was made of")
-    done.segments, done.bytes_before, done.bytes = (
-        done.segments + 1,
-        done.bytes_before + before,
-        done.bytes + made.stat().st_size,
-    )
+    done.segments += 1
+    done.bytes_before += before
+    done.bytes += made.stat().st_size
     made.replace(path)
     sync_directory(path.parent)
 
@@ -194,13 +192,9 @@ def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
         chain = header.chain()
         chain.enter(header)
         while isinstance(found := segment.read(chain), Frame):
-            yield _without_sync(found.header), found.payload
+            yield found.header._replace(flags=found.header.flags & ~BEHIND_SYNC), found.payload
         if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
             raise LogDamaged(path, segment.offset, chain.seq, "it does not hold whole frames")
-
-
-def _without_sync(header: FrameHeader) -> FrameHeader:
-    return header._replace(flags=header.flags & ~BEHIND_SYNC)
 
 
 _SYNC = b"\xc1KVG"

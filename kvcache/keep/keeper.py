@@ -155,7 +155,8 @@ def _kept(directory: Path, limits: Limits) -> str:
     """Keep it, and say what failed."""
     try:
         if limits.bytes is None:
-            _be_nice()  # Nobody waits for it.
+            with suppress(OSError):  # Nobody waits for it.
+                os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
         prune(directory, limits)
     except LogBeingKept:
         return ""  # Somebody else is at it.
@@ -164,8 +165,3 @@ def _kept(directory: Path, limits: Limits) -> str:
         own = type(error).__module__.partition(".")[0] in ("events", "kvcache")
         return " ".join(str(error).split()) if own else type_and_place(error)
     return ""
-
-
-def _be_nice() -> None:
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))

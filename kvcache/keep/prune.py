@@ -43,7 +43,8 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
         raise NotALog(directory)
     with alone(directory):
         kept, made = LogParts(directory), list[Snapshot | None]()
-        if len(kept.parts) > 1 and _is_due(kept):
+        due = not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
+        if len(kept.parts) > 1 and due:
             made.append(make_snapshot(directory, kept.parts[-1].first, progress))
             kept = LogParts(directory)
         first = kept.wanted(limits)
@@ -54,19 +55,7 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
         return Pruned(tuple(each for each in made if each is not None), removed, LogParts(directory))
 
 
-def _is_due(kept: LogParts) -> bool:
-    return not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
-
-
 Progress = Callable[[int], None]
-
-
-def complete_until(directory: Path) -> int:
-    """The batch with which the segment begins that may still grow; behind all of them if the log is closed."""
-    paths = segment_paths(directory)
-    if not paths:
-        return 0
-    return sys.maxsize if is_closed(paths[-1]) else first_seq(paths[-1])
 
 
 def make_snapshot(
@@ -79,9 +68,13 @@ def make_snapshot(
     Raises `LogDamaged`, `LogTooNew`, `LogOfOtherKind`, `Unreplayable`, OSError, and OverflowError for a state that is
     too large for a snapshot.
     """
-    _discard_unfinished(directory)
-    until = complete_until(directory) if before is None else before
-    reader = LogReader(directory, state_at=until - 1, before=until)
+    for path in directory.glob(f"*.kvsnap{UNFINISHED_SUFFIX}"):
+        path.unlink(missing_ok=True)
+    if before is None:
+        # The last segment may still grow, if the log is not closed.
+        last = segment_paths(directory)[-1:]
+        before = max([sys.maxsize if is_closed(path) else first_seq(path) for path in last], default=0)
+    reader = LogReader(directory, state_at=before - 1, before=before)
     watched = _Watched(reader, progress)
     replayed = fold(watched)
     if not watched.batches or watched.started is None:
@@ -126,17 +119,13 @@ class _Watched:
             first = batch.events[0] if batch.events else None
             if isinstance(first, EpochStarted):
                 self.started = first
-            self._note(batch)
+            begun = self._batches.snapshot
+            if self.batches or begun is None or batch.seq != begun.seq:
+                self.first_ts = self.first_ts if self.batches else batch.ts
+                self.latest_ts = max(self.latest_ts, batch.ts) if self.batches else batch.ts
+                self.batches += 1
             self._progress(batch.seq)
             yield batch
-
-    def _note(self, batch: EventBatch) -> None:
-        begun = self._batches.snapshot
-        if begun is not None and batch.seq == begun.seq and not self.batches:
-            return
-        self.first_ts = self.first_ts if self.batches else batch.ts
-        self.latest_ts = max(self.latest_ts, batch.ts) if self.batches else batch.ts
-        self.batches += 1
 
     def join(self, about: About) -> None:
         """What an older snapshot knows of what was before it."""
@@ -150,8 +139,3 @@ def _sync(directory: Path, first: int, last: int) -> None:
         if first_seq(path) <= last and (behind is None or first_seq(behind) > first):
             with Segment(path) as segment:
                 sync_file(segment.descriptor)
-
-
-def _discard_unfinished(directory: Path) -> None:
-    for path in directory.glob(f"*.kvsnap{UNFINISHED_SUFFIX}"):
-        path.unlink(missing_ok=True)

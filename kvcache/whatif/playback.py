@@ -119,41 +119,28 @@ class Tally:
 
     def follow(self, event: AnyEvent | Event) -> None:
         """Follow what happens to requests and blocks, but for refusals: who is refused may be tried again and again."""
-        if isinstance(event, SequenceAdded):
-            self._admitted(event)
-        elif isinstance(event, SequenceRemoved):
-            self.preempted += event.why == EndReason.PREEMPTED
-        elif isinstance(event, BlocksMoved):
-            self._moved(event)
-        elif isinstance(event, BlocksRemoved):
-            self._removed(event)
-
-    def _admitted(self, event: SequenceAdded) -> None:
-        if event.resumed:
-            self.recomputed_tokens += event.num_tokens - event.reused
-            return
-        secondary = max(event.reused_secondary)
-        self.requests += 1
-        self.prompt_tokens += event.num_tokens
-        self.reused_tokens_primary += event.reused - event.reused_partial - secondary
-        self.reused_tokens_secondary += secondary
-        self.reused_tokens_partial += event.reused_partial
-
-    def _moved(self, event: BlocksMoved) -> None:
-        blocks = len(event.from_slots) // SLOT_BYTES
-        if event.why == MoveReason.OFFLOAD:
-            self.blocks_offloaded += blocks
-        elif event.why == MoveReason.ONBOARD:
-            self.blocks_onboarded += blocks
-
-    def _removed(self, event: BlocksRemoved) -> None:
-        if event.why in (RemoveReason.SUPERSEDED, RemoveReason.CLEARED):
-            return
-        blocks = len(event.slots) // SLOT_BYTES
-        if event.level == PRIMARY:
-            self.blocks_removed_primary += blocks
-        else:
-            self.blocks_removed_secondary += blocks
+        match event:
+            case SequenceAdded(resumed=True):
+                self.recomputed_tokens += event.num_tokens - event.reused
+            case SequenceAdded():
+                secondary = max(event.reused_secondary)
+                self.requests += 1
+                self.prompt_tokens += event.num_tokens
+                self.reused_tokens_primary += event.reused - event.reused_partial - secondary
+                self.reused_tokens_secondary += secondary
+                self.reused_tokens_partial += event.reused_partial
+            case SequenceRemoved():
+                self.preempted += event.why == EndReason.PREEMPTED
+            case BlocksMoved(why=MoveReason.OFFLOAD):
+                self.blocks_offloaded += len(event.from_slots) // SLOT_BYTES
+            case BlocksMoved(why=MoveReason.ONBOARD):
+                self.blocks_onboarded += len(event.from_slots) // SLOT_BYTES
+            case BlocksRemoved(why=RemoveReason.SUPERSEDED | RemoveReason.CLEARED):
+                pass
+            case BlocksRemoved() if event.level == PRIMARY:
+                self.blocks_removed_primary += len(event.slots) // SLOT_BYTES
+            case BlocksRemoved():
+                self.blocks_removed_secondary += len(event.slots) // SLOT_BYTES
 
 
 Step = OfOne | OfSeveral

@@ -156,12 +156,9 @@ class TrialRow:
 
 def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
     """The trials, and behind them those that they are compared with, as far as these are not among them."""
-    return [*trials, *{repr(bound): bound for bound in _bounds(trials) if bound not in trials}.values()]
-
-
-def _bounds(trials: Sequence[Trial]) -> list[Trial]:
     bounds = [Trial(_other_sets(trial), BOUND) for trial in trials]
-    return bounds + [Trial(_other_sets(trial), BASE) for trial in trials if trial.policy == HINTED]
+    bounds += [Trial(_other_sets(trial), BASE) for trial in trials if trial.policy == HINTED]
+    return [*trials, *{repr(bound): bound for bound in bounds if bound not in trials}.values()]
 
 
 def _other_sets(trial: Trial) -> Values:
