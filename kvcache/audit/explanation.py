@@ -238,16 +238,9 @@ def _parts(history: HistoryFold, admission: ExplainedAdmission) -> list[PromptPa
     return joined
 
 
-def _said(part: PromptPart) -> tuple[object, ...]:
-    return (
-        part.reason,
-        part.window,
-        part.stored_by,
-        part.gone,
-        part.gone_for,
-        part.computed_by,
-        part.group,
-    )
+def _said(part: PromptPart) -> PromptPart:
+    """The part without its place: equal ones are joined."""
+    return replace(part, first=0, stop=0, first_block=0, last_block=0, slots=(), stored=())
 
 
 def _part(
@@ -256,11 +249,7 @@ def _part(
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
-    if block >= len(admission.facts["slot"]) or reason in (
-        Reason.LAST_TOKEN,
-        Reason.PARTIAL,
-        Reason.EXTERNAL,
-    ):
+    if block >= len(admission.facts["slot"]) or reason in _UNKNOWN:
         return PromptPart(first, stop, block, last, reason, window)
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
     known = reason.is_reuse or reason.is_lost or reason in _CACHED
@@ -277,22 +266,20 @@ def _part(
         reason,
         window,
         slots=(facts["slot"],) if reason.is_reuse and facts["slot"] >= 0 else (),
-        stored_by=_request(history, facts["stored_by"]) if known else None,
+        stored_by=history.request_id(facts["stored_by"]) if known else None,
         stored=(StoredSince(block, LogMoment(facts["stored_batch"], facts["stored_at"])),) if known else (),
         gone=LogMoment(facts["gone_batch"], facts["gone_at"]) if lost else None,
-        gone_for=_request(history, facts["gone_by"]) if lost else None,
-        computed_by=_request(history, facts["computed_by"]),
+        gone_for=history.request_id(facts["gone_by"]) if lost else None,
+        computed_by=history.request_id(facts["computed_by"]),
         group=None if lacking is None else lacking.group,
         kind="" if lacking is None else lacking.kind,
     )
 
 
+_UNKNOWN = (Reason.LAST_TOKEN, Reason.PARTIAL, Reason.EXTERNAL)
+"""Of tokens of which nothing more is to be said."""
 _CACHED = (Reason.NOT_SERVABLE, Reason.LAST_HIT, Reason.NOT_REUSED)
 """Of blocks that were cached, and not reused."""
-
-
-def _request(history: HistoryFold, number: int) -> RequestId | None:
-    return history.requests[number] if number >= 0 else None
 
 
 _MOST_ALIKE = 4

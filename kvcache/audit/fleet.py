@@ -32,7 +32,7 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import ContentIds, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import Reason
-from kvcache.audit.totals import Audit, AuditTotals
+from kvcache.audit.totals import Audit, AuditTotals, chains_of
 from kvcache.errors import InternalError, Unsupported
 from kvcache.replay import Unreplayable
 
@@ -83,13 +83,8 @@ def spread(workers: Sequence[tuple[str, Computed]], tokens_per_block: int, top: 
     children: defaultdict[int, list[int]] = defaultdict(list)
     for name, block in shared.items():
         children[block.parent].append(name)
-    chains = [
-        _chain(name, shared, children)
-        for name, block in shared.items()
-        if block.parent not in shared
-        or shared[block.parent].by != block.by
-        or len(children[block.parent]) > 1
-    ]
+    roots = [name for name, block in shared.items() if block.parent not in shared]
+    chains = [chain for _, _, chain in chains_of(children, roots, lambda name: shared[name].by)]
     names = [name for name, _ in workers]
     found = [_spread(chain, shared[chain[0]], names, tokens_per_block) for chain in chains]
     return sorted(found, key=lambda each: (-each.duplicated_tokens, each.first, each.name))[:top]
@@ -116,13 +111,6 @@ def _shared(workers: Sequence[tuple[str, Computed]]) -> dict[int, _Block]:
             block = blocks.setdefault(name, _Block(parent, depth))
             block.by += (number,)
     return blocks
-
-
-def _chain(name: int, shared: dict[int, _Block], children: dict[int, list[int]]) -> list[int]:
-    chain = [name]
-    while len(after := children.get(chain[-1], [])) == 1 and shared[after[0]].by == shared[name].by:
-        chain += after
-    return chain
 
 
 def _spread(chain: list[int], first: _Block, workers: Sequence[str], tokens_per_block: int) -> Spread:

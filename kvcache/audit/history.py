@@ -241,6 +241,10 @@ class HistoryFold:
             ev.SlotsUnnamed: self._on_unnamed,
         }
 
+    def request_id(self, number: int) -> RequestId | None:
+        """The id of a request, by the number of its admission; None for -1."""
+        return self.requests[number] if number >= 0 else None
+
     def reach(self) -> None:
         """Have rows for all contents."""
         rows = len(self.contents)

@@ -307,7 +307,6 @@ def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) 
     known = window.of
     level = known["level"][ids]
     gone = level == NOWHERE
-    requests = history.requests
     by, gone_by = known["stored_by"][ids].tolist(), np.where(gone, known["gone_by"][ids], NOWHERE).tolist()
     offloads, onboards = known["offloads"][ids], known["onboards"][ids]
     count = len(ids)
@@ -315,7 +314,7 @@ def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) 
         [window.created.window] * count,
         ids.tolist(),
         [history.tokens_per_block] * count,
-        [_request(requests, number) for number in by],
+        list(map(history.request_id, by)),
         [None if number < 0 else number for number in by],
         known["stored_batch"][ids].tolist(),
         known["stored_at"][ids].tolist(),
@@ -330,7 +329,7 @@ def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) 
         _where(gone, known["gone_batch"][ids]),
         _where(gone, known["gone_at"][ids]),
         [None if why is None else _LABELS[why] for why in _where(gone, known["why"][ids])],
-        [_request(requests, number) for number in gone_by],
+        list(map(history.request_id, gone_by)),
         [None if number < 0 else number for number in gone_by],
         [eviction] * count,
     ]
@@ -338,10 +337,6 @@ def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) 
 
 
 _LABELS = [reason.label for reason in Reason]
-
-
-def _request(requests: list[RequestId], number: int) -> RequestId | None:
-    return requests[number] if number >= 0 else None
 
 
 def _where(there: Any, values: Any) -> list[int | None]:

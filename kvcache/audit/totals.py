@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,7 +97,7 @@ def hot_prefixes(history: HistoryFold, top: int) -> list[HotPrefix]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for content, parent in zip(served.tolist(), parents[served].tolist(), strict=True):
         children[parent].append(content)
-    chains = _chains(times.tolist(), children)
+    chains = [*chains_of(children, children[-1], times.tolist().__getitem__)]
     tokens = [len(chain) * int(times[chain[0]]) for _, _, chain in chains]
     wanted = dict.fromkeys(sorted(range(len(chains)), key=lambda number: -tokens[number])[:top])
     for best in list(wanted):
@@ -108,18 +108,21 @@ def hot_prefixes(history: HistoryFold, top: int) -> list[HotPrefix]:
     return [_prefix(history, number, *chains[number], int(times[chains[number][2][0]])) for number in wanted]
 
 
-def _chains(times: list[int], children: dict[int, list[int]]) -> list[tuple[int, int, list[int]]]:
-    """(chain that it continues or -1, blocks before it, its contents), parents before children."""
-    chains: list[tuple[int, int, list[int]]] = []
-    stack = [(-1, 0, content) for content in children.get(-1, ())]
+def chains_of(
+    children: dict[int, list[int]], roots: Iterable[int], value: Callable[[int], object]
+) -> Iterator[tuple[int, int, list[int]]]:
+    """The blocks of a tree in chains of one value: (number of the chain that it continues or -1, blocks before it, its
+    blocks), parents before children.
+    """
+    stack, number = [(-1, 0, root) for root in roots], 0
     while stack:
-        above, depth, content = stack.pop()
-        chain = [content]
-        while len(after := children.get(chain[-1], [])) == 1 and times[after[0]] == times[content]:
+        above, depth, block = stack.pop()
+        chain = [block]
+        while len(after := children.get(chain[-1], [])) == 1 and value(after[0]) == value(block):
             chain += after
-        chains.append((above, depth, chain))
-        stack += [(len(chains) - 1, depth + len(chain), child) for child in children.get(chain[-1], ())]
-    return chains
+        yield above, depth, chain
+        stack += [(number, depth + len(chain), child) for child in children.get(chain[-1], ())]
+        number += 1
 
 
 def _prefix(
@@ -127,7 +130,7 @@ def _prefix(
 ) -> HotPrefix:
     size, first = history.tokens_per_block, chain[0]
     stored_by = next(
-        (int(by) for window in history.windows if (by := window.of["stored_by"][first]) >= 0), None
+        (by for window in history.windows if (by := int(window.of["stored_by"][first])) >= 0), -1
     )
     return HotPrefix(
         number,
@@ -138,7 +141,7 @@ def _prefix(
         times * len(chain) * size,
         max(int(window.of["used_at"][chain].max()) for window in history.windows),
         name.hex() if (name := history.names["name"][chain[-1]].tobytes()).strip(b"\0") else None,
-        history.requests[stored_by] if stored_by is not None else None,
+        history.request_id(stored_by),
         any(bool((window.of["level"][chain] >= 0).all()) for window in history.windows),
     )
 
@@ -346,7 +349,7 @@ class AuditTotals(HistoryListener):
                 history.windows[group].created.window,
                 batch,
                 at,
-                history.requests[by] if by >= 0 else None,
+                history.request_id(by),
                 tokens,
             )
             for (group, batch, at, by), tokens in self._lost.most_common(top)

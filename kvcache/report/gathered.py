@@ -241,7 +241,7 @@ class Payers(HistoryListener):
             ids = admission.ids[blocks]
             columns = (window.of[name][ids].tolist() for name in ("gone_batch", "gone_by", "why"))
             for batch, by, why, tokens in zip(*columns, tokens_of[blocks].tolist(), strict=True):
-                key = (window.created.window, batch, history.requests[by] if by >= 0 else None)
+                key = (window.created.window, batch, history.request_id(by))
                 bill = self._by_key.get(key)
                 if bill is not None:
                     bill.payers[admission.request_id] += tokens
