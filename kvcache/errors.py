@@ -16,10 +16,7 @@
     │   ├── ComputationLost
     │   ├── ManagerClosed
     │   ├── Contradiction     what an engine tells a `Recorder` cannot be true
-    │   ├── SnapshotError     a file is no saved prefix index that can be read; `path` says which
-    │   │   ├── NotASnapshot
-    │   │   ├── SnapshotTooNew
-    │   │   └── SnapshotDamaged
+    │   ├── SnapshotError     a file is no saved prefix index that can be read
     │   └── Unsupported
     ├── CapacityError         there is no room; nothing has changed, less or later may work
     │   ├── OutOfBlocks
@@ -230,41 +227,34 @@ class Unsupported(UsageError):
     text = "{what} is not supported: {instead}"
 
 
+_NO_SNAPSHOT = {
+    "foreign": "is no saved prefix index: give a file that PrefixIndex.save has written",
+    "newer": "has format version {detail}, which is newer than this software: upgrade it, or save it anew",
+    "damaged": "is damaged: {detail}; begin with an empty index, and let the publishers tell their state",
+}
+
+
 @dataclass(eq=False, repr=False)
 class SnapshotError(UsageError):
-    """A file cannot be read as a prefix index."""
+    """A file cannot be read as a prefix index.
+
+    `problem`: ``foreign``, something else is in the file; ``newer``, in a format that this software does not know;
+    ``damaged``. `detail` is the format's version, or what is wrong.
+    """
 
     path: Path
+    problem: str
+    detail: str = ""
 
-
-class NotASnapshot(SnapshotError):
-    """Something else is in the file."""
-
-    text = "{path} is no saved prefix index: give a file that PrefixIndex.save has written"
-
-
-@dataclass(eq=False, repr=False)
-class SnapshotTooNew(SnapshotError):
-    """The file has a format version that this software does not know."""
-
-    version: int
-    text = (
-        "{path} has format version {version}, which is newer than this software: upgrade it, or save it anew"
-    )
-
-
-@dataclass(eq=False, repr=False)
-class SnapshotDamaged(SnapshotError):
-    """What was saved is not there any more. `reason` says what is wrong."""
-
-    reason: str
-    text = "{path} is damaged: {reason}; begin with an empty index, and let the publishers tell their state"
+    def __str__(self) -> str:
+        return f"{self.path} {_NO_SNAPSHOT[self.problem].format(detail=self.detail)}"
 
 
 class CapacityError(KVCacheError):
     """There is no room. Nothing has changed; with less, or later, the call may succeed."""
 
 
+@dataclass(eq=False, repr=False)
 class OutOfBlocks(CapacityError):
     """Too few primary blocks are blank or can be evicted.
 
@@ -272,20 +262,11 @@ class OutOfBlocks(CapacityError):
     `available` count blocks, one entry per group, whose `windows` are in tokens. `settings` names what to raise.
     """
 
-    def __init__(
-        self,
-        index: int,
-        needed: Sequence[int],
-        available: Sequence[int],
-        windows: Sequence[int],
-        settings: str = "primary_blocks",
-    ) -> None:
-        super().__init__(index, tuple(needed), tuple(available), tuple(windows), settings)
-        self.index = index
-        self.needed = tuple(needed)
-        self.available = tuple(available)
-        self.windows = tuple(windows)
-        self.settings = settings
+    index: int
+    needed: tuple[int, ...]
+    available: tuple[int, ...]
+    windows: tuple[int, ...]
+    settings: str = "primary_blocks"
 
     def __str__(self) -> str:
         several = len(self.windows) > 1

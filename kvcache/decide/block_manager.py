@@ -94,8 +94,9 @@ class BlockManager:
 
     def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
         """The refusal of a call, beginning with its entry `index`."""
-        windows = [window.window for window in (*self.windows, *self.cross)][: len(needed)]
-        return OutOfBlocks(index, needed, available, windows, primary_settings(self._config))
+        windows = tuple([window.window for window in (*self.windows, *self.cross)])[: len(needed)]
+        settings = primary_settings(self._config)
+        return OutOfBlocks(index, tuple(needed), tuple(available), windows, settings)
 
     def check(self) -> None:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""

@@ -176,7 +176,7 @@ class PrefixIndex:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """What `save` has written. Raises NotASnapshot, SnapshotTooNew, SnapshotDamaged and OSError.
+        """What `save` has written. Raises SnapshotError and OSError.
 
         What publishers have said since is missing: continue each feed where it was, or have it replayed.
         """

@@ -18,7 +18,7 @@ import msgspec
 from events.formats.vllm import Hash
 from events.log.durable import replace_file
 from events.packed import TOKEN_BYTES
-from kvcache.errors import InvariantViolated, NotASnapshot, SnapshotDamaged, SnapshotTooNew, Unsupported
+from kvcache.errors import InvariantViolated, SnapshotError, Unsupported
 from kvcache.prefixes.publisher import Counts, WorkerRank
 from kvcache.prefixes.source import GROUPS_MAX, PLANES_MAX, Holder, PublisherState, Sources
 from kvcache.prefixes.tree import (
@@ -217,27 +217,27 @@ def save(path: Path, tree: ContentTree, sources: Sources) -> None:
 
 
 def load(path: Path, tree: ContentTree, sources: Sources) -> None:
-    """Read an index into one that is empty. Raises NotASnapshot, SnapshotTooNew, SnapshotDamaged, OSError."""
+    """Read an index into one that is empty. Raises SnapshotError, OSError."""
     content = path.read_bytes()
     if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
-        raise NotASnapshot(path)
+        raise SnapshotError(path, "foreign")
     if len(content) < _HEADER.size:
-        raise SnapshotDamaged(path, "it ends within its header")
+        raise SnapshotError(path, "damaged", "it ends within its header")
     _, version, length, digest = _HEADER.unpack_from(content)
     if version > _VERSION:
-        raise SnapshotTooNew(path, version)
+        raise SnapshotError(path, "newer", str(version))
     payload = memoryview(content)[_HEADER.size :]
     if len(payload) != length:
-        raise SnapshotDamaged(path, f"{len(payload)} bytes follow its header, not {length}")
+        raise SnapshotError(path, "damaged", f"{len(payload)} bytes follow its header, not {length}")
     if hashlib.sha256(payload).digest() != digest:
-        raise SnapshotDamaged(path, "its bytes are not those that were written")
+        raise SnapshotError(path, "damaged", "its bytes are not those that were written")
     try:
         _rebuild(msgspec.msgpack.decode(payload, type=_SavedIndex), tree, sources)
         prove(tree, sources)
     except InvariantViolated as error:
-        raise SnapshotDamaged(path, error.law) from None
+        raise SnapshotError(path, "damaged", error.law) from None
     except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, TypeError, ArithmeticError):
-        raise SnapshotDamaged(path, "what it holds is no index") from None
+        raise SnapshotError(path, "damaged", "what it holds is no index") from None
 
 
 # -- writing

@@ -18,10 +18,7 @@ from events.subscribe.continuity import Missed, Received, Restarted, Restated
 from kvcache import PrefixIndex
 from kvcache.errors import (
     InvalidTokens,
-    NotASnapshot,
-    SnapshotDamaged,
     SnapshotError,
-    SnapshotTooNew,
     Unsupported,
 )
 from kvcache.prefixes.index import Overlap
@@ -364,13 +361,13 @@ class TestSnapshots:
             with pytest.raises(SnapshotError, match="index"):
                 PrefixIndex.load(path)
             path.write_bytes(content[:at])
-            with pytest.raises((NotASnapshot, SnapshotDamaged), match="index"):
+            with pytest.raises(SnapshotError, match=r"index is (no saved prefix index|damaged)"):
                 PrefixIndex.load(path)
         path.write_bytes(HEADER.pack(b"kvprefix", 2, 0, b""))
-        with pytest.raises(SnapshotTooNew, match="version 2"):
+        with pytest.raises(SnapshotError, match="version 2"):
             PrefixIndex.load(path)
         path.write_bytes(b"something else")
-        with pytest.raises(NotASnapshot):
+        with pytest.raises(SnapshotError, match="no saved prefix index"):
             PrefixIndex.load(path)
 
     @pytest.mark.parametrize("seed", seeds(range(6), quick=1))
@@ -390,6 +387,6 @@ class TestSnapshots:
             )
             try:
                 PrefixIndex.load(path).check()
-            except SnapshotDamaged:
-                refused += 1
+            except SnapshotError as error:
+                refused += error.problem == "damaged"
         assert refused > 60
