@@ -11,20 +11,7 @@ that are encrypted. They are imported on first use: nothing else here needs Zero
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from events.errors import EventDecodeError as EventDecodeError
-from events.errors import EventsError as EventsError
-from events.errors import LogBeingKept as LogBeingKept
-from events.errors import LogDamaged as LogDamaged
-from events.errors import LogError as LogError
-from events.errors import LogExists as LogExists
-from events.errors import LogLocked as LogLocked
-from events.errors import LogOfOtherKind as LogOfOtherKind
-from events.errors import LogTooNew as LogTooNew
-from events.errors import LogUnavailable as LogUnavailable
-from events.errors import LogWriteFailed as LogWriteFailed
-from events.errors import NoRegularFile as NoRegularFile
-from events.errors import NotALog as NotALog
-from events.errors import UnsafeFile as UnsafeFile
+from events.errors import *  # noqa: F403  its own list says which
 from events.types import *  # noqa: F403  its own list says which
 
 if TYPE_CHECKING:

@@ -31,6 +31,13 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+__all__ = [
+    "EventDecodeError", "EventsError", "LogBeingKept", "LogDamaged", "LogError", "LogExists", "LogLocked",
+    "LogOfOtherKind", "LogTooNew", "LogUnavailable", "LogWriteFailed", "NoRegularFile", "NotALog",
+    "UnsafeFile",
+]  # fmt: skip
+"""What `events` exports of these."""
+
 _NAME = re.compile("[a-z_]{1,16}")
 """What names of options look like."""
 _QUOTED = re.compile(r"'([^']{40})[^']+'")
