@@ -45,6 +45,7 @@ MAY_ASK = {
     "events/log/durable.py": "what the system offers to sync a file",
     "events/log/segments.py": "error numbers that only some systems have",
     "kvcache/__init__.py": "loaders and modules of whatever distribution has the package's name",
+    "kvcache/cli/subscribe/sources.py": "what reads ZeroMQ and what reads brokers count different things",
     "kvcache/device/secondary_file.py": "what the system offers to reserve a file's room",
     "kvcache/device/transfers.py": "an engine's own copier, which may delegate its methods",
     "kvcache/integrations/transformers/shape.py": "configurations and models have other attributes by their kind",

@@ -23,15 +23,24 @@ from events.structs import LEVEL_NAMES
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
-from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
-from kvcache.cli import times
+from kvcache.cli import feed_log, times
 from kvcache.cli.options import add_shared, option, positive
-from kvcache.cli.output import Facts, Output, Row, bar, end_json, pick, stamp
+from kvcache.cli.output import (
+    Facts,
+    Output,
+    Row,
+    ages_in_words,
+    ages_json,
+    bar,
+    end_json,
+    pick,
+    stamp,
+)
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
-from kvcache.phrases import count, duration, iso, printable, share
+from kvcache.phrases import count, iso, printable, share
 
 _BARS = 24
 """Rows of the picture over time, at most."""
@@ -69,8 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
-    from kvcache.cli import feed_log  # which shows ages as this module does
-
     if feed_log.is_feed_log(args.log):
         return feed_log.audit(args, out)
     directory = logs_in(args.log)
@@ -370,21 +377,6 @@ def _time_json(audit: Audit) -> dict[str, Any]:
         "parts": [] if start is None else [reasons_json(row) for row in rows],
         "clock_set_back": [] if start is None else audit.set_back,
     }
-
-
-def ages_json(ages: Ages) -> dict[str, Any]:
-    """Quantiles, and the histogram."""
-    return {
-        "count": ages.total,
-        **{f"p{percent}_seconds": ages.quantile(percent / 100) for percent in (10, 50, 90)},
-        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
-    }
-
-
-def ages_in_words(ages: Ages) -> str:
-    """The median, and what a tenth lies below and above."""
-    low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
-    return f"{middle} ({low} to {high})"
 
 
 # -- several workers

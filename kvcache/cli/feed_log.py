@@ -16,9 +16,8 @@ from events.packed import TOKEN_BYTES
 from events.subscribe.workers import FeedState, WorkerState, longest_prefixes
 from events.tokens.rich import RichTokens
 from events.types import EventBatch, Gap, Namespace
-from kvcache.cli.audit import ages_in_words, ages_json
 from kvcache.cli.options import origin
-from kvcache.cli.output import Output, end_json, pick, stamp
+from kvcache.cli.output import Output, ages_in_words, ages_json, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
 from kvcache.phrases import batches, count, describe_end, printable

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from events.log import LogEnd
     from events.types import EventBatch
+    from kvcache.audit.histogram import Ages
     from kvcache.publish.follower import CatchUp
 
 Row = Mapping[str, Any]
@@ -356,3 +357,18 @@ def stamp(seq: int | None, ts: int | None, prefix: str = "") -> dict[str, Any]:
 def end_json(end: LogEnd | None) -> dict[str, Any] | None:
     """How a log ends; None: it was not read to its end."""
     return None if end is None else pick(end, "kind", "path", "offset", "next_seq", "begins")
+
+
+def ages_json(ages: Ages) -> dict[str, Any]:
+    """Quantiles, and the histogram."""
+    return {
+        "count": ages.total,
+        **{f"p{percent}_seconds": ages.quantile(percent / 100) for percent in (10, 50, 90)},
+        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
+    }
+
+
+def ages_in_words(ages: Ages) -> str:
+    """The median, and what a tenth lies below and above."""
+    low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
+    return f"{middle} ({low} to {high})"
