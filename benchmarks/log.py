@@ -46,8 +46,8 @@ from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.keep.prune import make_snapshot
 from kvcache.replay import replay
-from kvcache.workload.mooncake import read_trace
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, mix64
+from kvcache.workload.traces import read_trace
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOKENS_PER_BLOCK = 64

@@ -32,8 +32,8 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.errors import OutOfBlocks
 from kvcache.record.outputs import open_log
-from kvcache.workload.mooncake import TraceRequest, read_trace
-from kvcache.workload.tokens import output_tokens, prompt_tokens
+from kvcache.workload.tokens import output_tokens
+from kvcache.workload.traces import TraceRequest, read_trace
 from sinks import SinkContext, SinkRunner, open_sink
 
 TOKENS_PER_BLOCK = 16
@@ -130,7 +130,7 @@ class Engine:
 
 def _tokens(number: int, request: TraceRequest) -> tuple[Any, list[int]]:
     output = output_tokens(number, max(request.output_length, 1)).tolist()
-    return prompt_tokens(request.hash_ids, request.input_length), output
+    return request.prompt(), output
 
 
 def drive(manager: KVCacheManager, requests: list[tuple[Any, list[int]]], clock: Clock) -> Engine:

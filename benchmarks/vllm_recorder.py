@@ -22,7 +22,7 @@ from typing import Any
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvcache.integrations.vllm.plugin import register
-from kvcache.workload.mooncake import read_trace
+from kvcache.workload.traces import read_trace
 from tests.support.engines.stock_vllm import Served, StockVLLM
 from tests.support.engines.vllm_chats import served
 from tests.support.engines.vllm_model import write_model

@@ -37,7 +37,7 @@ from kvcache.publish.start import Position, position_file
 from kvcache.replay import replay
 from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, understood
 from kvcache.tap.lines import LineListener
-from kvcache.workload.mooncake import TraceError, read_trace
+from kvcache.workload.traces import TraceError, read_trace
 from sinks.base import SinkError
 from sinks.file import HEADER, Frames, JSONLines
 from sinks.router.numbers import FeedNumbers

@@ -105,7 +105,8 @@ MIN_WINDOW_LOG = 10
 _LEVEL = 1
 
 
-def _module() -> ModuleType:
+def zstd_module() -> ModuleType:
+    """Return the standard library's module, or the package that stands in before Python 3.14. Raises ImportError."""
     return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 
@@ -117,7 +118,7 @@ def window_log(window: int) -> int:
 def has_zstd() -> bool:
     """Whether anything can be compressed and expanded here."""
     try:
-        _module()
+        zstd_module()
     except ImportError:
         return False
     return True
@@ -127,7 +128,7 @@ class Compressor:
     """The writing end of a stream that refers back to `2**window_log` bytes. Raises ImportError without zstd."""
 
     def __init__(self, window_log: int) -> None:
-        zstd = _module()
+        zstd = zstd_module()
         parameter = zstd.CompressionParameter
         self._zstd = zstd.ZstdCompressor(
             options={
@@ -149,7 +150,7 @@ class Expander:
     def __init__(self, path: Path, window_log: int) -> None:
         if not has_zstd():
             raise ZstdMissing(path)
-        zstd = _module()
+        zstd = zstd_module()
         self._error = zstd.ZstdError
         self._zstd = zstd.ZstdDecompressor(
             options={zstd.DecompressionParameter.window_log_max: max(window_log, MIN_WINDOW_LOG)}
@@ -170,7 +171,7 @@ def expanded_frame(path: Path, data: bytes, most: int) -> bytes:
     """One whole frame of zstd, up to so many bytes. Raises ValueError if it is none, and ZstdMissing for `path`."""
     if not has_zstd():
         raise ZstdMissing(path)
-    zstd = _module()
+    zstd = zstd_module()
     try:
         result: bytes = zstd.ZstdDecompressor().decompress(data, most)
     except zstd.ZstdError:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from kvcache.errors import UsageError
 from kvcache.workload.chats import generate_chats
-from kvcache.workload.mooncake import TraceRequest, read_trace
+from kvcache.workload.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
     from examples.kv_aware_router.rounds import Round, Setting

@@ -10,8 +10,7 @@ import msgspec
 
 from examples.kv_aware_router.balancer import Served
 from examples.kv_aware_router.tally import Tally
-from kvcache.workload.mooncake import TraceRequest
-from kvcache.workload.tokens import prompt_tokens
+from kvcache.workload.traces import TraceRequest
 
 TICK_MS = 250
 
@@ -52,7 +51,7 @@ def _over(user: asyncio.Task[None]) -> bool:
 async def _ask(
     client: httpx.AsyncClient, request: TraceRequest, tally: Tally, in_line: asyncio.Event
 ) -> None:
-    tokens = prompt_tokens(request.hash_ids, request.input_length).tolist()
+    tokens = request.prompt().tolist()
     body = {"prompt": tokens, "max_tokens": max(1, request.output_length), "arrival_ms": request.timestamp}
     try:
         async with client.stream("POST", "/v1/completions", content=msgspec.json.encode(body)) as response:

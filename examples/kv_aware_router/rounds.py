@@ -16,7 +16,7 @@ from examples.kv_aware_router.player import TICK_MS, play
 from examples.kv_aware_router.policies import Policy
 from examples.kv_aware_router.service import Service
 from examples.kv_aware_router.tally import Tally
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 
 KILLED_AT, BACK_AT = 0.4, 0.6
 """When a worker is killed and started again, as a share of the trace's time."""

@@ -41,9 +41,9 @@ from kvcache.workload.chats import generate_chats
 from kvcache.workload.clock import StepClock, parse_speed
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.driver import DriveOptions, Engine
-from kvcache.workload.mooncake import read_trace
 from kvcache.workload.pattern import PoolPattern
 from kvcache.workload.summary import RunResult
+from kvcache.workload.traces import read_trace
 from kvcache.workload.waiting import WaitingLimits
 from sinks import SinkContext, SinkURL, SinkURLError, open_sink
 from sinks.router.feed import RouterFeed

@@ -23,8 +23,8 @@ from kvcache.record.restart import Restored
 from kvcache.stats import Stats
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.summary import RunResult
+from kvcache.workload.traces import TraceRequest
 from sinks import SinkStats
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from kvcache.manager import KVCacheManager
 from kvcache.results import Admission, BlockTable
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
+from kvcache.workload.traces import TraceRequest
 from kvcache.workload.waiting import Line, Waiting, WaitingLimits, WaitingLine
 from kvcache.workload.watching import Watch, WatchedStep
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one number of a trace stands for."""
+"""Tokens that one number of a trace stands for, if the trace is of no other form."""
 PROMPT_VOCABULARY = 128_000
 """Prompt ids are below it but for the first of a block; output ids are in
 [PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
@@ -42,11 +42,13 @@ def mix64(values: Uint64s) -> Uint64s:
     return mixed
 
 
-def prompt_tokens(hash_ids: Sequence[int], length: int, seed: int = 0) -> Int32s:
+def prompt_tokens(
+    hash_ids: Sequence[int], length: int, seed: int = 0, block_tokens: int = TRACE_BLOCK_TOKENS
+) -> Int32s:
     """Return the first `length` tokens of the blocks `hash_ids`; `seed` chooses another vocabulary order."""
-    used = hash_ids[: -(-length // TRACE_BLOCK_TOKENS)]
+    used = hash_ids[: -(-length // block_tokens)]
     numbers = np.array(used, dtype=np.uint64)
-    tokens = _draw(_streams(numbers, seed), TRACE_BLOCK_TOKENS)
+    tokens = _draw(_streams(numbers, seed), block_tokens)
     tokens[:, 0] = numbers % np.uint64(2**31 - _FIRST_TOKENS) + np.uint64(_FIRST_TOKENS)
     return tokens.reshape(-1)[:length]
 

@@ -18,8 +18,8 @@ from kvcache.config import KVCacheConfig
 from kvcache.inputs import Request
 from kvcache.layout import Layout
 from kvcache.workload.clock import StepClock
-from kvcache.workload.mooncake import TraceRequest
-from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
+from kvcache.workload.tokens import Int32s, output_tokens
+from kvcache.workload.traces import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class WaitingLine(Line):
             # Checked before any token is made: a line may claim any length.
             self._refuse(index, obstacle)
             return
-        prompt = prompt_tokens(request.hash_ids, request.input_length, self._seed)
+        prompt = request.prompt(self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
         admitted = Request(index, prompt, cache_salt=request.cache_salt)

@@ -14,7 +14,7 @@ from kvcache import KVCacheConfig, KVCacheManager, PrefixIndex
 from kvcache.replay import replay
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.driver import Engine
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 from tests.support.servers.server import Server
 from tests.support.waiting import wait_until
 

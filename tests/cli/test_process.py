@@ -18,7 +18,7 @@ import pytest
 from events.log import LogReader
 from kvcache.cli.process import StopSignals, nobody_reads
 from kvcache.replay import replay
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 from tests.support.commands import Kvcache, RunPython, Start
 from tests.support.forked import Forked
 from tests.support.traces import write_trace

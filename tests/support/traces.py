@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:

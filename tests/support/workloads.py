@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.workload.mooncake import read_trace
+from kvcache.workload.traces import read_trace
 from tests.support.places import ROOT
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))

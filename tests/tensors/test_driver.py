@@ -21,9 +21,9 @@ from kvcache.pools import Pools
 from kvcache.workload import summary
 from kvcache.workload.clock import StepClock
 from kvcache.workload.driver import DriveOptions, Engine
-from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PatternMismatch
 from kvcache.workload.summary import RunResult, StepTimes
+from kvcache.workload.traces import TraceRequest
 from tests.support.engines.simulated import FailingCopier, LateCopier
 from tests.support.workloads import CHATS, SMALL, TIERED, WINDOWS
 

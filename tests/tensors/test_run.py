@@ -26,7 +26,7 @@ from events.types import EpochStarted
 from kvcache.cli import main
 from kvcache.cli import run as run_module
 from kvcache.replay import replay
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 from tests.oracles.json_reader import from_json
 from tests.support.commands import TRACE, Kvcache, Start, segments
 from tests.support.logs.logs import frames_of

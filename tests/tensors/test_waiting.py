@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.workload.clock import StepClock
-from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.traces import TraceRequest
 from kvcache.workload.waiting import WaitingLimits, WaitingLine
 
 

@@ -9,8 +9,8 @@ from kvcache.config import KVCacheConfig
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.workload.driver import DriveOptions, Engine
-from kvcache.workload.mooncake import read_trace
-from kvcache.workload.tokens import output_tokens, prompt_tokens
+from kvcache.workload.tokens import output_tokens
+from kvcache.workload.traces import read_trace
 from kvcache.workload.waiting import Line, Waiting
 from kvcache.workload.watching import WatchedStep
 from tests.support.places import ROOT
@@ -51,7 +51,7 @@ class OneByOne(Line):
     def next_arrival_ms(self) -> int:
         if self._left and not self._there:
             number, chat = self._left.pop(0)
-            prompt = prompt_tokens(chat.hash_ids, chat.input_length)
+            prompt = chat.prompt()
             outputs = output_tokens(number, chat.output_length)
             blocks = -(-(len(prompt) + len(outputs)) // CONFIG.tokens_per_block)
             self._there.append(Waiting(Request(number, prompt), outputs, blocks, 0))

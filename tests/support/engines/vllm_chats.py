@@ -22,8 +22,8 @@ from kvcache.fold.state import CacheState
 from kvcache.integrations.vllm.plugin import register
 from kvcache.replay import Replayed
 from kvcache.workload.chats import generate_chats
-from kvcache.workload.mooncake import TraceRequest
-from kvcache.workload.tokens import output_tokens, prompt_tokens
+from kvcache.workload.tokens import output_tokens
+from kvcache.workload.traces import TraceRequest
 from tests.support.engines.stock_vllm import Served, StockVLLM
 from tests.support.engines.vllm_mirror import compare, compare_log, names_of
 from tests.support.engines.vllm_model import write_model
@@ -35,7 +35,7 @@ def served(lines: Iterable[TraceRequest]) -> list[Served]:
     """Prompts and outputs of a trace's requests."""
     return [
         (
-            prompt_tokens(line.hash_ids, line.input_length).tolist(),
+            line.prompt().tolist(),
             output_tokens(index, max(1, line.output_length)).tolist(),
         )
         for index, line in enumerate(lines)

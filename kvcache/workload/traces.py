@@ -1,0 +1,451 @@
+"""Traces: what requests came to a service, and which of their prompts begin alike.
+
+Their form is found by the first line:
+
+====================  ================================================================  ==============================
+form                  fields                                                            equal prompts by
+====================  ================================================================  ==============================
+Mooncake, Weka        ``timestamp`` (ms), ``input_length``, ``output_length``,           ``hash_ids``
+                      ``hash_ids``; ``session_id``, ``turn``, ``agent``, ``model``,
+                      ``stop``
+Qwen-Bailian          ``chat_id``, ``parent_chat_id``, ``timestamp`` (s), ``turn``,      ``hash_ids`` of 16 tokens
+                      ``input_length``, ``output_length``, ``hash_ids``
+requests in OpenAI's  ``prompt_token_ids``, or ``messages`` (with ``tools``) and a       tokens
+form                  tokenizer; ``timestamp``, ``usage``
+Azure                 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``                   nothing: arrivals only
+====================  ================================================================  ==============================
+
+``hash_ids`` name a prompt's blocks by numbers: equal numbers, equal tokens. No text and no token ids are in such a
+file, which is why real services can publish them. The last block is cut to the prompt's length. How many tokens a block
+has is found from the first lines: a line with a length L and N > 1 numbers allows sizes in [L / N, L / (N - 1)), among
+which is one power of two.
+
+Reading streams: a trace of any length takes the memory of its longest line, and a Bailian trace that of its chat ids.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from events.log.zstd import has_zstd, zstd_module
+from kvcache.errors import UsageError
+from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, Int32s, prompt_tokens
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is no request; the bound keeps a wrong file from being read into memory whole."""
+BAILIAN_BLOCK_TOKENS = 16
+_LOOKED_AT = 200
+"""Lines from which the size of blocks is found."""
+_SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power != TRACE_BLOCK_TOKENS))
+_MAX_LENGTH = 2**31 - 1
+"""Tokens are counted by int32 in many places; no sequence is that long."""
+HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
+PromptLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+@dataclass(eq=False, repr=False)
+class TraceError(UsageError):
+    """A line of a trace cannot be used; `path`, `line` (from 1) and `reason` say which and why."""
+
+    path: str
+    line: int
+    reason: str
+    text = "{path}:{line}: {reason}"
+
+
+class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request of a trace, whatever the trace's form. As JSON it is a line in the Mooncake form."""
+
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """Arrival in milliseconds after the start of the trace."""
+    input_length: PromptLength
+    """Tokens of the prompt."""
+    output_length: Length
+    """Tokens to generate."""
+    hash_ids: tuple[HashId, ...]
+    """One number per `block_tokens` prompt tokens, rounded up: the last may stand for fewer. Empty with `tokens`."""
+    cache_salt: str | None = None
+    """Requests share blocks only if their salts are equal. Published traces have none."""
+    session: str | None = msgspec.field(default=None, name="session_id")
+    """The conversation that it is a turn of."""
+    turn: int | None = None
+    """Its number in the conversation, from 0."""
+    agent: str | None = None
+    model: str | None = None
+    """Requests of different models share nothing."""
+    stop: str | None = None
+    """Why the output ended: ``tool_use``, ``end_turn``, ..."""
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    """How many tokens a number of `hash_ids` stands for."""
+    tokens: tuple[TokenId, ...] | None = None
+    """The prompt itself, where the trace has it."""
+    reported: Length | None = None
+    """Prompt tokens that the service said it had cached."""
+
+    def prompt(self, seed: int = 0) -> Int32s:
+        """Return the prompt's token ids; `seed` chooses another vocabulary where the trace has none."""
+        if self.tokens is not None:
+            return np.array(self.tokens, np.int32)
+        return prompt_tokens(self.hash_ids, self.input_length, seed, self.block_tokens)
+
+
+def read_trace(
+    path: str | Path,
+    limit: int | None = None,
+    *,
+    block_tokens: int | None = None,
+    tokenizer: str | Path | None = None,
+) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace in file order, at most `limit`. Blank lines are skipped.
+
+    A file may be compressed (gzip, zstd). `block_tokens`: how many tokens a number of ``hash_ids`` stands for; None:
+    found from the first lines. `tokenizer`: a local directory or ``tokenizer.json``, for prompts that are messages.
+
+    Raises TraceError at the first line that is no request, OSError if the file cannot be read.
+    """
+    shown = str(path)
+    with ExitStack() as files:
+        lines = ((at, line) for at, line in _lines(_open(Path(path), files), shown) if line.strip())
+        first = next(lines, None)
+        if first is None or limit == 0:
+            return
+        peeked = [first, *islice(lines, (_LOOKED_AT if limit is None else min(limit, _LOOKED_AT)) - 1)]
+        parse = _parser_of(shown, peeked, block_tokens, tokenizer)
+        rest = islice(chain(peeked, lines), parse.header_lines, None)
+        for at, line in islice(rest, limit):
+            try:
+                yield parse.request(line)
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                raise TraceError(shown, at, str(error)) from None
+
+
+def has_names(path: str | Path) -> bool:
+    """Return whether a trace says which prompts begin alike: an Azure trace does not."""
+    with ExitStack() as files:
+        first = next((line for _, line in _lines(_open(Path(path), files), str(path)) if line.strip()), b"")
+    return not first.startswith(_AZURE_HEADER[0].encode())
+
+
+def _open(path: Path, files: ExitStack) -> BinaryIO:
+    """Open a file, expanding it as it is read."""
+    file: Any = files.enter_context(path.open("rb"))
+    magic = file.peek(4)[:4]
+    if magic.startswith(b"\x1f\x8b"):
+        return files.enter_context(gzip.open(file))  # type: ignore[return-value]
+    if magic == b"\x28\xb5\x2f\xfd":
+        if not has_zstd():
+            raise UsageError(f"{path} is compressed by zstd: pip install 'kvcache[zstd]'")
+        return files.enter_context(zstd_module().open(file))  # type: ignore[no-any-return]
+    return file  # type: ignore[no-any-return]
+
+
+def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """The lines and their numbers, from 1."""
+    for number in count(1):
+        try:
+            line = file.readline(MAX_LINE_BYTES + 1)
+        except OSError as error:
+            if not isinstance(error, gzip.BadGzipFile):
+                raise
+            raise TraceError(path, number, f"the file cannot be expanded: {error}") from None
+        except Exception as error:  # noqa: BLE001 - each kind of compression has errors of its own
+            raise TraceError(path, number, f"the file cannot be expanded: {error}") from None
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(path, number, f"longer than {MAX_LINE_BYTES} bytes; is this a trace?")
+        if not line:
+            return
+        yield number, line
+
+
+class _Parser(Protocol):
+    """Makes requests of the lines of one trace, in their order."""
+
+    header_lines: int
+
+    def request(self, line: bytes) -> TraceRequest:
+        """Decode a line. Raises ValueError, of which a `msgspec.DecodeError` is one."""
+
+
+def _parser_of(
+    path: str, lines: Sequence[tuple[int, bytes]], block_tokens: int | None, tokenizer: str | Path | None
+) -> _Parser:
+    number, first = lines[0]
+    if first.startswith(_AZURE_HEADER[0].encode()):
+        return _AzureLines()
+    try:
+        fields = msgspec.json.decode(first, type=_Fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(path, number, str(error)) from None
+    if fields.chat_id is not msgspec.UNSET:
+        return _BailianLines(block_tokens or BAILIAN_BLOCK_TOKENS)
+    if any(each is not msgspec.UNSET for each in (fields.messages, fields.prompt_token_ids, fields.request)):
+        return _OpenAILines(tokenizer)
+    return _MooncakeLines(block_tokens or _size_of_blocks([line for _, line in lines]))
+
+
+class _Fields(msgspec.Struct):
+    """Fields that only one form has."""
+
+    chat_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    request: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Sizes(msgspec.Struct):
+    input_length: PromptLength
+    hash_ids: list[msgspec.Raw]
+
+
+def _size_of_blocks(lines: Iterable[bytes]) -> int:
+    """Find how many tokens a number stands for: the size that fits the most of these lines, and 512 if it is one."""
+    decoder, fits = msgspec.json.Decoder(_Sizes), Counter[int]()
+    for line in lines:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            sizes = decoder.decode(line)
+            fits.update([each for each in _SIZES if -(-sizes.input_length // each) == len(sizes.hash_ids)])
+    return max(_SIZES, key=lambda each: (fits[each], each == TRACE_BLOCK_TOKENS))
+
+
+def _check_blocks(input_length: int, hash_ids: Sequence[int], block_tokens: int) -> None:
+    needed = -(-input_length // block_tokens)
+    if len(hash_ids) != needed:
+        raise ValueError(
+            f"hash_ids has {len(hash_ids)} entries, but input_length {input_length} needs {needed}, "
+            f"one per {block_tokens} tokens; give --trace-block-size if the trace's blocks have another size"
+        )
+
+
+class _MooncakeLines:
+    """Requests that are lines already."""
+
+    header_lines = 0
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._decoder = msgspec.json.Decoder(TraceRequest)
+
+    def request(self, line: bytes) -> TraceRequest:
+        """Decode a line."""
+        request = self._decoder.decode(line)
+        _check_blocks(request.input_length, request.hash_ids, self._block_tokens)
+        return msgspec.structs.replace(request, block_tokens=self._block_tokens, tokens=None)
+
+
+class _BailianLine(msgspec.Struct):
+    chat_id: int
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**50)]
+    input_length: PromptLength
+    output_length: Length
+    hash_ids: tuple[HashId, ...]
+    parent_chat_id: int = -1
+    turn: int | None = None
+    type: str | None = None
+
+
+class _BailianLines:
+    """Chats whose turns name the turn before."""
+
+    header_lines = 0
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._decoder = msgspec.json.Decoder(_BailianLine)
+        self._sessions: dict[int, int] = {}
+        """By chat, the first of its session."""
+
+    def request(self, line: bytes) -> TraceRequest:
+        """Decode a line."""
+        found = self._decoder.decode(line)
+        _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
+        session = self._sessions.get(found.parent_chat_id, found.chat_id)
+        self._sessions[found.chat_id] = session
+        return TraceRequest(
+            int(found.timestamp * 1000),
+            found.input_length,
+            found.output_length,
+            found.hash_ids,
+            session=str(session),
+            turn=found.turn,
+            agent=found.type,
+            block_tokens=self._block_tokens,
+        )
+
+
+_AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class _AzureLines:
+    """Arrivals and lengths. Each prompt is one of its own."""
+
+    header_lines = 1
+
+    def __init__(self) -> None:
+        self._begin: datetime | None = None
+        self._next_id = 0
+
+    def request(self, line: bytes) -> TraceRequest:
+        """Decode a line."""
+        row = next(csv.reader([line.decode()]))
+        if len(row) != len(_AZURE_HEADER):
+            raise ValueError(f"{len(row)} columns instead of {', '.join(_AZURE_HEADER)}")
+        time, (prompt, output) = (
+            _time_of(row[0]),
+            msgspec.convert(row[1:], tuple[PromptLength, Length], strict=False),
+        )
+        self._begin = self._begin or time
+        blocks = -(-prompt // TRACE_BLOCK_TOKENS)
+        self._next_id += blocks
+        ids = tuple(range(self._next_id - blocks, self._next_id))
+        return TraceRequest(max(0, int((time - self._begin).total_seconds() * 1000)), prompt, output, ids)
+
+
+def _time_of(text: str) -> datetime:
+    time = datetime.fromisoformat(text.strip())
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: Length | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: Length = 0
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Response(msgspec.Struct):
+    created: float | None = None
+    usage: _Usage | None = None
+    choices: list[_Choice] = []
+
+
+class _Call(msgspec.Struct):
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    tools: list[dict[str, Any]] | None = None
+    model: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class _LoggedCall(_Call):
+    """A line of a request log: the fields of a request and its response, or both as objects of their own."""
+
+    timestamp: float | str | None = None
+    created: float | None = None
+    request: _Call | None = None
+    response: _Response | None = None
+    usage: _Usage | None = None
+    choices: list[_Choice] = []
+
+
+_MILLISECONDS = 1e11
+"""A time that is larger is not in seconds."""
+
+
+class _OpenAILines:
+    """Calls of an interface such as OpenAI's, as proxies log them."""
+
+    header_lines = 0
+
+    def __init__(self, tokenizer: str | Path | None) -> None:
+        self._decoder = msgspec.json.Decoder(_LoggedCall)
+        self._tokenizer = None if tokenizer is None else ChatTokenizer(tokenizer)
+        self._begin: float | None = None
+
+    def request(self, line: bytes) -> TraceRequest:
+        """Decode a line."""
+        logged = self._decoder.decode(line)
+        call = logged.request or logged
+        response = logged.response or _Response(logged.created, logged.usage, logged.choices)
+        tokens = self._tokens(call)
+        usage = response.usage or _Usage()
+        cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+        time = logged.timestamp if logged.timestamp is not None else response.created
+        return TraceRequest(
+            self._since_begin(time),
+            len(tokens),
+            usage.completion_tokens,
+            (),
+            cache_salt=call.cache_salt,
+            session=call.session_id or logged.session_id,
+            model=call.model,
+            stop=next((each.finish_reason for each in response.choices), None),
+            tokens=tokens,
+            reported=cached,
+        )
+
+    def _tokens(self, call: _Call) -> tuple[int, ...]:
+        if call.prompt_token_ids:
+            return call.prompt_token_ids
+        if not call.messages:
+            raise ValueError("neither prompt_token_ids nor messages: no prompt is known")
+        if self._tokenizer is None:
+            raise ValueError(
+                "the prompt is messages: give --tokenizer, a directory with the model's tokenizer"
+            )
+        return self._tokenizer.encode(call.messages, call.tools)
+
+    def _since_begin(self, time: float | str | None) -> int:
+        if time is None:
+            raise ValueError("no timestamp and no created: a trace says when requests came")
+        seconds = _time_of(time).timestamp() if isinstance(time, str) else time
+        if seconds > _MILLISECONDS:
+            seconds /= 1000
+        if self._begin is None:
+            self._begin = seconds
+        return max(0, round((seconds - self._begin) * 1000))
+
+
+class ChatTokenizer:
+    """Renders chats by the template of a model's tokenizer, and encodes them.
+
+    Args:
+        path: A local directory as Hugging Face has them (`tokenizer.json`, `tokenizer_config.json`).
+
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise UsageError("to render messages: pip install 'kvcache[transformers]'") from None
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} holds no tokenizer: {error}") from None
+        if self._tokenizer.chat_template is None:
+            raise UsageError(
+                f"the tokenizer in {path} has no chat template, by which messages become a prompt"
+            )
+
+    def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
+        """Return the token ids of a prompt, up to where the answer begins. Raises ValueError."""
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes
+            raise ValueError(
+                f"the tokenizer's template refuses these messages: {type(error).__name__}"
+            ) from None
+        return tuple(encoded["input_ids"])

@@ -1,0 +1,278 @@
+"""Reading and writing traces."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.log.zstd import zstd_module
+from kvcache.workload import traces
+from kvcache.workload.traces import TraceError, TraceRequest, has_names, read_trace
+from tests.support.traces import write_trace
+
+GOOD = '{"timestamp": 27, "input_length": 600, "output_length": 5, "hash_ids": [46, 47]}'
+
+
+def trace(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_reads_the_published_form(tmp_path: Path) -> None:
+    """A line becomes a request; blank lines and fields of other tools are passed over."""
+    extra = '{"other": "x", "timestamp": 3, "input_length": 1, "output_length": 0, "hash_ids": [1]}'
+    assert list(read_trace(trace(tmp_path, GOOD, "", "  ", extra))) == [
+        TraceRequest(27, 600, 5, (46, 47)),
+        TraceRequest(3, 1, 0, (1,)),
+    ]
+
+
+def test_last_line_needs_no_newline(tmp_path: Path) -> None:
+    """A file that ends without a newline is read to its end, an empty one has no requests."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD + "\n" + GOOD)
+    assert len(list(read_trace(path))) == 2
+    path.write_text("")
+    assert list(read_trace(path)) == []
+
+
+def test_limit_stops_reading(tmp_path: Path) -> None:
+    """With a limit nothing beyond it is looked at, not even a bad line."""
+    path = trace(tmp_path, GOOD, GOOD, "no JSON")
+    assert len(list(read_trace(path, limit=2))) == 2
+    assert list(read_trace(path, limit=0)) == []
+
+
+def test_reading_streams(tmp_path: Path) -> None:
+    """Requests come out before a bad line further on is reached."""
+    requests = read_trace(trace(tmp_path, GOOD, GOOD, "no JSON"))
+    assert len(list(islice(requests, 2))) == 2
+    with pytest.raises(TraceError):
+        next(requests)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no JSON", "JSON is malformed"),
+        (GOOD[:-5], "truncated"),
+        ("[1, 2, 3, 4]", "Expected `object`, got `array`"),
+        (GOOD.replace('"hash_ids": [46, 47]', '"x": 1'), "missing required field `hash_ids`"),
+        (GOOD.replace("600", "-600"), "Expected `int` >= 1 - at `$.input_length`"),
+        (GOOD.replace("600", "0"), "Expected `int` >= 1 - at `$.input_length`"),
+        (GOOD.replace(": 5", ": -5"), "Expected `int` >= 0 - at `$.output_length`"),
+        (GOOD.replace("27", "-27"), "Expected `int` >= 0 - at `$.timestamp`"),
+        (GOOD.replace("27", '"27"'), "Expected `int`, got `str` - at `$.timestamp`"),
+        (GOOD.replace("46", "-46"), "Expected `int` >= 0 - at `$.hash_ids[0]`"),
+        (GOOD.replace("46", str(2**63)), "at `$.hash_ids[0]`"),
+        (
+            GOOD.replace("600", "1025"),
+            "hash_ids has 2 entries, but input_length 1025 needs 3, one per 512 tokens; give --trace-block-size",
+        ),
+        (GOOD.replace("600", "512"), "hash_ids has 2 entries, but input_length 512 needs 1"),
+        (GOOD.replace("[46, 47]", "[46, 47, 48]"), "hash_ids has 3 entries, but input_length 600 needs 2"),
+        (GOOD.replace("600", "1" + "0" * 30), "Expected `int` <= 2147483647 - at `$.input_length`"),
+        (GOOD.replace(": 5", ": 3000000000"), "Expected `int` <= 2147483647 - at `$.output_length`"),
+        (GOOD.replace("27", "9" * 400), "at `$.timestamp`"),
+    ],
+)
+def test_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    """The error names file and line, and says what is wrong in the terms of the file."""
+    path = trace(tmp_path, GOOD, "", line)
+    with pytest.raises(TraceError) as caught:
+        list(read_trace(path))
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert reason in caught.value.reason
+    assert (caught.value.path, caught.value.line) == (str(path), 3)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("line", [b'{"\xff": 1}', b"[" * 100_000, b"\x00\x01\x02"])
+def test_wrong_file_is_named(tmp_path: Path, line: bytes) -> None:
+    """What is no text, or nested without end, is a bad line like any other."""
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: "):
+        list(read_trace(path))
+
+
+def test_endless_line_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line beyond the bound is refused before it is read whole; one at the bound is not."""
+    monkeypatch.setattr(traces, "MAX_LINE_BYTES", len(GOOD) + 1)
+    assert len(list(read_trace(trace(tmp_path, GOOD)))) == 1
+    with pytest.raises(TraceError, match=r":2: longer than \d+ bytes; is this a trace\?"):
+        list(read_trace(trace(tmp_path, GOOD, GOOD + " ")))
+
+
+def test_missing_file_is_the_systems_error(tmp_path: Path) -> None:
+    """A file that is not there is a FileNotFoundError, which names it."""
+    with pytest.raises(FileNotFoundError, match="absent"):
+        list(read_trace(tmp_path / "absent.jsonl"))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> TraceRequest:
+    ids = draw(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
+    length = draw(st.integers(512 * len(ids) - 511, 512 * len(ids)))
+    salt = draw(st.none() | st.text(max_size=5))
+    return TraceRequest(
+        draw(st.integers(0, 2**40)), length, draw(st.integers(0, 2**31 - 1)), tuple(ids), salt
+    )
+
+
+@given(st.lists(requests(), max_size=5))
+def test_written_traces_read_back(
+    tmp_path_factory: pytest.TempPathFactory, wanted: list[TraceRequest]
+) -> None:
+    """Whatever is written is read back equal."""
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    write_trace(path, wanted)
+    assert list(read_trace(path)) == wanted
+
+
+BLOCK_SIZES = (16, 64, 128, 512, 1024)
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_the_size_of_blocks_is_found(tmp_path: Path, size: int) -> None:
+    """From lines with more than one number; prompts of one block, which say nothing, may come first."""
+    lengths = [1, size, size + 1, 3 * size - 1]
+    line = '{{"timestamp": 0, "input_length": {}, "output_length": 1, "hash_ids": {}}}'
+    lines = [line.format(length, list(range(-(-length // size)))) for length in lengths]
+    found = list(read_trace(trace(tmp_path, *lines)))
+    assert [(each.input_length, each.block_tokens) for each in found] == [
+        (length, size) for length in lengths
+    ]
+    one, other = found[2].prompt(), found[3].prompt()
+    assert np.array_equal(one, other[: len(one)])
+    assert len(set(one[:size].tolist()) & set(one[size:].tolist())) == 0
+
+
+def test_the_size_of_blocks_is_given(tmp_path: Path) -> None:
+    """One that is no power of two, as of hybrid models, has to be; the lines must have it."""
+    path = trace(tmp_path, '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}')
+    assert next(read_trace(path, block_tokens=528)).block_tokens == 528
+    with pytest.raises(TraceError, match=r"needs 3, one per 256 tokens; give --trace-block-size"):
+        list(read_trace(path, block_tokens=256))
+
+
+def test_agents_traces(tmp_path: Path) -> None:
+    """What says of which session a request is, and why it ended."""
+    path = trace(
+        tmp_path,
+        '{"timestamp":0,"input_length":600,"output_length":250,"hash_ids":[0,1],"session_id":"s","agent":"main",'
+        '"turn":3,"model":"m","stop":"tool_use"}',
+    )
+    (request,) = read_trace(path)
+    assert (request.session, request.turn, request.agent) == ("s", 3, "main")
+    assert (request.model, request.stop) == ("m", "tool_use")
+
+
+def test_bailians_traces(tmp_path: Path) -> None:
+    """Seconds, blocks of 16 tokens, and sessions that are found by the turn before."""
+    rows = [
+        (1, -1, 61.114, 1, [7, 8]),
+        (2, -1, 61.5, 1, [9, 8]),
+        (3, 1, 70.0, 2, [7, 8, 11]),
+        (4, 3, 71.0, 3, [7]),
+    ]
+    lines = [
+        f'{{"chat_id": {chat}, "parent_chat_id": {parent}, "timestamp": {time}, "input_length": {16 * len(ids)}, '
+        f'"output_length": 5, "type": "text", "turn": {turn}, "hash_ids": {ids}}}'
+        for chat, parent, time, turn, ids in rows
+    ]
+    found = list(read_trace(trace(tmp_path, *lines)))
+    assert [(each.timestamp, each.session, each.turn) for each in found] == [
+        (61114, "1", 1),
+        (61500, "2", 1),
+        (70000, "1", 2),
+        (71000, "1", 3),
+    ]
+    assert {(each.block_tokens, each.agent) for each in found} == {(16, "text")}
+
+
+def test_azures_traces(tmp_path: Path) -> None:
+    """Arrivals and lengths; no two prompts begin alike."""
+    path = trace(
+        tmp_path,
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:17:03.9799600,4808,10",
+        "2023-11-16 18:17:04.0319600,3180,8",
+    )
+    assert not has_names(path)
+    one, other = read_trace(path)
+    assert (one.timestamp, one.input_length, one.output_length) == (0, 4808, 10)
+    assert (other.timestamp, other.input_length) == (52, 3180)
+    assert not set(one.hash_ids) & set(other.hash_ids)
+    with pytest.raises(
+        TraceError, match=r":2: 1 columns instead of TIMESTAMP, ContextTokens, GeneratedTokens"
+    ):
+        list(read_trace(trace(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "x")))
+
+
+LOGGED = (
+    '{"timestamp": "2026-05-01T10:00:00Z", "request": {"model": "m", "prompt_token_ids": [1, 2, 3]}, "response": '
+    '{"created": 5, "usage": {"completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}, '
+    '"choices": [{"finish_reason": "stop"}]}}'
+)
+
+
+def test_logged_calls(tmp_path: Path) -> None:
+    """Requests and responses as a proxy logs them, in one object or two, with seconds or milliseconds."""
+    (request,) = read_trace(trace(tmp_path, LOGGED))
+    assert (request.timestamp, request.tokens, request.input_length, request.output_length) == (
+        0,
+        (1, 2, 3),
+        3,
+        7,
+    )
+    assert (request.model, request.stop, request.reported) == ("m", "stop", 2)
+    assert request.prompt().tolist() == [1, 2, 3]
+    flat = '{{"created": {}, "prompt_token_ids": [5], "usage": {{"completion_tokens": 1}}}}'
+    times = (1_777_777_777, 1_777_777_778.5, 1_777_777_780_000)
+    found = list(read_trace(trace(tmp_path, *(flat.format(time) for time in times))))
+    assert [each.timestamp for each in found] == [0, 1500, 3000]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"timestamp": 1, "messages": [{"role": "user", "content": "x"}]}', "give --tokenizer"),
+        ('{"timestamp": 1, "request": {}}', "neither prompt_token_ids nor messages"),
+        ('{"prompt_token_ids": [1]}', "no timestamp"),
+        ('{"timestamp": 1, "prompt_token_ids": [-1]}', "at `$.prompt_token_ids[0]`"),
+        ('{"timestamp": "noon", "prompt_token_ids": [1]}', "Invalid isoformat string"),
+        ('{"chat_id": 1, "timestamp": 1}', "missing required field `input_length`"),
+        ('{"a": 1}', "missing required field `timestamp`"),
+    ],
+)
+def test_calls_that_are_no_requests(tmp_path: Path, line: str, reason: str) -> None:
+    """The line, and what it lacks."""
+    with pytest.raises(TraceError) as caught:
+        list(read_trace(trace(tmp_path, line)))
+    assert caught.value.line == 1
+    assert reason in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "packed", [gzip.compress, lambda data: zstd_module().compress(data)], ids=["gz", "zst"]
+)
+def test_compressed_traces(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
+    """Whatever the file is called."""
+    path = tmp_path / "trace"
+    whole = packed(f"{GOOD}\n{GOOD}\n".encode())
+    path.write_bytes(whole)
+    assert len(list(read_trace(path))) == 2
+    assert has_names(path)
+    path.write_bytes(whole[:-9])
+    with pytest.raises(TraceError, match="cannot be expanded"):
+        list(read_trace(path))
