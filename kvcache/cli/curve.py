@@ -1,20 +1,30 @@
-"""``kvcache curve``: what a log's prompts would reuse in a cache of any size."""
+"""``kvcache curve``: what the prompts of a log or a trace would reuse in a cache of any size."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.audit.curve import SAMPLES, CurveRecorder, HitCurve, LoggedPrompts, best_hits, enough_for
-from kvcache.cli.options import add_shared, option, positive
+from kvcache.audit.curve import (
+    SAMPLES,
+    CacheSize,
+    CurveRecorder,
+    HitCurve,
+    LoggedPrompts,
+    best_hits,
+    enough_for,
+)
+from kvcache.cli.options import add_shared, add_trace_options, option, positive, seekable
 from kvcache.cli.output import Facts, Output, end_json, pick
 from kvcache.config import KVCacheConfig
 from kvcache.phrases import count, printable, share, size
+from kvcache.workload.traces import TracePrompts
 
 _FEWEST = 8
 """Blocks of a sample, below which it says little."""
@@ -30,10 +40,20 @@ _BAR = 30
 class CurveFound:
     """All that there is to say."""
 
-    prompts: LoggedPrompts
+    prompts: LoggedPrompts | TracePrompts
     curve: HitCurve
     bounds: dict[int, int]
     """The most hits that any eviction can have, by the sizes for which that was asked."""
+
+    @property
+    def logged(self) -> LoggedPrompts | None:
+        """The prompts, if a cache has logged them."""
+        return self.prompts if isinstance(self.prompts, LoggedPrompts) else None
+
+    @property
+    def today(self) -> CacheSize:
+        """The size of the cache that has logged the prompts; of a trace there is none."""
+        return CacheSize(0, 0, 0) if self.logged is None else self.logged.size
 
 
 MOST_BLOCKS = 2**31 - 1
@@ -42,11 +62,19 @@ MOST_BLOCKS = 2**31 - 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
-        "How many blocks a log's prompts would reuse by size of the cache, if they came one after the other and what "
-        "is used least recently were evicted. With two levels, sizes are of both together."
+        "How many blocks the prompts of a log or a trace would reuse by size of the cache, if they came one after the "
+        "other and what is used least recently were evicted. With two levels, sizes are of both together."
     )
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
-    add_shared(parser, "json", log="a log directory; it must have token ids")
+    add_shared(parser, "json", log="a log directory with token ids, or a trace of requests; -: one on stdin")
+    add_trace_options(parser)
+    option(
+        parser,
+        "--tokens-per-block N",
+        "tokens of a block, for a trace with tokens (64)",
+        type=positive,
+        default=64,
+    )
     option(
         parser,
         "--sample RATE",
@@ -67,33 +95,53 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
     recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
-    with out.progress("reading") as update:
-        prompts = LoggedPrompts(args.log, update)
+    with out.progress("reading") as update, seekable(args.log) as source:
+        prompts = _prompts(args, source, update)
         for blocks in prompts:
             recorder.add(blocks)
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in args.bound}
     found = CurveFound(prompts, recorder.curve(), bounds)
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
-    out.note_end(prompts.reader.end)
+    if found.logged is not None:
+        out.note_end(found.logged.reader.end)
     if args.json:
-        out.json({"log_id": open_log(args.log).log_id, **to_json(found)})
+        out.json(
+            to_json(found)
+            if found.logged is None
+            else {"log_id": open_log(args.log).log_id, **to_json(found)}
+        )
     else:
         _show(args.log, found, out)
     return 0
 
 
+def _prompts(
+    args: argparse.Namespace, source: Path, update: Callable[[int], None]
+) -> LoggedPrompts | TracePrompts:
+    if not source.is_file():
+        return LoggedPrompts(source, update)
+    return TracePrompts(
+        source,
+        block_tokens=args.trace_block_size,
+        tokenizer=args.tokenizer,
+        tokens_per_block=args.tokens_per_block,
+        progress=update,
+    )
+
+
 def to_json(found: CurveFound) -> dict[str, Any]:
     """The curve, and where today's cache is on it."""
-    prompts, curve, today = found.prompts, found.curve, found.prompts.size
+    prompts, curve = found.prompts, found.curve
     return {
-        **pick(prompts, "window", "tokens_per_block", seq="last_seq", prompts="admissions"),
-        **pick(prompts, skipped_prompts="skipped", num_gaps="gaps"),
+        **(
+            {"prompts": prompts.requests}
+            if isinstance(prompts, TracePrompts)
+            else _logged_json(prompts, curve)
+        ),
+        **pick(prompts, "tokens_per_block"),
         **pick(curve, "block_requests", "distinct_blocks", "knee", sample_rate="rate"),
-        "bytes_per_block": today.bytes_per_block,
         "sampled_blocks": curve.sampled_blocks if curve.rate < 1 else None,
-        "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
-        "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(found), strict=True)),
         "sizes": [
             {
                 "blocks": blocks,
@@ -105,20 +153,30 @@ def to_json(found: CurveFound) -> dict[str, Any]:
             }
             for blocks in _table_sizes(found)
         ],
+    }
+
+
+def _logged_json(prompts: LoggedPrompts, curve: HitCurve) -> dict[str, Any]:
+    today = prompts.size
+    return {
+        **pick(prompts, "window", seq="last_seq", prompts="admissions"),
+        **pick(prompts, skipped_prompts="skipped", num_gaps="gaps"),
+        "bytes_per_block": today.bytes_per_block,
+        "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
+        "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(prompts, curve), strict=True)),
         "end": end_json(prompts.reader.end),
     }
 
 
 def _levels(found: CurveFound, blocks: int) -> tuple[int, int]:
     """Hits of a cache of so many blocks, of which as many are primary ones as there are today."""
-    primary = min(blocks, found.prompts.size.primary)
+    primary = blocks if found.logged is None else min(blocks, found.today.primary)
     return found.curve.by_level(primary, blocks - primary)
 
 
-def _recorded(found: CurveFound) -> tuple[float, float]:
+def _recorded(prompts: LoggedPrompts, curve: HitCurve) -> tuple[float, float]:
     """What the log's own cache had from each level, as parts of all tokens in the blocks that are counted."""
-    prompts = found.prompts
-    tokens = max(found.curve.block_requests * prompts.tokens_per_block, 1)
+    tokens = max(curve.block_requests * prompts.tokens_per_block, 1)
     return prompts.reused_primary / tokens, prompts.reused_secondary / tokens
 
 
@@ -136,8 +194,8 @@ def _table_sizes(found: CurveFound) -> list[int]:
 
 def _marks(found: CurveFound) -> dict[int, str]:
     """What is special about a size."""
-    today = found.prompts.size
-    names = [(today.primary, "primary now")]
+    today = found.today
+    names = [(today.primary, "primary now")] if today.primary else []
     if today.secondary:
         names.append((today.primary + today.secondary, "both levels now"))
     if found.curve.knee is not None:
@@ -163,9 +221,9 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
     out.table(rows, right=list(rows[0])[:-2])
     out.line()
     out.line("block hit rate: the part of the prompts' full blocks that is reused")
-    if not _names_model(found):
+    if found.logged is not None and not _names_model(found.logged):
         out.line(
-            "bytes are not told: the log's settings name no model (num_layers, num_kv_heads, head_dim, ...)"
+            "bytes are not known: the log's settings name no model (num_layers, num_kv_heads, head_dim, ...)"
         )
     if found.bounds:
         out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
@@ -174,21 +232,21 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
 def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:
     curve, best = found.curve, found.bounds.get(blocks)
     row: dict[str, Any] = {"blocks": blocks}
-    if _names_model(found):
-        row["bytes"] = size(blocks * found.prompts.size.bytes_per_block)
+    if found.logged is not None and _names_model(found.logged):
+        row["bytes"] = size(blocks * found.today.bytes_per_block)
     row["block hit rate"] = share(curve.hit_rate(blocks))
     if sampled:
         row["±"] = share(curve.error(blocks) or 0.0)
-    if found.prompts.size.secondary:
+    if found.today.secondary:
         row |= zip(LEVEL_NAMES, (_part(found, hits) for hits in _levels(found, blocks)), strict=True)
     if found.bounds:
         row["at best"] = "" if best is None else _part(found, best)
     return row
 
 
-def _names_model(found: CurveFound) -> bool:
+def _names_model(prompts: LoggedPrompts) -> bool:
     """Whether the settings have a model's shape: the defaults are those of no model, and have no bytes of interest."""
-    given, fields = found.prompts.config, KVCacheConfig.model_fields
+    given, fields = prompts.config, KVCacheConfig.model_fields
     return any(given.get(name) != fields[name].default for name in _SHAPE)
 
 
@@ -199,7 +257,21 @@ def _part(found: CurveFound, hits: int) -> str:
 def _facts(found: CurveFound) -> Facts:
     prompts, curve = found.prompts, found.curve
     asked = f"{curve.block_requests:,} full blocks of {prompts.tokens_per_block:,} tokens"
-    yield "prompts", f"{prompts.admissions:,} with {asked}, {curve.distinct_blocks:,} different ones"
+    number = prompts.requests if isinstance(prompts, TracePrompts) else prompts.admissions
+    yield "prompts", f"{number:,} with {asked}, {curve.distinct_blocks:,} different ones"
+    if found.logged is not None:
+        yield from _facts_of_log(found.logged)
+    if curve.rate < 1:
+        error = "; ± standard error" * (not curve.is_vague)
+        yield "estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"
+    if found.logged is not None:
+        yield from _today(found.logged, curve)
+    if not curve.is_vague:
+        knee = f"{curve.knee or 0:,} blocks: from there on no doubling gains a percentage point"
+        yield "knee", "none: no block is asked for twice" if curve.knee is None else knee
+
+
+def _facts_of_log(prompts: LoggedPrompts) -> Facts:
     if prompts.windows > 1:
         yield "window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"
     if prompts.shared:
@@ -209,13 +281,6 @@ def _facts(found: CurveFound) -> Facts:
         lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
         missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
         yield "gaps", missing + lost * bool(prompts.skipped)
-    if curve.rate < 1:
-        error = "; ± standard error" * (not curve.is_vague)
-        yield "estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"
-    yield from _today(found)
-    if not curve.is_vague:
-        knee = f"{curve.knee or 0:,} blocks: from there on no doubling gains a percentage point"
-        yield "knee", "none: no block is asked for twice" if curve.knee is None else knee
 
 
 def _vague(curve: HitCurve) -> str:
@@ -229,14 +294,14 @@ def _vague(curve: HitCurve) -> str:
     )
 
 
-def _today(found: CurveFound) -> Facts:
+def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:
     """What the log's own size gives on the curve, and what its cache made of it."""
-    primary, secondary = found.prompts.size.primary, found.prompts.size.secondary
-    levels = [hits / max(found.curve.block_requests, 1) for hits in found.curve.by_level(primary, secondary)]
+    primary, secondary = prompts.size.primary, prompts.size.secondary
+    levels = [hits / max(curve.block_requests, 1) for hits in curve.by_level(primary, secondary)]
     parts = "{} from primary, {} from secondary" if secondary else "{}"
     blocks = f"{primary:,} + {secondary:,} blocks" if secondary else count(primary, "block")
     yield "now", f"{blocks}: {parts.format(*map(share, levels))}"
-    recorded = parts.format(*map(share, _recorded(found)))
+    recorded = parts.format(*map(share, _recorded(prompts, curve)))
     yield "recorded", f"requests side by side, in the cache itself: {recorded}"
 
 

@@ -6,9 +6,12 @@ import argparse
 import json
 import math
 import re
+import shutil
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from kvcache.cli import times
@@ -80,6 +83,16 @@ _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "every": ("--every SECONDS", "", {"type": seconds}),
     "json": ("--json", "the result as JSON", {}),
+    "trace_block_size": (
+        "--trace-block-size N",
+        "tokens that a hash_id of the trace stands for (found from its first lines; 16 with a Bailian trace)",
+        {"type": positive},
+    ),
+    "tokenizer": (
+        "--tokenizer DIR",
+        "the model's tokenizer with its chat template, for a trace whose prompts are messages",
+        {"type": Path},
+    ),
     "lora_id": ("--lora-id N", "the adapter's number", {"type": integer}),
     "lora_name": ("--lora-name NAME", "the adapter's name", {}),
     "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
@@ -112,6 +125,25 @@ def add_shared(place: Place, *names: str, **purposes: str) -> None:
 def add_namespace(place: Place, of: str) -> None:
     """Declare the options that belong to the tokens given by the option `of`."""
     add_shared(place, **{name: f"with {of}: {_SHARED[name][1]}" for name in _NAMESPACE})
+
+
+def add_trace_options(place: Place) -> None:
+    """Declare how a trace is read."""
+    add_shared(place, "trace_block_size", "tokenizer")
+
+
+@contextmanager
+def seekable(path: Path) -> Iterator[Path]:
+    """Yield a path that can be read twice: that of a copy if this is a pipe, or ``-`` for stdin."""
+    if str(path) != "-" and (path.is_file() or path.is_dir() or not path.exists()):
+        yield path
+        return
+    with ExitStack() as files:
+        pipe = sys.stdin.buffer if str(path) == "-" else files.enter_context(path.open("rb"))
+        copy = files.enter_context(NamedTemporaryFile(prefix="trace-"))
+        shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def add_status_options(parser: argparse.ArgumentParser, what: str) -> None:

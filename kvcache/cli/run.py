@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Any, Self
 from events.errors import EventsError, LogExists, LogWriteFailed, system_reason
 from events.log import LogWriter
 from kvcache.cli import config as settings
-from kvcache.cli.options import add_shared, integer, natural, option, positive, seconds
+from kvcache.cli.options import (
+    add_shared,
+    add_trace_options,
+    integer,
+    natural,
+    option,
+    positive,
+    seconds,
+    seekable,
+)
 from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
 from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
@@ -77,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         parser,
         "TRACE",
-        "requests as JSON lines (Mooncake form, one hash_id for each 512 tokens: `kvcache docs benchmarks`)",
+        "requests: a trace in Mooncake's, Qwen-Bailian's or Azure's form, or calls in OpenAI's; "
+        "-: one on stdin (`kvcache docs traces`)",
         nargs="?",
         type=Path,
     )
@@ -88,8 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
-    add = partial(option, parser.add_argument_group("load"))
+    group = parser.add_argument_group("load")
+    add = partial(option, group)
     add("--limit N", "play only the first N requests", type=positive)
+    add_trace_options(group)
     add("--concurrency N", "most requests running at once (32)", type=positive, default=32)
     add("--seed N", "of the chats and the token ids (0)", type=integer, default=0)
     add(
@@ -140,7 +152,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
     settings.warn_of_unknown(out)
-    with StopSignals() as stop, RunDirectory(args, out) as directory:
+    with ExitStack() as opened:
+        stop, directory = opened.enter_context(StopSignals()), opened.enter_context(RunDirectory(args, out))
+        if args.trace is not None:
+            args.trace = opened.enter_context(seekable(args.trace))
         outcome = _Run(args, out, stop).play(directory)
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
@@ -238,11 +253,7 @@ class _Run:
         self._args, self._out, self._stop = args, out, stop
         self._clock = StepClock(parse_speed(args.speed))
         chats = args.trace is None
-        self._source = (
-            _generated_chats(args.seed, args.limit, stop)
-            if chats
-            else _open_trace(args.trace, args.limit, stop)
-        )
+        self._source = _generated_chats(args.seed, args.limit, stop) if chats else _open_trace(args, stop)
         self._config = _config(args, self._source)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
             self._config = _pools_module().sized(self._config)
@@ -368,20 +379,17 @@ class _Run:
 # -- where requests come from, and where events go
 
 
-def _open_trace(path: Path, limit: int | None, stop: StopSignals) -> RunSource:
+def _open_trace(args: argparse.Namespace, stop: StopSignals) -> RunSource:
     """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
-    if path.is_dir():
-        raise UsageError(
-            f"{path} is a directory: a trace is a file of JSON lines (`kvcache docs benchmarks`)"
-        )
-    if path.exists() and not path.is_file():
-        raise UsageError(
-            f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe"
-        )
-    sizes = RequestSizes.of(read_trace(path, limit), stop)
+    if args.trace.is_dir():
+        raise UsageError(f"{args.trace} is a directory: a trace is a file (`kvcache docs traces`)")
+    read = partial(
+        read_trace, args.trace, args.limit, block_tokens=args.trace_block_size, tokenizer=args.tokenizer
+    )
+    sizes = RequestSizes.of(read(), stop)
     if not sizes.requests:
-        raise UsageError(f"{path} holds no requests")
-    return RunSource(path.name, read_trace(path, limit), sizes)
+        raise UsageError(f"{args.trace} holds no requests")
+    return RunSource(args.trace.name, read(), sizes)
 
 
 def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import csv
 import gzip
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -131,6 +131,60 @@ def read_trace(
                 yield parse.request(line)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise TraceError(shown, at, str(error)) from None
+
+
+class TracePrompts:
+    """Iterates once over a trace: for each request the numbers of the full blocks that end before its last token.
+
+    Equal numbers stand for equal blocks after equal blocks, of requests with one model and one salt. What else is to be
+    had here holds when the iteration has ended. Raises what `read_trace` raises, and UsageError for a trace without
+    requests, or one that does not say which prompts begin alike.
+
+    Args:
+        path: A trace, as for `read_trace`, which also takes `block_tokens` and `tokenizer`.
+        tokens_per_block: The size of blocks where the trace has tokens; where it has ``hash_ids``, theirs is taken.
+        progress: Called with the number of requests so far.
+
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        block_tokens: int | None = None,
+        tokenizer: str | Path | None = None,
+        tokens_per_block: int = 64,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        if not has_names(path):
+            raise UsageError(
+                f"{path} has arrivals and lengths only: nobody can say which of its prompts begin alike"
+            )
+        self._path, self._progress = path, progress
+        self._requests = read_trace(path, block_tokens=block_tokens, tokenizer=tokenizer)
+        self.tokens_per_block = tokens_per_block
+        self.requests = 0
+        self._numbers: dict[tuple[int, object], int] = {}
+        """By the number of the block before and what a block holds; a scope is before its first blocks."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for request in self._requests:
+            self.requests += 1
+            if request.tokens is None:
+                self.tokens_per_block = request.block_tokens
+                contents: Iterable[object] = request.hash_ids
+            else:
+                size, tokens = self.tokens_per_block, request.prompt()
+                contents = (tokens[at : at + size].tobytes() for at in range(0, len(tokens), size))
+            numbers, last = self._numbers, -1
+            path = list[int]()
+            for content in chain([(request.model, request.cache_salt)], contents):
+                last = numbers.setdefault((last, content), len(numbers))
+                path.append(last)
+            yield path[1 : 1 + (request.input_length - 1) // self.tokens_per_block]
+            self._progress(self.requests)
+        if not self.requests:
+            raise UsageError(f"{self._path} holds no requests")
 
 
 def has_names(path: str | Path) -> bool:
@@ -347,8 +401,8 @@ class _Call(msgspec.Struct):
     session_id: str | None = None
 
 
-class _LoggedCall(_Call):
-    """A line of a request log: the fields of a request and its response, or both as objects of their own."""
+class _LoggedCall(msgspec.Struct):
+    """What a line of a request log has besides the call's own fields, which may be in an object of their own."""
 
     timestamp: float | str | None = None
     created: float | None = None
@@ -356,6 +410,7 @@ class _LoggedCall(_Call):
     response: _Response | None = None
     usage: _Usage | None = None
     choices: list[_Choice] = []
+    session_id: str | None = None
 
 
 _MILLISECONDS = 1e11
@@ -368,14 +423,14 @@ class _OpenAILines:
     header_lines = 0
 
     def __init__(self, tokenizer: str | Path | None) -> None:
-        self._decoder = msgspec.json.Decoder(_LoggedCall)
+        self._decoder, self._calls = msgspec.json.Decoder(_LoggedCall), msgspec.json.Decoder(_Call)
         self._tokenizer = None if tokenizer is None else ChatTokenizer(tokenizer)
         self._begin: float | None = None
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
         logged = self._decoder.decode(line)
-        call = logged.request or logged
+        call = logged.request or self._calls.decode(line)
         response = logged.response or _Response(logged.created, logged.usage, logged.choices)
         tokens = self._tokens(call)
         usage = response.usage or _Usage()

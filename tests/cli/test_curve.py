@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.curve import CurveRecorder, LoggedPrompts, best_hits
 from tests.support.commands import Kvcache, run_log
+from tests.support.places import ROOT
 
 
 def recorded(log: Path) -> CurveRecorder:
@@ -76,7 +79,7 @@ def test_bytes_of_no_model_are_not_told(kvcache: Kvcache, log: Path) -> None:
     """A log whose settings are those of no model has no bytes worth telling."""
     out = kvcache("curve", log).out
     assert "KiB" not in out
-    assert "bytes are not told: the log's settings name no model" in out
+    assert "bytes are not known: the log's settings name no model" in out
 
 
 def test_json(kvcache: Kvcache, log: Path) -> None:
@@ -192,3 +195,42 @@ def test_windows(kvcache: Kvcache, tmp_path: Path) -> None:
     options = ("--set", "max_attention_window=64,900", "--set", "max_sequence_length=900")
     out = kvcache("curve", run_log(tmp_path / "log", "--primary-blocks", 120, *options)).out
     assert "900, with full attention; sliding ones are not looked at" in out
+
+
+TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
+
+
+def test_a_trace_is_what_its_log_is(kvcache: Kvcache, tmp_path: Path) -> None:
+    """The curve of a trace is that of the log of a run of it, whose blocks are the trace's."""
+    args = ("--tokens-per-block", 512, "--primary-blocks", 4000, "--no-pools", "--concurrency", 1, "-q")
+    assert kvcache("run", TRACE, *args, "--log", tmp_path / "log").code == 0
+    of_log = found(kvcache, tmp_path / "log", "--bound", "20,100")
+    of_trace = found(kvcache, TRACE, "--bound", "20,100")
+    same = ("prompts", "tokens_per_block", "block_requests", "distinct_blocks", "knee", "sample_rate")
+    assert {name: of_trace[name] for name in same} == {name: of_log[name] for name in same}
+    sizes = {each["blocks"]: each for each in of_log["sizes"]}
+    for each in of_trace["sizes"]:
+        assert (each["hits"], each["best_hits"]) == (
+            sizes[each["blocks"]]["hits"],
+            sizes[each["blocks"]]["best_hits"],
+        )
+    assert of_trace["sizes"][-1]["hits"] > 0
+
+
+def test_traces(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stdin; with tokens, cut into the blocks that one asks for; and one that says nothing of reuse."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TRACE.read_bytes())))
+    piped = kvcache("curve", "-")
+    assert piped.out.splitlines()[1:] == kvcache("curve", TRACE).out.splitlines()[1:]
+    assert "now" not in piped.out
+    calls = tmp_path / "calls.jsonl"
+    calls.write_text(
+        "".join(f'{{"timestamp": {at}, "prompt_token_ids": {[*range(17)]}}}\n' for at in range(3))
+    )
+    seen = found(kvcache, calls, "--tokens-per-block", 4)
+    assert (seen["block_requests"], seen["distinct_blocks"], seen["sizes"][-1]["hits"]) == (12, 4, 8)
+    arrivals = tmp_path / "azure.csv"
+    arrivals.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n")
+    done = kvcache("curve", arrivals)
+    assert (done.code, done.out) == (2, "")
+    assert "arrivals and lengths only" in done.err
