@@ -9,7 +9,6 @@ with a mask of pages, which may be compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from operator import gt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -131,11 +130,6 @@ def _attend_one(
     return result[0].transpose(0, 1)
 
 
-def has_flex_attention() -> bool:
-    """Whether this torch has what `attend_flex` needs: 2.5 and newer ones do."""
-    return find_spec("torch.nn.attention.flex_attention") is not None
-
-
 def attend_flex(
     query: torch.Tensor,
     kv: PagedKV,
@@ -149,10 +143,10 @@ def attend_flex(
 ) -> torch.Tensor:
     """As `attend`, by `flex_attention`: K and V are read where they lie, in blocks that the mask names.
 
-    `flex` is what computes, such as ``torch.compile(flex_attention)``, by default `flex_attention` as it is, which
-    makes the whole matrix of products. K and V must have the query's type. What is masked is multiplied by 0, so that
-    nothing in the pool may be infinite or NaN: not with `debug_fill_blank`. A block that is in several tables has the
-    same place in each, as shared prefixes have.
+    Needs PyTorch 2.5 or newer. `flex` is what computes, such as ``torch.compile(flex_attention)``, by default
+    `flex_attention` as it is, which makes the whole matrix of products. K and V must have the query's type. What is
+    masked is multiplied by 0, so that nothing in the pool may be infinite or NaN: not with `debug_fill_blank`. A block
+    that is in several tables has the same place in each, as shared prefixes have.
     """
     if not any(counts):
         return torch.empty_like(query)

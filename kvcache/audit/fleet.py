@@ -162,10 +162,7 @@ class Fleet:
     @property
     def reasons(self) -> npt.NDArray[np.int64]:
         """Prompt tokens of all by `Reason`."""
-        reasons = np.zeros(len(Reason), np.int64)
-        for worker in self.workers:
-            reasons += worker.audit.reasons
-        return reasons
+        return sum((worker.audit.reasons for worker in self.workers), np.zeros(len(Reason), np.int64))
 
 
 class _Presence(HistoryListener):

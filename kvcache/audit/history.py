@@ -724,11 +724,4 @@ _COMPUTING[Reason.COPY_FAILED] = Reason.COMPUTING_COPY_FAILED
 _COMPUTING[Reason.INVALIDATED] = Reason.COMPUTING_INVALIDATED
 _COMPUTING[Reason.RESTARTED] = Reason.COMPUTING_RESTARTED
 """By why a block is gone: its reason while a running request computes it again."""
-_PENDING = (
-    Reason.COMPUTING_AGAIN,
-    Reason.COMPUTING_CLEARED,
-    Reason.COMPUTING_COPY_FAILED,
-    Reason.COMPUTING_INVALIDATED,
-    Reason.COMPUTING_RESTARTED,
-    Reason.BEING_COMPUTED,
-)
+_PENDING = (*range(Reason.COMPUTING_AGAIN, Reason.COMPUTING_RESTARTED + 1), Reason.BEING_COMPUTED)

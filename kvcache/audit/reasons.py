@@ -69,16 +69,7 @@ class Reason(IntEnum):
 
 EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
 """Of tokens that are computed again since their blocks made room for others."""
-LOSSES = (
-    Reason.COMPUTING_CLEARED,
-    Reason.COMPUTING_COPY_FAILED,
-    Reason.COMPUTING_INVALIDATED,
-    Reason.COMPUTING_RESTARTED,
-    Reason.CLEARED,
-    Reason.COPY_FAILED,
-    Reason.INVALIDATED,
-    Reason.RESTARTED,
-)
+LOSSES = tuple(reason for reason in Reason if reason.is_lost and reason not in EVICTIONS)
 """Of tokens that are computed again since their blocks were cleared, or lost."""
 IN_WORDS = {reason: reason.words for reason in Reason}
 """For tables."""

@@ -211,14 +211,13 @@ class SecondaryFile:
         if len(pools) == 1:
             rows, digest = pools[0], self._xxh3_digest
             return b"".join([digest(rows[slot]) for slot in slots.tolist()])
-        return b"".join([self._over_pools(pools, slot) for slot in slots.tolist()])
-
-    def _over_pools(self, pools: list[npt.NDArray[np.uint8]], slot: int) -> bytes:
-        checksum = self._xxh3()
-        for rows in pools:
-            checksum.update(rows[slot])
-        digest: bytes = checksum.digest()
-        return digest
+        found = bytearray()
+        for slot in slots.tolist():
+            checksum = self._xxh3()
+            for rows in pools:
+                checksum.update(rows[slot])
+            found += checksum.digest()
+        return bytes(found)
 
     def close(self) -> None:
         """Unlock the file. Its memory stays as long as somebody has a view of it, and must not be written any more."""

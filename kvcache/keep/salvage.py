@@ -332,7 +332,10 @@ class SalvagedOrder:
                 self.losses.pop()  # Only the mark of an end was lost.
         else:
             self.lose()
-            batch = self._behind_loss(batch, epoch)
+            # What the cache is like is told only where an epoch begins.
+            known = begins_epoch(batch) or epoch == self._epoch
+            goes_on = known and batch.seq > self.seq
+            batch = behind_loss(batch, self.seq, batch.seq - 1) if goes_on else None
             if batch is None:
                 self.losses[-1].left_out.append(frame.seq)
                 return None
@@ -361,8 +364,3 @@ class SalvagedOrder:
         """Whether this is the next frame."""
         follows = frame.seq == self.seq or (frame.flags & AFTER_LOSS and frame.seq > self.seq)
         return frame.previous_crc == self._crc and bool(follows)
-
-    def _behind_loss(self, batch: EventBatch, epoch: int) -> EventBatch | None:
-        # What the cache is like is told only where an epoch begins.
-        known = begins_epoch(batch) or epoch == self._epoch
-        return behind_loss(batch, self.seq, batch.seq - 1) if known and batch.seq > self.seq else None
