@@ -272,7 +272,8 @@ def _size_of_blocks(lines: Iterable[bytes]) -> int:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             sizes = decoder.decode(line)
             fits.update([each for each in _SIZES if -(-sizes.input_length // each) == len(sizes.hash_ids)])
-    return max(_SIZES, key=lambda each: (fits[each], each == TRACE_BLOCK_TOKENS))
+    best: int = max(_SIZES, key=lambda each: (fits[each], each == TRACE_BLOCK_TOKENS))
+    return best
 
 
 def _check_blocks(input_length: int, hash_ids: Sequence[int], block_tokens: int) -> None:
@@ -434,7 +435,7 @@ class _OpenAILines:
         response = logged.response or _Response(logged.created, logged.usage, logged.choices)
         tokens = self._tokens(call)
         usage = response.usage or _Usage()
-        cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+        details = usage.prompt_tokens_details or _CachedTokens()
         time = logged.timestamp if logged.timestamp is not None else response.created
         return TraceRequest(
             self._since_begin(time),
@@ -446,7 +447,7 @@ class _OpenAILines:
             model=call.model,
             stop=next((each.finish_reason for each in response.choices), None),
             tokens=tokens,
-            reported=cached,
+            reported=details.cached_tokens,
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:
@@ -485,7 +486,7 @@ class ChatTokenizer:
         except ImportError:
             raise UsageError("to render messages: pip install 'kvcache[transformers]'") from None
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} holds no tokenizer: {error}") from None
         if self._tokenizer.chat_template is None:
