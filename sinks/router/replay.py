@@ -35,6 +35,7 @@ from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.subscribe.sockets import SEEN_BY_SERVER
 from events.types import GroupCreated
 from sinks.router.feed import FeedSnapshot, in_batches
+from sinks.router.options import PayloadWriter
 from sinks.router.publisher import Complaints, Peers, connection_of
 
 ENTRY_BYTES = 100
@@ -187,8 +188,7 @@ class ReplayServer:
         socket: zmq.Socket[bytes],
         ring: ReplayRing,
         topic: bytes,
-        encode: Encode,
-        join: Join,
+        writer: PayloadWriter,
         *,
         contiguous: bool = False,
         stall_seconds: float = STALL_SECONDS,
@@ -197,7 +197,7 @@ class ReplayServer:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
         self._peers = Peers(socket, Complaints(), refusals=SEEN_BY_SERVER if keyed else 0)
-        self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
+        self._ring, self._topic, self._writer = ring, topic, writer
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
         self.clock: Callable[[], float] = time.monotonic
@@ -333,10 +333,10 @@ class ReplayServer:
             if len(snapshot.pieces) > 1:
                 first, last = self._state_numbers
                 self._state_numbers = min(first, seq), max(last, seq + len(snapshot.pieces) - 1)
-            for payload in snapshot.in_payloads(count, self._join):
+            for payload in snapshot.in_payloads(count, self._writer.join):
                 yield seq, payload
                 seq += 1
-            empty = self._encode((), snapshot.ts, ())
+            empty = self._writer.encode((), snapshot.ts, ())
             for rest in range(seq, snapshot.seq + 1):
                 yield rest, empty
             start = snapshot.seq + 1

@@ -546,9 +546,12 @@ def shown_of(workers: Workers) -> tuple[list[str], list[dict[str, str]], list[st
     out = Mock()
     workers.show(out)
     [table] = out.table.call_args_list
-    columns, rows = table.args
+    [rows] = table.args
     said = [call.args[0] for call in (*out.heading.call_args_list, *out.line.call_args_list)]
-    return said, [dict(zip(columns, row, strict=True)) for row in rows], table.kwargs["styles"]
+    cells = [
+        {name: cell if isinstance(cell, str) else f"{cell:,}" for name, cell in row.items()} for row in rows
+    ]
+    return said, cells, table.kwargs["styles"]
 
 
 @pytest.mark.parametrize(

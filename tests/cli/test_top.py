@@ -444,9 +444,9 @@ class TestShown:
         assert max(map(len, text.getvalue().splitlines())) <= width
         out = Mock()
         show(top, out)
-        columns, rows = out.table.call_args_list[-1].args
-        assert columns[1:] == ("count", "share")
-        counts = [int(row[1].replace(",", "")) for row in rows]
+        [rows] = out.table.call_args_list[-1].args
+        assert list(rows[0])[1:] == ["count", "share"]
+        counts = [row["count"] for row in rows]
         assert sum(counts) == top.lately(LONG).prompt_tokens
         assert counts == sorted(counts, reverse=True)
 
