@@ -430,6 +430,14 @@ class CacheSize:
     """In all its pools."""
 
 
+class LoggedPrompt(NamedTuple):
+    """One admission."""
+
+    event: SequenceAdded
+    numbers: list[int]
+    """Of all full blocks of its prompt."""
+
+
 class LoggedPrompts:
     """Iterates once over a log: for each admission the numbers of the full blocks that end before its last token.
 
@@ -463,11 +471,23 @@ class LoggedPrompts:
         self._group = 0
 
     def __iter__(self) -> Iterator[list[int]]:
+        for _, prompts in self.batches():
+            for event, numbers in prompts:
+                # The last token is computed in any case, so a block that it ends is never reused whole.
+                yield numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block]
+
+    @property
+    def state(self) -> CacheState:
+        """The state after the batch that was read last."""
+        return self._replayed.state
+
+    def batches(self) -> Iterator[tuple[EventBatch, list[LoggedPrompt]]]:
+        """Iterate likewise, by batch: each one, and its admissions whose tokens are known."""
         for batch in self.reader:
             self._replayed.fold(batch, verify=False)
             with fitting(batch.seq):
                 prompts = self._read(batch)
-            yield from prompts
+            yield batch, prompts
             self.last_seq = batch.seq
             self._progress(batch.seq)
         if self._created is None:
@@ -495,8 +515,8 @@ class LoggedPrompts:
         in_block = sum(pool.bytes_per_block for pool in group.pools) * self.tokens_per_block // tokens
         return CacheSize(primary, secondary, in_block)
 
-    def _read(self, batch: EventBatch) -> list[list[int]]:
-        prompts = []
+    def _read(self, batch: EventBatch) -> list[LoggedPrompt]:
+        prompts = list[LoggedPrompt]()
         # What a batch says before a gap continues what is missing: symbols begin with the whole state behind it.
         known = max((index for index, event in enumerate(batch.events) if isinstance(event, Gap)), default=-1)
         for index, event in enumerate(batch.events):
@@ -515,7 +535,7 @@ class LoggedPrompts:
                         "alike: take a log that was written with log.record_tokens=true"
                     )
                 if index > known or not has_symbols(event.tokens):
-                    prompts.append(self._blocks(event))
+                    prompts.append(LoggedPrompt(event, self._blocks(event)))
                 else:
                     self.skipped += 1
         return prompts
@@ -531,9 +551,8 @@ class LoggedPrompts:
         self.reused_primary += event.reused_primary[self._group]
         self.reused_secondary += event.reused_secondary[self._group]
         size = self.tokens_per_block * TOKEN_BYTES
-        # The last token is computed in any case, so a block that it ends is never reused whole.
-        whole = (len(event.tokens) - TOKEN_BYTES) // size * size
-        if whole <= 0:
+        whole = len(event.tokens) // size * size
+        if not whole:
             return []
         namespace, tokens = event.namespace, event.tokens[:whole]
         root = _HASHING.root_key(namespace)

@@ -1,45 +1,78 @@
-"""``kvcache export``: a log as tables for DuckDB, pandas, spreadsheets and whatever else reads such files."""
+"""``kvcache export``: a log as tables for DuckDB, pandas and spreadsheets, or as a trace for other tools."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
+import typing
 from pathlib import Path
 
 from events.log import LogReader
 from kvcache.audit import open_log
+from kvcache.audit.curve import LoggedPrompts
 from kvcache.audit.export import FORMATS, export
+from kvcache.audit.trace import KEY_BYTES, TraceForm, TraceWriter
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.errors import UsageError
 from kvcache.phrases import count, printable
+
+_TRACES = typing.get_args(TraceForm)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
-        "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy."
+        "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy. Or write its "
+        "requests as a trace (mooncake, bailian) that others may get: prompts are numbers, by a key."
     )
     parser.epilog = (
-        "`kvcache docs export` has every column, and queries. Nothing is at PATH until all is written."
+        "`kvcache docs export` has every column, and queries; `kvcache docs traces` has the forms of traces. Nothing "
+        "is at PATH until all is written."
     )
     add_shared(parser, "log")
-    option(parser, "--to", "the format", required=True, choices=sorted(FORMATS))
+    option(parser, "--to", "the format", required=True, choices=[*sorted(FORMATS), *_TRACES])
     option(
         parser,
         "-o --output PATH",
-        "where to: a database (sqlite), or a directory with a file for each table",
+        "where to: a database (sqlite), a trace, or a directory with a file for each table",
         required=True,
         type=Path,
     )
     option(parser, "--force", "replace an earlier export at PATH")
+    option(
+        parser,
+        "--key FILE",
+        "for a trace: the key of its numbers, at least 16 bytes; traces with one key can be joined (else a new key)",
+        type=Path,
+    )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read once, write all tables, tell their rows."""
+    """Read once, write all tables or the trace, tell how many rows."""
+    if args.to in _TRACES:
+        return _write_trace(args, out)
+    if args.key is not None:
+        raise UsageError(f"--key is for traces: {' and '.join(_TRACES)}")
     reader = LogReader(open_log(args.log).path)
     with leaving_at_sigterm():
         rows = export(out.watched(reader, "exporting"), args.to, args.output, force=args.force)
     out.note_end(reader.end)
     out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
     out.facts([(table, count(number, "row")) for table, number in rows.items()])
+    return 0
+
+
+def _write_trace(args: argparse.Namespace, out: Output) -> int:
+    key = secrets.token_bytes(KEY_BYTES) if args.key is None else args.key.read_bytes()
+    with leaving_at_sigterm(), out.progress("exporting") as update:
+        prompts = LoggedPrompts(args.log, update)
+        writer = TraceWriter(prompts, args.to, key)
+        writer.write(args.output, force=args.force)
+    out.note_end(prompts.reader.end)
+    out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
+    out.facts(
+        [("requests", count(writer.lines, "line")), ("blocks", f"{prompts.tokens_per_block:,} tokens each")]
+    )
     return 0

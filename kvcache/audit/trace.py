@@ -1,0 +1,123 @@
+"""A log as a trace that others may get: lengths, times, and numbers that say which prompts begin alike.
+
+The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key nobody can find out whether a text
+that they know was among the prompts, and traces with different keys cannot be joined.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from events.ids import Handle
+from events.types import EpochStarted, Gap, SequenceRemoved
+from kvcache.audit.curve import LoggedPrompt, LoggedPrompts
+from kvcache.audit.export import replacing
+from kvcache.errors import UsageError
+
+TraceForm = Literal["mooncake", "bailian"]
+KEY_BYTES = 32
+_BEGINS: dict[TraceForm, bytes] = {"mooncake": b'{"timestamp":', "bailian": b'{"chat_id":'}
+_MASK = 2**64 - 1
+
+
+class MooncakeLine(msgspec.Struct):
+    """One admission. `timestamp` is in milliseconds since the first."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class BailianLine(msgspec.Struct):
+    """One admission, as a chat of one turn: logs know no sessions. `timestamp` is in seconds since the first."""
+
+    chat_id: int
+    parent_chat_id: int
+    timestamp: float
+    input_length: int
+    output_length: int
+    type: str
+    turn: int
+    hash_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Admission:
+    """One that waits until its output, and those of all before it, are known."""
+
+    ts: int
+    prompt: LoggedPrompt
+    output: int | None = None
+
+
+class TraceWriter:
+    """Writes the admissions of a log, in order, as lines of a trace.
+
+    Args:
+        prompts: Of the log; not iterated over before.
+        form: ``mooncake`` or ``bailian``.
+        key: Of the hashes, at least 16 bytes.
+
+    """
+
+    def __init__(self, prompts: LoggedPrompts, form: TraceForm, key: bytes) -> None:
+        if len(key) < KEY_BYTES // 2:
+            raise UsageError(f"a key of {len(key)} bytes can be guessed: take {KEY_BYTES}")
+        self._prompts, self._form, self._key = prompts, form, key
+        self.lines = 0
+
+    def write(self, path: Path, *, force: bool = False) -> None:
+        """Write all lines to a new file; `force` replaces an earlier trace. Raises what `replacing` raises."""
+        encoder = msgspec.json.Encoder()
+        with replacing(path, force=force, header=_BEGINS[self._form]) as new, new.open("xb") as file:
+            for line in self:
+                file.write(encoder.encode(line) + b"\n")
+            if not self.lines:
+                raise UsageError("the log holds no request yet: there is nothing to export")
+
+    def __iter__(self) -> Iterator[MooncakeLine | BailianLine]:
+        waiting = deque[_Admission]()
+        running: dict[Handle, _Admission] = {}
+        first: int | None = None
+        for batch, prompts in self._prompts.batches():
+            for prompt in prompts:
+                first = batch.ts if first is None else first
+                running[prompt.event.handle] = admission = _Admission(batch.ts - first, prompt)
+                waiting.append(admission)
+            for event in batch.events:
+                if isinstance(event, SequenceRemoved) and event.handle in running:
+                    self._end(running.pop(event.handle), event.num_tokens)
+                elif isinstance(event, Gap | EpochStarted):
+                    for handle in running.keys() - self._prompts.state.sequences.keys():
+                        self._end(running.pop(handle), 0)
+            while waiting and waiting[0].output is not None:
+                yield self._line(waiting.popleft())
+        for handle, admission in running.items():
+            self._end(admission, self._prompts.state.sequences[handle].num_tokens)
+        yield from map(self._line, waiting)
+
+    def _end(self, admission: _Admission, num_tokens: int) -> None:
+        admission.output = max(0, num_tokens - admission.prompt.event.num_tokens)
+
+    def _line(self, admission: _Admission) -> MooncakeLine | BailianLine:
+        event, numbers = admission.prompt
+        hashes = [self._hash((number & _MASK).to_bytes(8, "little")) for number in numbers]
+        if event.num_tokens % self._prompts.tokens_per_block:
+            hashes.append(self._hash(b"end %d" % self.lines))
+        self.lines += 1
+        lengths = event.num_tokens, admission.output or 0
+        ts = max(0, admission.ts)
+        if self._form == "mooncake":
+            return MooncakeLine(ts // 10**6, *lengths, hashes)
+        return BailianLine(self.lines, -1, ts // 10**6 / 1000, *lengths, "text", 1, hashes)
+
+    def _hash(self, content: bytes) -> int:
+        return int.from_bytes(hmac.digest(self._key, content, "sha256")[:8], "big") >> 1
