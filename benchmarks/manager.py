@@ -9,8 +9,8 @@ own thread. Each mode runs in a process of its own, several times and in turn; t
 the machine does can only add to it.
 
 Set otherwise than by default: partial reuse is off, because the peers reuse full blocks; the log is not forced to the
-disk (`fsync="never"`), because waiting for a disk is no CPU time and says nothing about the code; log and feed make the
-engine wait rather than lose batches, so that all of them are encoded.
+disk (`fsync="never"`), because waiting for a disk is no CPU time and says nothing about the code; the log makes
+the engine wait rather than lose batches, and the feed's queue has no bound, so that all of them are encoded.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
 
 @dataclass
 class Replayed:
-    """A state folded from a log, which sinks fold as well (`sinks.base.CacheFold`)."""
+    """A state folded from a log, which sinks fold as well (`sinks.base.StateFold`)."""
 
     state: CacheState = field(default_factory=CacheState)
     last_seq: int = -1

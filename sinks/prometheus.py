@@ -442,15 +442,22 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
                 del self._since[oldest]
                 _hang_up(oldest)
             self._since[request] = time.monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._leave(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; on a thread of its own."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._since.pop(request, None)
+            self._leave(request)
+
+    def _leave(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
 
     def service_actions(self) -> None:
         """Hang up on who is there for too long."""

@@ -155,16 +155,17 @@ def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
                 rest = rest[os.write(descriptor, rest) :]
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, *content: bytes, suffix: str = ".new") -> None:
     """Make `path` a file with this content, for us alone: at any moment a crash leaves the old one or the new.
 
+    `suffix`: of the unfinished file beside it; where several may write at once, each needs one of its own.
     Raises UnsafeFile, OSError.
     """
-    unfinished = path.with_name(path.name + ".new")
+    unfinished = path.with_name(path.name + suffix)
     descriptor = create_file(unfinished)
     try:
         try:
-            write_all(descriptor, [content])
+            write_all(descriptor, list(content))
             sync_file(descriptor)
         finally:
             os.close(descriptor)

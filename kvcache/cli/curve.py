@@ -22,7 +22,9 @@ from kvcache.audit.curve import (
 )
 from kvcache.cli.options import add_shared, add_trace_options, option, positive, seekable
 from kvcache.cli.output import Facts, Output, end_json, pick
+from kvcache.cli.process import leaving_at_sigterm
 from kvcache.config import KVCacheConfig
+from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
 from kvcache.workload.traces import TracePrompts
 
@@ -68,17 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
     add_shared(parser, "json", log="a log directory with token ids, or a trace of requests; -: one on stdin")
     add_trace_options(parser)
-    option(
-        parser,
-        "--tokens-per-block N",
-        "tokens of a block, for a trace with tokens (64)",
-        type=positive,
-        default=64,
-    )
+    option(parser, "--tokens-per-block N", "tokens of a block, for a trace with tokens (64)", type=positive)
     option(
         parser,
         "--sample RATE",
-        f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory",
+        f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory for a log",
         type=_rate,
         default=1.0,
     )
@@ -95,7 +91,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
     recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
-    with out.progress("reading") as update, seekable(args.log) as source:
+    with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
         prompts = _prompts(args, source, update)
         for blocks in prompts:
             recorder.add(blocks)
@@ -119,13 +115,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _prompts(
     args: argparse.Namespace, source: Path, update: Callable[[int], None]
 ) -> LoggedPrompts | TracePrompts:
+    if not source.exists():
+        raise UsageError(f"{source} is not there: give a log directory, or a trace (`kvcache docs traces`)")
     if not source.is_file():
+        of_traces = ("trace_block_size", "tokenizer", "tokens_per_block")
+        if given := [name for name in of_traces if getattr(args, name) is not None]:
+            raise UsageError(f"--{given[0].replace('_', '-')} is for traces, and {source} is a log")
         return LoggedPrompts(source, update)
     return TracePrompts(
         source,
         block_tokens=args.trace_block_size,
         tokenizer=args.tokenizer,
-        tokens_per_block=args.tokens_per_block,
+        tokens_per_block=args.tokens_per_block or 64,
+        shown=str(args.log),
         progress=update,
     )
 

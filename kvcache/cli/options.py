@@ -199,5 +199,7 @@ def _text_in(path: str) -> str:
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as file:
             return file.read(LONGEST_TEXT + 1)
+    except FileNotFoundError:
+        raise UsageError(f"{path} is neither a file nor token ids, such as 5,6,7") from None
     except UnicodeDecodeError:
         return "no numbers"

@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with ExitStack() as opened:
         stop, directory = opened.enter_context(StopSignals()), opened.enter_context(RunDirectory(args, out))
         if args.trace is not None:
-            args.trace = opened.enter_context(seekable(args.trace))
+            args.shown, args.trace = args.trace, opened.enter_context(seekable(args.trace))
         outcome = _Run(args, out, stop).play(directory)
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
@@ -384,12 +384,17 @@ def _open_trace(args: argparse.Namespace, stop: StopSignals) -> RunSource:
     if args.trace.is_dir():
         raise UsageError(f"{args.trace} is a directory: a trace is a file (`kvcache docs traces`)")
     read = partial(
-        read_trace, args.trace, args.limit, block_tokens=args.trace_block_size, tokenizer=args.tokenizer
+        read_trace,
+        args.trace,
+        args.limit,
+        block_tokens=args.trace_block_size,
+        tokenizer=args.tokenizer,
+        shown=str(args.shown),
     )
     sizes = RequestSizes.of(read(), stop)
     if not sizes.requests:
-        raise UsageError(f"{args.trace} holds no requests")
-    return RunSource(args.trace.name, read(), sizes)
+        raise UsageError(f"{args.shown} holds no requests")
+    return RunSource(args.shown.name, read(), sizes)
 
 
 def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:

@@ -7,6 +7,8 @@ durable, and renamed then: it is whole, or what was there before.
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import struct
 from collections import Counter
 from collections.abc import Hashable
@@ -213,7 +215,7 @@ def save(path: Path, tree: ContentTree, sources: Sources) -> None:
         _SavedIndex([_source(source) for source in sources.values()], _runs(tree, sources))
     )
     header = _HEADER.pack(_MAGIC, _VERSION, len(payload), hashlib.sha256(payload).digest())
-    replace_file(path.absolute(), header + payload)
+    replace_file(path.absolute(), header, payload, suffix=f".{os.getpid()}-{secrets.token_hex(4)}.new")
 
 
 def load(path: Path, tree: ContentTree, sources: Sources) -> None:

@@ -1,6 +1,6 @@
 """What a sink may ask of a cache that lives in another process: the state as its log has it, folded beside the sink.
 
-A manager answers such questions from what it holds (`kvcache.record.monitor`). Here the same counters hear the same
+A manager answers such questions from what it holds (`kvcache.record.counting`). Here the same counters hear the same
 events, and gauges are those of the same fold. What never gets into a log is not known: step times, batches that wait
 to be written, and whether the disk refuses them.
 """

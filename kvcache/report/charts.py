@@ -151,7 +151,11 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     data = []
     for at, (name, color) in areas:
         if any(blocks := [sample.filled[shelf][at] for sample in there]):
-            look = {"mode": "lines", "stackgroup": "blocks", "line": {"width": 0.5, "color": color}}
+            look = {
+                "mode": "lines",
+                "stackgroup": "blocks",
+                "line": {"width": 0.5, "color": color, "shape": "hv"},
+            }
             hover = "%{y:,} " + name + "<extra></extra>"
             data.append(_line(name, times, blocks, hover, fillcolor=color, **look))
     top = max((sum(sample.filled[shelf]) for sample in there), default=0)

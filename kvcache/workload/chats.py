@@ -39,8 +39,8 @@ def generate_chats(users: int, seed: int = 0) -> list[TraceRequest]:
     conversations = _Conversations(random)
     start = 0.0
     requests: list[TraceRequest] = []
-    for number in range(users):
-        requests += conversations.generate(number, start)
+    for _ in range(users):
+        requests += conversations.generate(start)
         start += random.expovariate(1 / _ARRIVAL_MS)
     # The sort is stable, so requests of the same millisecond stay in the order of their users.
     return sorted(requests, key=lambda request: request.timestamp)
@@ -53,18 +53,16 @@ class _Conversations:
         self._random = random
         self._next_id = SYSTEM_PROMPTS * SYSTEM_BLOCKS
 
-    def generate(self, number: int, start_ms: float) -> list[TraceRequest]:
+    def generate(self, start_ms: float) -> list[TraceRequest]:
         """Return the turns of one conversation, which begins at `start_ms`."""
         random = self._random
         ids = self._choose_system_prompt()
         length, time, requests = SYSTEM_BLOCKS * TRACE_BLOCK_TOKENS, start_ms, []
-        for turn in range(random.randint(*TURNS)):
+        for _ in range(random.randint(*TURNS)):
             length += random.randint(*QUESTION_TOKENS)
             answer = random.randint(*ANSWER_TOKENS)
             self._extend(ids, length)
-            requests.append(
-                TraceRequest(int(time), length, answer, tuple(ids), session=f"chat-{number}", turn=turn)
-            )
+            requests.append(TraceRequest(int(time), length, answer, tuple(ids)))
             length += answer
             time += random.expovariate(1 / _THINK_MS)
         return requests

@@ -6,10 +6,9 @@ Their form is found by the first line:
 form                  fields                                                            equal prompts by
 ====================  ================================================================  ==============================
 Mooncake, Weka        ``timestamp`` (ms), ``input_length``, ``output_length``,           ``hash_ids``
-                      ``hash_ids``; ``session_id``, ``turn``, ``agent``, ``model``,
-                      ``stop``
-Qwen-Bailian          ``chat_id``, ``parent_chat_id``, ``timestamp`` (s), ``turn``,      ``hash_ids`` of 16 tokens
-                      ``input_length``, ``output_length``, ``hash_ids``
+                      ``hash_ids``; ``model``, ``cache_salt``
+Qwen-Bailian          ``chat_id``, ``timestamp`` (s), ``input_length``,                  ``hash_ids`` of 16 tokens
+                      ``output_length``, ``hash_ids``
 requests in OpenAI's  ``prompt_token_ids``, or ``messages`` (with ``tools``) and a       tokens
 form                  tokenizer; ``timestamp``, ``usage``
 Azure                 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``                   nothing: arrivals only
@@ -20,18 +19,19 @@ file, which is why real services can publish them. The last block is cut to the 
 has is found from the first lines: a line with a length L and N > 1 numbers allows sizes in [L / N, L / (N - 1)), among
 which is one power of two.
 
-Reading streams: a trace of any length takes the memory of its longest line, and a Bailian trace that of its chat ids.
+Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB.
 """
 
 from __future__ import annotations
 
-import csv
+import codecs
 import gzip
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Protocol
@@ -46,8 +46,8 @@ from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, Int32s, prompt_tokens
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is no request; the bound keeps a wrong file from being read into memory whole."""
 BAILIAN_BLOCK_TOKENS = 16
-_LOOKED_AT = 200
-"""Lines from which the size of blocks is found."""
+_LOOKED_AT, _LOOKED_AT_BYTES = 200, 4 * 2**20
+"""Lines, and about how many bytes, from which the size of blocks is found."""
 _SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power != TRACE_BLOCK_TOKENS))
 _MAX_LENGTH = 2**31 - 1
 """Tokens are counted by int32 in many places; no sequence is that long."""
@@ -55,6 +55,8 @@ HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Seconds or milliseconds since 1970."""
 
 
 @dataclass(eq=False, repr=False)
@@ -68,33 +70,29 @@ class TraceError(UsageError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request of a trace, whatever the trace's form. As JSON it is a line in the Mooncake form."""
+    """One request of a trace, whatever the trace's form."""
 
-    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    timestamp: int
     """Arrival in milliseconds after the start of the trace."""
-    input_length: PromptLength
+    input_length: int
     """Tokens of the prompt."""
-    output_length: Length
+    output_length: int
     """Tokens to generate."""
-    hash_ids: tuple[HashId, ...]
+    hash_ids: tuple[int, ...]
     """One number per `block_tokens` prompt tokens, rounded up: the last may stand for fewer. Empty with `tokens`."""
     cache_salt: str | None = None
     """Requests share blocks only if their salts are equal. Published traces have none."""
-    session: str | None = msgspec.field(default=None, name="session_id")
-    """The conversation that it is a turn of."""
-    turn: int | None = None
-    """Its number in the conversation, from 0."""
-    agent: str | None = None
-    model: str | None = None
+    model: str | int | None = None
     """Requests of different models share nothing."""
-    stop: str | None = None
-    """Why the output ended: ``tool_use``, ``end_turn``, ..."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     """How many tokens a number of `hash_ids` stands for."""
-    tokens: tuple[TokenId, ...] | None = None
+    tokens: tuple[int, ...] | None = None
     """The prompt itself, where the trace has it."""
-    reported: Length | None = None
-    """Prompt tokens that the service said it had cached."""
+
+    @property
+    def scope(self) -> str | None:
+        """A salt that requests have in common only if they have both the model and the salt in common."""
+        return self.cache_salt if self.model is None else repr((self.model, self.cache_salt))
 
     def prompt(self, seed: int = 0) -> Int32s:
         """Return the prompt's token ids; `seed` chooses another vocabulary where the trace has none."""
@@ -109,28 +107,44 @@ def read_trace(
     *,
     block_tokens: int | None = None,
     tokenizer: str | Path | None = None,
+    shown: str | None = None,
+    named: bool = False,
 ) -> Iterator[TraceRequest]:
     """Yield the requests of a trace in file order, at most `limit`. Blank lines are skipped.
 
     A file may be compressed (gzip, zstd). `block_tokens`: how many tokens a number of ``hash_ids`` stands for; None:
-    found from the first lines. `tokenizer`: a local directory or ``tokenizer.json``, for prompts that are messages.
+    found from the first lines. `tokenizer`: a local directory, for prompts that are messages. `shown`: what errors call
+    the file. `named`: refuse a trace that does not say which prompts begin alike.
 
-    Raises TraceError at the first line that is no request, OSError if the file cannot be read.
+    Raises TraceError at the first line that is no request, UsageError, OSError if the file cannot be read.
     """
-    shown = str(path)
+    shown = str(path) if shown is None else shown
     with ExitStack() as files:
         lines = ((at, line) for at, line in _lines(_open(Path(path), files), shown) if line.strip())
-        first = next(lines, None)
-        if first is None or limit == 0:
+        first = deque[tuple[int, bytes]]()
+        size = 0
+        while limit != 0 and len(first) < min(limit or _LOOKED_AT, _LOOKED_AT) and size < _LOOKED_AT_BYTES:
+            if (found := next(lines, None)) is None:
+                break
+            first.append(found)
+            size += len(found[1])
+        if not first:
             return
-        peeked = [first, *islice(lines, (_LOOKED_AT if limit is None else min(limit, _LOOKED_AT)) - 1)]
-        parse = _parser_of(shown, peeked, block_tokens, tokenizer)
-        rest = islice(chain(peeked, lines), parse.header_lines, None)
-        for at, line in islice(rest, limit):
+        parse = _parser_of(shown, first, block_tokens, tokenizer)
+        if named and isinstance(parse, _AzureLines):
+            raise UsageError(
+                f"{shown} has arrivals and lengths only: nobody can say which of its prompts begin alike"
+            )
+        for at, line in islice(islice(chain(_drained(first), lines), parse.header_lines, None), limit):
             try:
                 yield parse.request(line)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise TraceError(shown, at, str(error)) from None
+
+
+def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    while lines:
+        yield lines.popleft()
 
 
 class TracePrompts:
@@ -141,7 +155,7 @@ class TracePrompts:
     requests, or one that does not say which prompts begin alike.
 
     Args:
-        path: A trace, as for `read_trace`, which also takes `block_tokens` and `tokenizer`.
+        path: A trace, as for `read_trace`, which also takes `block_tokens`, `tokenizer` and `shown`.
         tokens_per_block: The size of blocks where the trace has tokens; where it has ``hash_ids``, theirs is taken.
         progress: Called with the number of requests so far.
 
@@ -154,14 +168,13 @@ class TracePrompts:
         block_tokens: int | None = None,
         tokenizer: str | Path | None = None,
         tokens_per_block: int = 64,
+        shown: str | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        if not has_names(path):
-            raise UsageError(
-                f"{path} has arrivals and lengths only: nobody can say which of its prompts begin alike"
-            )
-        self._path, self._progress = path, progress
-        self._requests = read_trace(path, block_tokens=block_tokens, tokenizer=tokenizer)
+        self._shown, self._progress = str(path) if shown is None else shown, progress
+        self._requests = read_trace(
+            path, block_tokens=block_tokens, tokenizer=tokenizer, shown=shown, named=True
+        )
         self.tokens_per_block = tokens_per_block
         self.requests = 0
         self._numbers: dict[tuple[int, object], int] = {}
@@ -175,7 +188,10 @@ class TracePrompts:
                 contents: Iterable[object] = request.hash_ids
             else:
                 size, tokens = self.tokens_per_block, request.prompt()
-                contents = (tokens[at : at + size].tobytes() for at in range(0, len(tokens), size))
+                contents = (
+                    blake2b(tokens[at : at + size].tobytes(), digest_size=16).digest()
+                    for at in range(0, len(tokens), size)
+                )
             numbers, last = self._numbers, -1
             path = list[int]()
             for content in chain([(request.model, request.cache_salt)], contents):
@@ -184,14 +200,7 @@ class TracePrompts:
             yield path[1 : 1 + (request.input_length - 1) // self.tokens_per_block]
             self._progress(self.requests)
         if not self.requests:
-            raise UsageError(f"{self._path} holds no requests")
-
-
-def has_names(path: str | Path) -> bool:
-    """Return whether a trace says which prompts begin alike: an Azure trace does not."""
-    with ExitStack() as files:
-        first = next((line for _, line in _lines(_open(Path(path), files), str(path)) if line.strip()), b"")
-    return not first.startswith(_AZURE_HEADER[0].encode())
+            raise UsageError(f"{self._shown} holds no requests")
 
 
 def _open(path: Path, files: ExitStack) -> BinaryIO:
@@ -222,7 +231,7 @@ def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
             raise TraceError(path, number, f"longer than {MAX_LINE_BYTES} bytes; is this a trace?")
         if not line:
             return
-        yield number, line
+        yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 class _Parser(Protocol):
@@ -235,7 +244,7 @@ class _Parser(Protocol):
 
 
 def _parser_of(
-    path: str, lines: Sequence[tuple[int, bytes]], block_tokens: int | None, tokenizer: str | Path | None
+    path: str, lines: deque[tuple[int, bytes]], block_tokens: int | None, tokenizer: str | Path | None
 ) -> _Parser:
     number, first = lines[0]
     if first.startswith(_AZURE_HEADER[0].encode()):
@@ -285,63 +294,61 @@ def _check_blocks(input_length: int, hash_ids: Sequence[int], block_tokens: int)
         )
 
 
+class _MooncakeLine(msgspec.Struct):
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    input_length: PromptLength
+    output_length: Length
+    hash_ids: tuple[HashId, ...]
+    cache_salt: str | None = None
+    model: str | int | None = None
+
+
 class _MooncakeLines:
-    """Requests that are lines already."""
+    """Requests with blocks of any size."""
 
     header_lines = 0
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._decoder = msgspec.json.Decoder(TraceRequest)
+        self._decoder = msgspec.json.Decoder(_MooncakeLine)
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
-        request = self._decoder.decode(line)
-        _check_blocks(request.input_length, request.hash_ids, self._block_tokens)
-        return msgspec.structs.replace(request, block_tokens=self._block_tokens, tokens=None)
+        found = self._decoder.decode(line)
+        _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
+        return TraceRequest(**msgspec.structs.asdict(found), block_tokens=self._block_tokens)
 
 
 class _BailianLine(msgspec.Struct):
-    chat_id: int
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**50)]
     input_length: PromptLength
     output_length: Length
     hash_ids: tuple[HashId, ...]
-    parent_chat_id: int = -1
-    turn: int | None = None
-    type: str | None = None
 
 
 class _BailianLines:
-    """Chats whose turns name the turn before."""
+    """Turns of chats, whose times are seconds."""
 
     header_lines = 0
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._decoder = msgspec.json.Decoder(_BailianLine)
-        self._sessions: dict[int, int] = {}
-        """By chat, the first of its session."""
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
-        session = self._sessions.get(found.parent_chat_id, found.chat_id)
-        self._sessions[found.chat_id] = session
-        return TraceRequest(
-            int(found.timestamp * 1000),
-            found.input_length,
-            found.output_length,
-            found.hash_ids,
-            session=str(session),
-            turn=found.turn,
-            agent=found.type,
-            block_tokens=self._block_tokens,
-        )
+        time, lengths = int(found.timestamp * 1000), (found.input_length, found.output_length)
+        return TraceRequest(time, *lengths, found.hash_ids, block_tokens=self._block_tokens)
 
 
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class _AzureLengths(msgspec.Struct):
+    ContextTokens: PromptLength
+    GeneratedTokens: Length
 
 
 class _AzureLines:
@@ -355,13 +362,14 @@ class _AzureLines:
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
-        row = next(csv.reader([line.decode()]))
+        row = line.decode().strip().split(",")
         if len(row) != len(_AZURE_HEADER):
             raise ValueError(f"{len(row)} columns instead of {', '.join(_AZURE_HEADER)}")
-        time, (prompt, output) = (
-            _time_of(row[0]),
-            msgspec.convert(row[1:], tuple[PromptLength, Length], strict=False),
+        time = _time_of(row[0])
+        found = msgspec.convert(
+            dict(zip(_AZURE_HEADER[1:], row[1:], strict=True)), _AzureLengths, strict=False
         )
+        prompt, output = found.ContextTokens, found.GeneratedTokens
         self._begin = self._begin or time
         blocks = -(-prompt // TRACE_BLOCK_TOKENS)
         self._next_id += blocks
@@ -370,27 +378,20 @@ class _AzureLines:
 
 
 def _time_of(text: str) -> datetime:
-    time = datetime.fromisoformat(text.strip())
+    try:
+        time = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError("the time is not in the form of ISO 8601") from None
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: Length | None = None
-
-
 class _Usage(msgspec.Struct):
-    completion_tokens: Length = 0
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
+    completion_tokens: Length | None = None
 
 
 class _Response(msgspec.Struct):
-    created: float | None = None
+    created: Time | None = None
     usage: _Usage | None = None
-    choices: list[_Choice] = []
 
 
 class _Call(msgspec.Struct):
@@ -399,19 +400,14 @@ class _Call(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     model: str | None = None
     cache_salt: str | None = None
-    session_id: str | None = None
 
 
 class _LoggedCall(msgspec.Struct):
     """What a line of a request log has besides the call's own fields, which may be in an object of their own."""
 
-    timestamp: float | str | None = None
-    created: float | None = None
+    timestamp: Time | str | None = None
     request: _Call | None = None
     response: _Response | None = None
-    usage: _Usage | None = None
-    choices: list[_Choice] = []
-    session_id: str | None = None
 
 
 _MILLISECONDS = 1e11
@@ -424,34 +420,27 @@ class _OpenAILines:
     header_lines = 0
 
     def __init__(self, tokenizer: str | Path | None) -> None:
-        self._decoder, self._calls = msgspec.json.Decoder(_LoggedCall), msgspec.json.Decoder(_Call)
+        self._logged = msgspec.json.Decoder(_LoggedCall)
+        self._calls, self._responses = msgspec.json.Decoder(_Call), msgspec.json.Decoder(_Response)
         self._tokenizer = None if tokenizer is None else ChatTokenizer(tokenizer)
         self._begin: float | None = None
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
-        logged = self._decoder.decode(line)
+        logged = self._logged.decode(line)
         call = logged.request or self._calls.decode(line)
-        response = logged.response or _Response(logged.created, logged.usage, logged.choices)
+        response = logged.response or self._responses.decode(line)
         tokens = self._tokens(call)
-        usage = response.usage or _Usage()
-        details = usage.prompt_tokens_details or _CachedTokens()
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        output = 0 if response.usage is None else response.usage.completion_tokens or 0
         time = logged.timestamp if logged.timestamp is not None else response.created
         return TraceRequest(
-            self._since_begin(time),
-            len(tokens),
-            usage.completion_tokens,
-            (),
-            cache_salt=call.cache_salt,
-            session=call.session_id or logged.session_id,
-            model=call.model,
-            stop=next((each.finish_reason for each in response.choices), None),
-            tokens=tokens,
-            reported=details.cached_tokens,
+            self._since_begin(time), len(tokens), output, (), call.cache_salt, call.model, tokens=tokens
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:
-        if call.prompt_token_ids:
+        if call.prompt_token_ids is not None:
             return call.prompt_token_ids
         if not call.messages:
             raise ValueError("neither prompt_token_ids nor messages: no prompt is known")
@@ -485,10 +474,17 @@ class ChatTokenizer:
             from transformers import AutoTokenizer
         except ImportError:
             raise UsageError("to render messages: pip install 'kvcache[transformers]'") from None
+        if not Path(path).is_dir():
+            raise UsageError(
+                f"{path} is not a directory: a tokenizer is one, with tokenizer.json and a chat template"
+            )
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} holds no tokenizer: {error}") from None
+            # SECURITY: such a directory may bring code along, which is not run.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # noqa: BLE001 - whatever its files hold
+            raise UsageError(f"{path} holds no tokenizer: {type(error).__name__}") from None
         if self._tokenizer.chat_template is None:
             raise UsageError(
                 f"the tokenizer in {path} has no chat template, by which messages become a prompt"

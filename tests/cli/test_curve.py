@@ -234,3 +234,24 @@ def test_traces(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = kvcache("curve", arrivals)
     assert (done.code, done.out) == (2, "")
     assert "arrivals and lengths only" in done.err
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"{bad")))
+    assert "-:1: JSON is malformed" in kvcache("curve", "-").err
+    assert "give a log directory, or a trace" in kvcache("curve", tmp_path / "nothing").err
+
+
+@pytest.mark.parametrize("option", ["--tokens-per-block", "--trace-block-size", "--tokenizer"])
+def test_options_of_traces(kvcache: Kvcache, log: Path, option: str) -> None:
+    """Are refused where there is a log."""
+    assert f"{option} is for traces" in kvcache("curve", log, option, 16).err
+
+
+def test_run_and_curve_keep_models_apart(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Requests of two models share nothing in either."""
+    line = (
+        '{{"timestamp": {}, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2], "model": "{}"}}\n'
+    )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(line.format(at, at % 2) for at in range(4)))
+    assert found(kvcache, trace)["distinct_blocks"] == 2
+    options = ("--no-pools", "--concurrency", 1, "--tokens-per-block", 512, "--json")
+    assert json.loads(kvcache("run", trace, *options).out)["reused_tokens"] == 2 * 1023

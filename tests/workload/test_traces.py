@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events.log.zstd import zstd_module
+from kvcache.errors import UsageError
 from kvcache.workload import traces
-from kvcache.workload.traces import TraceError, TraceRequest, has_names, read_trace
+from kvcache.workload.traces import TraceError, TraceRequest, read_trace
 from tests.support.traces import write_trace
 
 GOOD = '{"timestamp": 27, "input_length": 600, "output_length": 5, "hash_ids": [46, 47]}'
@@ -165,39 +167,35 @@ def test_the_size_of_blocks_is_given(tmp_path: Path) -> None:
         list(read_trace(path, block_tokens=256))
 
 
-def test_agents_traces(tmp_path: Path) -> None:
-    """What says of which session a request is, and why it ended."""
+def test_other_fields_are_ignored(tmp_path: Path) -> None:
+    """Whatever agents' traces, or names that this library uses itself, have in them; the model counts."""
     path = trace(
         tmp_path,
-        '{"timestamp":0,"input_length":600,"output_length":250,"hash_ids":[0,1],"session_id":"s","agent":"main",'
-        '"turn":3,"model":"m","stop":"tool_use"}',
+        '{"timestamp":0,"input_length":600,"output_length":250,"hash_ids":[0,1],"session_id":5,"agent":"main",'
+        '"turn":"3","model":"m","stop":null,"tokens":512,"block_tokens":"x","reported":-1}',
     )
-    (request,) = read_trace(path)
-    assert (request.session, request.turn, request.agent) == ("s", 3, "main")
-    assert (request.model, request.stop) == ("m", "tool_use")
+    assert list(read_trace(path)) == [TraceRequest(0, 600, 250, (0, 1), model="m")]
+
+
+def test_models_share_nothing() -> None:
+    """Requests have a scope in common if they have model and salt in common."""
+    scopes = [
+        TraceRequest(0, 1, 1, (1,), salt, model).scope
+        for salt in (None, "s", "('m', None)")
+        for model in (None, "m", 1, "1")
+    ]
+    assert scopes[0] is None
+    assert len(set(scopes)) == len(scopes) - 1  # a salt may be chosen to look like a model
+    assert TraceRequest(0, 1, 1, (1,), "s").scope == "s"
 
 
 def test_bailians_traces(tmp_path: Path) -> None:
-    """Seconds, blocks of 16 tokens, and sessions that are found by the turn before."""
-    rows = [
-        (1, -1, 61.114, 1, [7, 8]),
-        (2, -1, 61.5, 1, [9, 8]),
-        (3, 1, 70.0, 2, [7, 8, 11]),
-        (4, 3, 71.0, 3, [7]),
-    ]
-    lines = [
-        f'{{"chat_id": {chat}, "parent_chat_id": {parent}, "timestamp": {time}, "input_length": {16 * len(ids)}, '
-        f'"output_length": 5, "type": "text", "turn": {turn}, "hash_ids": {ids}}}'
-        for chat, parent, time, turn, ids in rows
-    ]
-    found = list(read_trace(trace(tmp_path, *lines)))
-    assert [(each.timestamp, each.session, each.turn) for each in found] == [
-        (61114, "1", 1),
-        (61500, "2", 1),
-        (70000, "1", 2),
-        (71000, "1", 3),
-    ]
-    assert {(each.block_tokens, each.agent) for each in found} == {(16, "text")}
+    """Seconds, and blocks of 16 tokens."""
+    line = (
+        '{"chat_id": 1, "parent_chat_id": null, "timestamp": 61.114, "input_length": 32, "output_length": 5, '
+        '"type": "text", "turn": 1, "hash_ids": [7, 8]}'
+    )
+    assert list(read_trace(trace(tmp_path, line))) == [TraceRequest(61114, 32, 5, (7, 8), block_tokens=16)]
 
 
 def test_azures_traces(tmp_path: Path) -> None:
@@ -208,7 +206,8 @@ def test_azures_traces(tmp_path: Path) -> None:
         "2023-11-16 18:17:03.9799600,4808,10",
         "2023-11-16 18:17:04.0319600,3180,8",
     )
-    assert not has_names(path)
+    with pytest.raises(UsageError, match="arrivals and lengths only"):
+        list(read_trace(path, named=True))
     one, other = read_trace(path)
     assert (one.timestamp, one.input_length, one.output_length) == (0, 4808, 10)
     assert (other.timestamp, other.input_length) == (52, 3180)
@@ -217,6 +216,15 @@ def test_azures_traces(tmp_path: Path) -> None:
         TraceError, match=r":2: 1 columns instead of TIMESTAMP, ContextTokens, GeneratedTokens"
     ):
         list(read_trace(trace(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "x")))
+    with pytest.raises(TraceError, match="ContextTokens"):
+        list(
+            read_trace(
+                trace(tmp_path, "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03,x,8")
+            )
+        )
+    for row in ("2023-11-16 18:17:03.97,1\r2,8", f"{'x' * 10**6},1,2", "2023-11-16 18:17:03.97,-1,8"):
+        with pytest.raises(TraceError, match=r":2: .{,100}$"):
+            list(read_trace(trace(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", row)))
 
 
 LOGGED = (
@@ -235,7 +243,7 @@ def test_logged_calls(tmp_path: Path) -> None:
         3,
         7,
     )
-    assert (request.model, request.stop, request.reported) == ("m", "stop", 2)
+    assert request.model == "m"
     assert request.prompt().tolist() == [1, 2, 3]
     flat = '{{"created": {}, "prompt_token_ids": [5], "usage": {{"completion_tokens": 1}}}}'
     times = (1_777_777_777, 1_777_777_778.5, 1_777_777_780_000)
@@ -250,7 +258,10 @@ def test_logged_calls(tmp_path: Path) -> None:
         ('{"timestamp": 1, "request": {}}', "neither prompt_token_ids nor messages"),
         ('{"prompt_token_ids": [1]}', "no timestamp"),
         ('{"timestamp": 1, "prompt_token_ids": [-1]}', "at `$.prompt_token_ids[0]`"),
-        ('{"timestamp": "noon", "prompt_token_ids": [1]}', "Invalid isoformat string"),
+        ('{"timestamp": "noon", "prompt_token_ids": [1]}', "the time is not in the form of ISO 8601"),
+        ('{"timestamp": 1, "prompt_token_ids": []}', "the prompt is empty"),
+        ('{"timestamp": 1e308, "prompt_token_ids": [1]}', "at `$.timestamp`"),
+        ('{"timestamp": "' + "x" * 10**6 + '", "prompt_token_ids": [1]}', "the time is not"),
         ('{"chat_id": 1, "timestamp": 1}', "missing required field `input_length`"),
         ('{"a": 1}', "missing required field `timestamp`"),
     ],
@@ -261,6 +272,7 @@ def test_calls_that_are_no_requests(tmp_path: Path, line: str, reason: str) -> N
         list(read_trace(trace(tmp_path, line)))
     assert caught.value.line == 1
     assert reason in caught.value.reason
+    assert len(caught.value.reason) < 200
 
 
 @pytest.mark.parametrize(
@@ -272,7 +284,19 @@ def test_compressed_traces(tmp_path: Path, packed: Callable[[bytes], bytes]) -> 
     whole = packed(f"{GOOD}\n{GOOD}\n".encode())
     path.write_bytes(whole)
     assert len(list(read_trace(path))) == 2
-    assert has_names(path)
     path.write_bytes(whole[:-9])
     with pytest.raises(TraceError, match="cannot be expanded"):
         list(read_trace(path))
+
+
+def test_first_lines_are_not_kept(tmp_path: Path) -> None:
+    """Of long lines only so many are looked at before the first request comes."""
+    line = b'{"timestamp": 1, "x": "' + b"x" * 2**22 + b'", "prompt_token_ids": [1]}\n'
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(line * 40))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_trace(path)) == 40
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(line)
+    finally:
+        tracemalloc.stop()
