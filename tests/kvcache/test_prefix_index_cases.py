@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,16 @@ class TestSnapshots:
             index.save(tmp_path / "index")
         assert (tmp_path / "index").read_bytes() == before
         assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+    def test_several_may_save_at_once(self, index: PrefixIndex, tmp_path: Path) -> None:
+        """Each save is whole, and what somebody else has put beside the index stays."""
+        path, other = tmp_path / "index", tmp_path / "index.new"
+        other.write_text("mine")
+        with ThreadPoolExecutor(4) as savers:
+            list(savers.map(lambda _: index.save(path), range(100)))
+        PrefixIndex.load(path).check()
+        assert sorted(tmp_path.iterdir()) == [path, other]
+        assert other.read_text() == "mine"
 
     def test_damage_is_told(self, index: PrefixIndex, tmp_path: Path) -> None:
         """Any byte that is changed, and any end that is missing, is an error that names the file."""

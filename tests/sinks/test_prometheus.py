@@ -220,6 +220,24 @@ def test_idle_connections_neither_pile_up_nor_keep_others_out() -> None:
             connection.close()
 
 
+def test_without_a_thread_a_connection_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no thread left for a while: who came then is hung up on, and later ones are served."""
+    with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
+        port, start = sink_of(manager).port, threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if "process_request_thread" in thread.name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with socket.create_connection(("127.0.0.1", port), WAIT) as refused:
+                assert refused.recv(1) == b""
+        assert ("kvcache_requests_total", frozenset({("model", "llama")})) in scraped(port)
+        wait_until(lambda: not sink_of(manager)._server._since)
+
+
 def test_who_asks_for_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one who says a little now and then."""
     monkeypatch.setattr("sinks.prometheus.MAX_SECONDS", 0.3)
