@@ -235,7 +235,8 @@ def test_without_a_thread_a_connection_is_forgotten(monkeypatch: pytest.MonkeyPa
             with socket.create_connection(("127.0.0.1", port), WAIT) as refused:
                 assert refused.recv(1) == b""
         assert ("kvcache_requests_total", frozenset({("model", "llama")})) in scraped(port)
-        wait_until(lambda: not sink_of(manager)._server._since)
+        assert (server := sink_of(manager)._server) is not None
+        wait_until(lambda: not server._since)
 
 
 def test_who_asks_for_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
