@@ -102,11 +102,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if found.logged is not None:
         out.note_end(found.logged.reader.end)
     if args.json:
-        out.json(
-            to_json(found)
-            if found.logged is None
-            else {"log_id": open_log(args.log).log_id, **to_json(found)}
-        )
+        of = {"trace": str(args.log)} if found.logged is None else {"log_id": open_log(args.log).log_id}
+        out.json({**of, **to_json(found)})
     else:
         _show(args.log, found, out)
     return 0

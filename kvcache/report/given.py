@@ -53,6 +53,7 @@ class GivenCurve(msgspec.Struct):
     command: ClassVar[str] = "curve"
     sizes: list[Size]
     log_id: str | None = None
+    trace: str | None = None
     block_requests: _Count = 0
     num_blocks: dict[Literal["primary", "secondary"], _Count] = {}
     knee: _Blocks | None = None
@@ -136,8 +137,9 @@ def understood(given: object, form: type[_Form], what: str) -> _Form:
 
 
 def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> None:
-    """Raise `OtherLog` if what is given says that it is about another log than this one."""
-    if log_id is not None and given.log_id is not None and given.log_id != log_id:
+    """Raise `OtherLog` if what is given says that it is about another log than this one, or about a trace."""
+    of_trace = isinstance(given, GivenCurve) and given.trace is not None
+    if of_trace or (log_id is not None and given.log_id is not None and given.log_id != log_id):
         raise OtherLog(what, given.command)
 
 

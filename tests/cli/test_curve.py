@@ -215,6 +215,11 @@ def test_a_trace_is_what_its_log_is(kvcache: Kvcache, tmp_path: Path) -> None:
             sizes[each["blocks"]]["best_hits"],
         )
     assert of_trace["sizes"][-1]["hits"] > 0
+    (tmp_path / "trace.json").write_text(json.dumps(of_trace))
+    done = kvcache(
+        "report", tmp_path / "log", "--curve", tmp_path / "trace.json", "-o", tmp_path / "page.html"
+    )
+    assert "is about another log" in done.err
 
 
 def test_traces(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,8 @@ def test_without_a_thread_a_connection_is_forgotten(monkeypatch: pytest.MonkeyPa
             with socket.create_connection(("127.0.0.1", port), WAIT) as refused:
                 assert refused.recv(1) == b""
         assert ("kvcache_requests_total", frozenset({("model", "llama")})) in scraped(port)
-        assert (server := sink_of(manager)._server) is not None
+        server = sink_of(manager)._server
+        assert server is not None
         wait_until(lambda: not server._since)
 
 
