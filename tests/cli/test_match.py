@@ -239,7 +239,8 @@ class TestTokens:
     def test_missing_file(self, kvcache: Kvcache, salted: Path) -> None:
         """A file that is not there is named."""
         done = kvcache("match", salted, "--tokens", "/nowhere/p")
-        assert (done.code, done.err) == (2, "kvcache: error: /nowhere/p: No such file or directory\n")
+        says = "/nowhere/p is neither a file nor token ids, such as 5,6,7"
+        assert (done.code, done.err) == (2, f"kvcache: error: {says}\n")
 
     def test_one_prompt_is_needed(self, kvcache: Kvcache, salted: Path) -> None:
         """Neither both ways of giving a prompt, nor none."""
