@@ -194,7 +194,7 @@ class TracePrompts:
                 )
             numbers, last = self._numbers, -1
             path = list[int]()
-            for content in chain([(request.model, request.cache_salt)], contents):
+            for content in chain([request.scope], contents):
                 last = numbers.setdefault((last, content), len(numbers))
                 path.append(last)
             yield path[1 : 1 + (request.input_length - 1) // self.tokens_per_block]
