@@ -6,7 +6,7 @@ Their form is found by the first line:
 form                  fields                                                            equal prompts by
 ====================  ================================================================  ==============================
 Mooncake, Weka        ``timestamp`` (ms), ``input_length``, ``output_length``,           ``hash_ids``
-                      ``hash_ids``; ``model``, ``cache_salt``
+                      ``hash_ids``; ``model``, ``cache_salt``, ``stop``
 Qwen-Bailian          ``chat_id``, ``timestamp`` (s), ``input_length``,                  ``hash_ids`` of 16 tokens
                       ``output_length``, ``hash_ids``
 requests in OpenAI's  ``prompt_token_ids``, or ``messages`` (with ``tools``) and a       tokens
@@ -88,6 +88,8 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many tokens a number of `hash_ids` stands for."""
     tokens: tuple[int, ...] | None = None
     """The prompt itself, where the trace has it."""
+    stop: str | None = None
+    """Why the output ended, in the trace's own words, as ``tool_use`` or ``end_turn``; None: not known."""
 
     @property
     def scope(self) -> str | None:
@@ -301,6 +303,7 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: tuple[HashId, ...]
     cache_salt: str | None = None
     model: str | int | None = None
+    stop: Any = None
 
 
 class _MooncakeLines:
@@ -316,6 +319,7 @@ class _MooncakeLines:
         """Decode a line."""
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
+        found.stop = found.stop if isinstance(found.stop, str) and found.stop else None
         return TraceRequest(**msgspec.structs.asdict(found), block_tokens=self._block_tokens)
 
 

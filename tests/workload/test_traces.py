@@ -177,6 +177,17 @@ def test_other_fields_are_ignored(tmp_path: Path) -> None:
     assert list(read_trace(path)) == [TraceRequest(0, 600, 250, (0, 1), model="m")]
 
 
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [('"tool_use"', "tool_use"), ('"end_turn"', "end_turn"), ('""', None), ("null", None), ('["\\n"]', None)],
+)
+def test_the_stop_reason_of_a_request(tmp_path: Path, stop: str, expected: str | None) -> None:
+    """What is no text, as a list of stop sequences, is not a reason."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"timestamp":0,"input_length":600,"output_length":2,"hash_ids":[0,1],"stop":{stop}}}')
+    assert list(read_trace(path)) == [TraceRequest(0, 600, 2, (0, 1), stop=expected)]
+
+
 def test_models_share_nothing() -> None:
     """Requests have a scope in common if they have model and salt in common."""
     scopes = [
