@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,14 +26,28 @@ import numpy as np
 from events.errors import EventDecodeError
 from events.packed import HANDLE_BYTES, NAME_BYTES, TOKEN_BYTES, Packed, broken_column, names_of_keys
 from events.structs import LEVEL_NAMES, Spelled
-from events.types import AnyEvent, EventBatch, FeedStored, TokensAppended
+from events.types import AnyEvent, EventBatch, FeedStored, SequenceAdded, TokensAppended
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
-encode_batch: Callable[[EventBatch], bytes] = _ENCODER.encode
-"""The batch as msgpack. Equal batches give equal bytes."""
+_added_fields = attrgetter(*SequenceAdded.__struct_fields__[:-2])
+"""Those that are written of a request without `session` and `labels`: logs without these are no larger for them."""
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """Encode the batch as msgpack. Equal batches give equal bytes."""
+    if SequenceAdded in map(type, batch.events):
+        return _ENCODER.encode([batch.seq, batch.ts, [*map(_shortened, batch.events)]])
+    return _ENCODER.encode(batch)
+
+
+def _shortened(event: AnyEvent) -> AnyEvent | tuple[Any, ...]:
+    """The event, or what it is written as without the fields at its end that say nothing."""
+    if type(event) is not SequenceAdded or event.session is not None or event.labels is not None:
+        return event
+    return ("SequenceAdded", *_added_fields(event))
 
 
 def decode_batch(data: bytes | memoryview) -> EventBatch:
@@ -120,7 +135,8 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
     checksums, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
     begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels
     are "primary" and "secondary", and what is one for each level an object with these two. What is left out is None:
-    tokens, counts of one each, names where blocks have none. An event has its name under "type". With `tokens` False,
+    tokens, counts of one each, names where blocks have none; a session and labels that a request does not have are not
+    there at all. An event has its name under "type". With `tokens` False,
     token ids are taken out as in `without_tokens`.
     Raises EventDecodeError if a column is no whole number of entries.
     """
@@ -172,7 +188,16 @@ def _struct(struct_type: type[msgspec.Struct]) -> _Speller:
         )
     if "block_hashes" in hints:
         spellers.append(("names", "block_hashes", lambda hashes, _: list(map(_spell_short, hashes))))
-    return lambda value, size: {name: spell(getattr(value, source), size) for name, source, spell in spellers}
+    rare = [name for name, hint in hints.items() if Spelled("rare") in typing.get_args(hint)]
+
+    def spell_struct(value: Any, size: int) -> dict[str, Any]:
+        spelled = {name: spell(getattr(value, source), size) for name, source, spell in spellers}
+        for name in rare:
+            if spelled[name] is None:
+                del spelled[name]
+        return spelled
+
+    return spell_struct
 
 
 def _speller(hint: Any) -> _Speller:
@@ -257,6 +282,7 @@ _FORMS: dict[str, _Speller] = {
     "json": _spell_json,
     "hash": _spell_hash,
     "fields": _spell_fields,
+    "rare": lambda value, _: value,
 }
 
 

@@ -53,7 +53,7 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     ev.ContextComputed: lambda _: 0,
     ev.BlocksDetached: lambda e: len(e.handles) + len(e.counts) + len(e.slots) + len(e.freed),
     ev.BlocksReturned: lambda e: len(e.handles) + len(e.counts) + len(e.slots),
-    ev.SequenceAdded: lambda e: len(e.tokens),
+    ev.SequenceAdded: lambda e: len(e.tokens) + (OBJECT_BYTES if e.labels else 0),
     ev.SlotsTaken: lambda e: len(e.indices) + len(e.slots),
     ev.SlotsLeft: lambda e: len(e.indices) + len(e.slots),
     ev.SlotsNamed: lambda e: len(e.slots) + len(e.keys) + len(e.positions),

@@ -19,13 +19,18 @@ LEVEL_NAMES = ("primary", "secondary")
 class Spelled:
     """Marks a field that JSON spells otherwise than its type says."""
 
-    form: Literal["level", "json", "tokens", "hash", "fields"]
+    form: Literal["level", "json", "tokens", "hash", "fields", "rare"]
+    """``rare``: nearly always None, and left out then; also of bytes, at the end of an event."""
 
 
 Level = Annotated[LevelIndex, Spelled("level")]
 """A level; in JSON by its name."""
 JsonText = Annotated[str, Spelled("json")]
 """A JSON object as text; in JSON the object."""
+
+
+Session = Annotated[str | None, Spelled("rare")]
+Labels = Annotated[dict[str, str] | None, Spelled("rare")]
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

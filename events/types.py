@@ -26,7 +26,7 @@ from events.structs import Event as Event
 from events.structs import GroupCreated as GroupCreated
 from events.structs import GroupExported as GroupExported
 from events.structs import Inherited as Inherited
-from events.structs import JsonText, Level, Spelled
+from events.structs import JsonText, Labels, Level, Session, Spelled
 from events.structs import Namespace as Namespace
 from events.structs import Pages as Pages
 from events.structs import PinExported as PinExported
@@ -268,6 +268,10 @@ class SequenceAdded(Event, frozen=True):
     reused_external: int = 0
     """Tokens after `reused` that are to be loaded from outside of this cache, as by a connector: they count as computed
     when `ContextComputed` says so."""
+    session: Session = None
+    """The conversation or agent's run of which it is a turn, as the engine calls it."""
+    labels: Labels = None
+    """What else the engine says of it, such as its tenant: at most 8, by name."""
 
 
 class EncoderAdded(Event, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,6 +113,43 @@ def checked_request_id(value: object) -> RequestId:
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return checked_integer(value, "an integer request id")
     raise UsageError(f"a request id must be a string or an integer, not {type(value).__name__}")
+
+
+_LONGEST_VALUE, _LONGEST_NAME, _MOST_LABELS = 256, 64, 8
+"""Characters of a session and of a label's value, of a label's name; and labels of a request."""
+
+
+def checked_session(value: object) -> str:
+    """A plain str of bounded size."""
+    return _checked_short(value, "a session", _LONGEST_VALUE)
+
+
+def checked_labels(value: object) -> dict[str, str] | None:
+    """A few names with their values, by name; None for no labels."""
+    if not isinstance(value, Mapping):
+        raise UsageError(f"labels must be a mapping of names to values, not {type(value).__name__}")
+    try:
+        items = list(value.items())
+    except UsageError:
+        raise
+    except Exception:  # noqa: BLE001
+        raise UsageError(f"labels cannot be read from {type(value).__name__}") from None
+    if len(items) > _MOST_LABELS:
+        raise UsageError(f"a request must have at most {_MOST_LABELS} labels, not {len(items)}")
+    checked = {
+        _checked_short(name, "a label's name", _LONGEST_NAME): _checked_short(
+            each, "a label's value", _LONGEST_VALUE
+        )
+        for name, each in items
+    }
+    return dict(sorted(checked.items())) or None
+
+
+def _checked_short(value: object, what: str, longest: int) -> str:
+    text = checked_text(value, what)
+    if not 0 < len(text) <= longest:
+        raise UsageError(f"{what} must have 1 to {longest} characters, not {len(text)}")
+    return text
 
 
 def time_from(wall_ns: Callable[[], int]) -> int:
@@ -489,6 +526,11 @@ class Request:
     """For encoder-decoder models, which need it (`cross_kv_cache_fraction`): what the encoder reads, or numbers that
     stand for it, one for each place that has K/V. What is computed depends on all of it, so requests share blocks only
     where it is equal."""
+    session: str | None = None
+    """The conversation or agent's run of which it is a turn: 1 to 256 characters. Only recorded."""
+    labels: Mapping[str, str] | None = None
+    """What else is to be known of it in logs, such as its tenant: at most 8, names of 1 to 64 characters with values of
+    1 to 256. Only recorded."""
 
 
 _fields = attrgetter(*Request.__dataclass_fields__)
@@ -516,6 +558,8 @@ class CheckedRequest(NamedTuple):
     retention: structs.StatedRetention | None = None
     reserve_tokens: int | None = None
     encoder: EncoderInput | None = None
+    session: str | None = None
+    labels: dict[str, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -587,6 +631,8 @@ class RequestChecker:
         retention: Any,
         reserve_tokens: Any,
         encoder_tokens: Any,
+        session: Any,
+        labels: Any,
     ) -> CheckedRequest:
         request_id = checked_request_id(request_id)
         own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
@@ -615,6 +661,8 @@ class RequestChecker:
             checked_retention(retention),
             reserve_tokens,
             encoder,
+            None if session is None else checked_session(session),
+            None if labels is None else checked_labels(labels),
         )
 
     def with_encoder(

@@ -14,7 +14,7 @@ in two parts: `tables`, for attention kernels, and `scheduling`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -334,6 +334,8 @@ class KVCacheManager(EventSourced):
         retention: Retention | None = None,
         reserve_tokens: int | None = None,
         encoder_tokens: Tokens | None = None,
+        session: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
@@ -353,6 +355,8 @@ class KVCacheManager(EventSourced):
             retention,
             reserve_tokens,
             encoder_tokens,
+            session,
+            labels,
         )
         return self._admit([checked], [cache_salt])[0]
 

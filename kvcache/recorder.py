@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Literal
 
@@ -166,6 +166,8 @@ class Recorder(EventSourced):
         extra_ids: Tokens | None = None,
         resumed: bool = False,
         external: int = 0,
+        session: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         """A request was admitted with all its tokens so far, and reuses these cached blocks, from its first one on.
 
@@ -176,7 +178,7 @@ class Recorder(EventSourced):
         `allocated` says.
         """
         given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
-        request = self._checker.check_one(*given, None, None, None)
+        request = self._checker.check_one(*given, None, None, None, session, labels)
         blocks, targets = listed_blocks(reused), listed_blocks(onto)
         lower = listed_blocks(onboarded)
         slots, below, free = self._ids.slots(blocks), self._lower_ids.slots(lower), self._ids.slots(targets)
@@ -219,6 +221,8 @@ class Recorder(EventSourced):
                 reused_partial=0,
                 resumed=request.resumed,
                 reused_external=external,
+                session=request.session,
+                labels=request.labels,
             )
         )
         sequence = self.state.sequences[handle]

@@ -232,6 +232,8 @@ class BlockManager:
                 resumed=request.resumed,
                 retention=request.retention,
                 clock=time,
+                session=request.session,
+                labels=request.labels,
             )
         )
         sequence = self._state.sequences[handle]

@@ -6,11 +6,13 @@ Their form is found by the first line:
 form                  fields                                                            equal prompts by
 ====================  ================================================================  ==============================
 Mooncake, Weka        ``timestamp`` (ms), ``input_length``, ``output_length``,           ``hash_ids``
-                      ``hash_ids``; ``model``, ``cache_salt``, ``stop``
+                      ``hash_ids``; ``model``, ``cache_salt``, ``session_id``,
+                      ``agent``, ``tenant``, ``stop``
 Qwen-Bailian          ``chat_id``, ``timestamp`` (s), ``input_length``,                  ``hash_ids`` of 16 tokens
-                      ``output_length``, ``hash_ids``
+                      ``output_length``, ``hash_ids``; ``parent_chat_id``
 requests in OpenAI's  ``prompt_token_ids``, or ``messages`` (with ``tools``) and a       tokens
-form                  tokenizer; ``timestamp``, ``usage``
+form                  tokenizer; ``timestamp``, ``usage``; ``metadata``,
+                      ``prompt_cache_key``, ``user``
 Azure                 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``                   nothing: arrivals only
 ====================  ================================================================  ==============================
 
@@ -90,6 +92,10 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The prompt itself, where the trace has it."""
     stop: str | None = None
     """Why the output ended, in the trace's own words, as ``tool_use`` or ``end_turn``; None: not known."""
+    session: str | None = None
+    """The conversation or agent's run of which it is a turn."""
+    labels: dict[str, str] | None = None
+    """Its ``agent``, ``tenant`` and ``user``, as far as the trace has them."""
 
     @property
     def scope(self) -> str | None:
@@ -304,6 +310,9 @@ class _MooncakeLine(msgspec.Struct):
     cache_salt: str | None = None
     model: str | int | None = None
     stop: Any = None
+    session_id: Any = None
+    agent: Any = None
+    tenant: Any = None
 
 
 class _MooncakeLines:
@@ -319,32 +328,64 @@ class _MooncakeLines:
         """Decode a line."""
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
-        found.stop = found.stop if isinstance(found.stop, str) and found.stop else None
-        return TraceRequest(**msgspec.structs.asdict(found), block_tokens=self._block_tokens)
+        return TraceRequest(
+            found.timestamp,
+            found.input_length,
+            found.output_length,
+            found.hash_ids,
+            found.cache_salt,
+            found.model,
+            self._block_tokens,
+            session=_name(found.session_id),
+            labels=_labels(agent=found.agent, tenant=found.tenant),
+            stop=_name(found.stop),
+        )
+
+
+_LONGEST_NAME = 256
+
+
+def _name(value: object) -> str | None:
+    """What a session or a label is called: whatever is neither text nor a number is no name."""
+    text = str(value)[:_LONGEST_NAME] if isinstance(value, str | int) else ""
+    return text or None
+
+
+def _labels(**given: object) -> dict[str, str] | None:
+    return {name: text for name, value in given.items() if (text := _name(value)) is not None} or None
 
 
 class _BailianLine(msgspec.Struct):
+    chat_id: int | str
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**50)]
     input_length: PromptLength
     output_length: Length
     hash_ids: tuple[HashId, ...]
+    parent_chat_id: int | str | None = None
 
 
 class _BailianLines:
-    """Turns of chats, whose times are seconds."""
+    """Turns of chats, whose times are seconds. Each names the one before; the first one's number is the session."""
 
     header_lines = 0
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._decoder = msgspec.json.Decoder(_BailianLine)
+        self._first: dict[int | str, int | str] = {}
+        """By each turn that has one before, the first one."""
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
         time, lengths = int(found.timestamp * 1000), (found.input_length, found.output_length)
-        return TraceRequest(time, *lengths, found.hash_ids, block_tokens=self._block_tokens)
+        first, before = found.chat_id, found.parent_chat_id
+        if before not in (None, -1):
+            first = self._first[found.chat_id] = self._first.get(before, before)
+        return TraceRequest(
+            time, *lengths, found.hash_ids, block_tokens=self._block_tokens, session=_name(first)
+        )
 
 
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -404,6 +445,9 @@ class _Call(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     model: str | None = None
     cache_salt: str | None = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
 
 
 class _LoggedCall(msgspec.Struct):
@@ -439,8 +483,17 @@ class _OpenAILines:
             raise ValueError("the prompt is empty")
         output = 0 if response.usage is None else response.usage.completion_tokens or 0
         time = logged.timestamp if logged.timestamp is not None else response.created
+        about = call.metadata if isinstance(call.metadata, dict) else {}
         return TraceRequest(
-            self._since_begin(time), len(tokens), output, (), call.cache_salt, call.model, tokens=tokens
+            self._since_begin(time),
+            len(tokens),
+            output,
+            (),
+            call.cache_salt,
+            call.model,
+            tokens=tokens,
+            session=_name(about.get("session_id")) or _name(call.prompt_cache_key),
+            labels=_labels(agent=about.get("agent"), tenant=about.get("tenant"), user=call.user),
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:

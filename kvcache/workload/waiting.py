@@ -158,5 +158,7 @@ class WaitingLine(Line):
         prompt = request.prompt(self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
-        admitted = Request(index, prompt, cache_salt=request.scope)
+        admitted = Request(
+            index, prompt, cache_salt=request.scope, session=request.session, labels=request.labels
+        )
         self._ready.append(Waiting(admitted, outputs, blocks, request.timestamp))

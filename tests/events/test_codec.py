@@ -7,6 +7,7 @@ import json
 import typing
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -69,6 +70,8 @@ def fields(hint: Any) -> st.SearchStrategy[Any]:
         if arguments[1] is ...:
             return st.lists(fields(arguments[0]), max_size=3).map(tuple)
         return st.tuples(*map(fields, arguments))
+    if typing.get_origin(hint) is dict:
+        return st.from_type(hint)
     if arguments:
         return st.one_of(*map(fields, arguments))
     if hasattr(hint, "__struct_fields__"):
@@ -97,6 +100,22 @@ def test_any_batch_survives_both_encodings(item: EventBatch) -> None:
     """Whatever the schema allows comes back equal from bytes and from JSON."""
     assert decode_batch(encode_batch(item)) == item
     assert from_json(to_json(item, KEY_BYTES)) == item
+
+
+def test_a_request_without_session_and_labels_is_written_without_them() -> None:
+    """Neither its bytes nor its JSON have a place for them; with one of them, bytes have both."""
+    plain = SequenceAdded(Handle(1), "r", Namespace(), 1, b"", 0, (0,), (0,), 0)
+    fields = len(SequenceAdded.__struct_fields__)
+    for added, length, there in [
+        (plain, fields - 1, set()),
+        (msgspec.structs.replace(plain, session="s"), fields + 1, {"session"}),
+        (msgspec.structs.replace(plain, labels={"tenant": "t"}), fields + 1, {"labels"}),
+    ]:
+        batch = EventBatch(0, 0, (added,))
+        ((written,),) = msgspec.msgpack.decode(encode_batch(batch))[2:]
+        assert len(written) == length  # with the tag
+        assert to_dict(added, 0).keys() & {"session", "labels"} == there
+        assert decode_batch(encode_batch(batch)) == batch == from_json(to_json(batch, 0))
 
 
 @given(ANY_BATCH)

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from events.log import LogReader
+from events.types import SequenceAdded
 from kvcache import errors
 from kvcache.device import memory
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
@@ -86,6 +88,46 @@ def test_what_is_no_request_id_names_no_request(method: str, request_id: Any) ->
     """Neither what cannot be hashed or compared nor what equals an id (True, 1.0) stands for a request."""
     manager = cache()
     refused(manager, lambda: BY_ID[method](manager, request_id))
+
+
+NO_LABELS: list[Any] = [
+    "tenant", ["tenant"], {"tenant": 1}, {1: "t"}, {"": "t"}, {"tenant": ""}, {"x" * 65: "t"}, {"tenant": "t" * 257},
+    {f"name {number}": "t" for number in range(9)}, {"tenant": "\ud800"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("session", [7, b"s", "", "s" * 257, "\ud800"], ids=repr)
+def test_what_is_no_session_is_refused(session: Any) -> None:
+    """As one of a request alone and in a batch."""
+    manager = cache()
+    refused(manager, lambda: manager.add_sequence("b", [1], session=session))
+    refused(manager, lambda: manager.add_sequences([Request("b", [1], session=session)]))
+
+
+@pytest.mark.parametrize("labels", NO_LABELS, ids=lambda value: repr(value)[:20])
+def test_what_are_no_labels_is_refused(labels: Any) -> None:
+    """Their number, names and values are bounded."""
+    manager = cache()
+    refused(manager, lambda: manager.add_sequence("b", [1], labels=labels))
+    refused(manager, lambda: manager.add_sequences([Request("b", [1], labels=labels)]))
+
+
+def test_session_and_labels_are_recorded_and_decide_nothing() -> None:
+    """They are in the event that admits the request, by name; the state is that of a cache without them."""
+    manager, other = cache(), cache()
+    manager.add_sequence(
+        "b", [1, 2, 3], session="s" * 256, labels=MappingProxyType({"tenant": "t", "agent": "a"})
+    )
+    manager.add_sequence("c", [1, 2, 3], labels={})
+    other.add_sequence("b", [1, 2, 3])
+    other.add_sequence("c", [1, 2, 3])
+    added = [each for each in manager.bus.pending if isinstance(each, SequenceAdded)]
+    assert [(each.session, each.labels) for each in added] == [
+        ("s" * 256, {"agent": "a", "tenant": "t"}),
+        (None, None),
+    ]
+    assert list(added[0].labels or {}) == ["agent", "tenant"]
+    assert manager.fingerprint() == other.fingerprint()
 
 
 @pytest.mark.parametrize("counts", [None, [1]])

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from events.log import LogReader, LogWriter
-from events.types import CacheCreated, EndReason, SequenceRemoved
+from events.types import CacheCreated, EndReason, SequenceAdded, SequenceRemoved
 from kvcache import Recorder
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit, audit_batches
@@ -147,6 +147,20 @@ def test_the_variable_is_overruled(make: Make, monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "log").exists()
     assert '"model":"m"' in created(tmp_path / "other").config
     assert "SequenceAdded" in (tmp_path / "sink.jsonl").read_text()
+
+
+def test_requests_have_vllms_sessions(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A very long one, as clients may choose it, is told by its beginning and a digest; an empty one is none."""
+    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
+    scheduler = make()
+    for name, session in [("a", "chat 1"), ("b", "x" * 300), ("c", "x" * 301), ("d", "")]:
+        scheduler.serve(Request(name, PROMPT, session_id=session))
+    scheduler.shutdown()
+    events = [each for batch in LogReader(tmp_path / "log") for each in batch.events]
+    first, *long, none = [each.session for each in events if isinstance(each, SequenceAdded)]
+    assert (first, none) == ("chat 1", None)
+    assert len({each[:191] for each in long if each}) == 1
+    assert len(set(long)) == 2
 
 
 def test_sinks_need_no_log(make: Make, tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ def from_json(line: str | bytes) -> EventBatch:
 
 
 def _fields(kind: type[msgspec.Struct], said: dict[str, Any]) -> list[Any]:
-    """What a struct is made of, up to the first field that is not there."""
+    """What a struct is made of, up to the first field that is not there; those that are left out as None are None."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return [_value(hints[name], said[name]) for name in kind.__struct_fields__ if name in said]
+    rare = {name: None for name, hint in hints.items() if Spelled("rare") in typing.get_args(hint)}
+    there = rare | said if rare.keys() & said.keys() else said
+    return [_value(hints[name], there[name]) for name in kind.__struct_fields__ if name in there]
 
 
 def _value(hint: Any, said: Any) -> Any:
@@ -46,6 +48,8 @@ def _value(hint: Any, said: Any) -> Any:
 
 def _marked(hint: Any, mark: Any, said: Any) -> Any:
     if isinstance(mark, Spelled):
+        if mark.form == "rare":
+            return said
         if mark.form == "tokens":
             return _value(hint, said or [])
         if mark.form == "hash":

@@ -80,7 +80,9 @@ def _of(kind: type[msgspec.Struct], parts: dict[str, Schema], tag: str | None = 
     if {"keys", "block_hashes"} & hints.keys():
         properties["names"] = _NAMES
     says = (kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-    return {"description": says, "type": "object", "properties": properties, "required": [*properties]}
+    rare = [name for name, hint in hints.items() if Spelled("rare") in typing.get_args(hint)]
+    required = [name for name in properties if name not in rare]
+    return {"description": says, "type": "object", "properties": properties, "required": required}
 
 
 def _schema(hint: Any, parts: dict[str, Schema]) -> Schema:
@@ -102,6 +104,8 @@ def _schema(hint: Any, parts: dict[str, Schema]) -> Schema:
         return {"$ref": f"#/$defs/{hint.__name__}"}
     if isinstance(hint, type) and issubclass(hint, Enum):
         return {"enum": [value.value for value in hint]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], parts)}
     return _PLAIN[hint]
 
 
@@ -110,4 +114,7 @@ def _marked(hint: Any, mark: Packed | Spelled, parts: dict[str, Schema]) -> Sche
         return _COLUMNS[mark.item]
     if mark.form == "tokens":
         return {"anyOf": [_schema(hint, parts), {"type": "null"}]}
+    if mark.form == "rare":
+        (some,) = [each for each in typing.get_args(hint) if each is not type(None)]
+        return _schema(some, parts)
     return _FORMS[mark.form]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
@@ -174,7 +175,8 @@ def test_other_fields_are_ignored(tmp_path: Path) -> None:
         '{"timestamp":0,"input_length":600,"output_length":250,"hash_ids":[0,1],"session_id":5,"agent":"main",'
         '"turn":"3","model":"m","stop":null,"tokens":512,"block_tokens":"x","reported":-1}',
     )
-    assert list(read_trace(path)) == [TraceRequest(0, 600, 250, (0, 1), model="m")]
+    expected = TraceRequest(0, 600, 250, (0, 1), model="m", session="5", labels={"agent": "main"})
+    assert list(read_trace(path)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,39 @@ def test_bailians_traces(tmp_path: Path) -> None:
         '{"chat_id": 1, "parent_chat_id": null, "timestamp": 61.114, "input_length": 32, "output_length": 5, '
         '"type": "text", "turn": 1, "hash_ids": [7, 8]}'
     )
-    assert list(read_trace(trace(tmp_path, line))) == [TraceRequest(61114, 32, 5, (7, 8), block_tokens=16)]
+    expected = TraceRequest(61114, 32, 5, (7, 8), block_tokens=16, session="1")
+    assert list(read_trace(trace(tmp_path, line))) == [expected]
+
+
+def test_a_chat_of_bailians_is_a_session(tmp_path: Path) -> None:
+    """Named by its first turn; of one that is not in the trace by the earliest turn that is named."""
+    line = (
+        '{{"chat_id": {}, "parent_chat_id": {}, "timestamp": 0, "input_length": 1, "output_length": 1, '
+        '"hash_ids": [1]}}'
+    )
+    turns = [(5, -1), (6, 5), (7, -1), (8, 6), (9, 3), (10, 9), (11, 7), (12, "null")]
+    found = read_trace(trace(tmp_path, *(line.format(*turn) for turn in turns)))
+    assert [each.session for each in found] == ["5", "5", "7", "5", "3", "3", "7", "12"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "session", "labels"),
+    [
+        ({}, None, None),
+        ({"prompt_cache_key": "k", "user": "u"}, "k", {"user": "u"}),
+        ({"metadata": {"session_id": 7, "agent": "a"}, "prompt_cache_key": "k"}, "7", {"agent": "a"}),
+        ({"metadata": {"session_id": "", "tenant": "t", "agent": {}}}, None, {"tenant": "t"}),
+        ({"metadata": "m", "prompt_cache_key": 1.5, "user": "x" * 300}, None, {"user": "x" * 256}),
+    ],
+)
+def test_sessions_and_labels_of_calls(
+    tmp_path: Path, fields: dict[str, object], session: str | None, labels: dict[str, str] | None
+) -> None:
+    """What is neither text nor a number is no name, and whatever else is there is passed over."""
+    call = {"prompt_token_ids": [1], **fields}
+    for line in ({"timestamp": 1, **call}, {"timestamp": 1, "request": call}):
+        (found,) = read_trace(trace(tmp_path, json.dumps(line)))
+        assert (found.session, found.labels) == (session, labels)
 
 
 def test_azures_traces(tmp_path: Path) -> None:

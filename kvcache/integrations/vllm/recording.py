@@ -23,7 +23,7 @@ _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
-_LONGEST_NAME = 512
+_LONGEST_NAME, _LONGEST_SESSION = 512, 191
 _id_of = attrgetter("block_id")
 
 
@@ -364,6 +364,7 @@ class Recording:
             multimodal=_items(request.mm_features) + self._embeddings(request),
             resumed=resumed,
             external=running.external,
+            session=None if not request.session_id else _bounded(request.session_id, _LONGEST_SESSION),
         )
         self._running[running.id] = self._prefilling[running.id] = running
         self._look_anew()
@@ -571,10 +572,12 @@ def _text(text: str) -> str:
 
 def name_of(request: Any) -> str:
     """What a log calls a request: its id or, as clients choose it, the beginning of a very long one."""
-    name = _text(request.request_id)
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()}"
+    return _bounded(request.request_id, _LONGEST_NAME)
+
+
+def _bounded(name: str, longest: int) -> str:
+    name = _text(name)
+    return name if len(name) <= longest else f"{name[:longest]}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def _items(features: Any) -> list[MultimodalItem]:

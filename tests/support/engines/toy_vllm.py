@@ -32,7 +32,7 @@ class Request:
         self.num_prompt_tokens, self.all_token_ids = len(tokens), list(tokens)
         self._output_token_ids: list[int] = []
         self.num_computed_tokens = self.num_preemptions = 0
-        self.lora_request = self.cache_salt = self.prompt_embeds = None
+        self.lora_request = self.cache_salt = self.prompt_embeds = self.session_id = None
         self.mm_features: list[Any] = []
         self.resumable, self.hash_bytes = False, 32
         self.skip_reading_prefix_cache = False
