@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 from tests.support.commands import Play
 from tests.support.examples import snippet, snippets, source
 from tests.support.places import ROOT
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
 
 
@@ -45,9 +48,10 @@ def test_tiny_llm(play: Play) -> None:
     assert (engine.end_lineno or 0) - engine.lineno < 80
 
 
-def test_readme_example_runs(play: Play) -> None:
-    """The example of the interface runs as it stands, reuses the first prompt, and leaves no file behind."""
-    done = play(snippet(README, "python", "KVCacheManager"))
+@pytest.mark.parametrize("page", [README, TOUR], ids=["readme", "tour"])
+def test_example_of_the_interface_runs(play: Play, page: str) -> None:
+    """It runs as it stands, reuses the first prompt, and leaves no file behind."""
+    done = play(snippet(page, "python", "KVCacheManager"))
     assert done.err == ""
     assert done.out.splitlines() == [
         "request-1: 0 of 100 prompt tokens were reused",
