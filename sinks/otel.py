@@ -2,7 +2,7 @@
 
 ``otel:`` alone goes where OpenTelemetry's own environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT``), which also
 name certificates, and headers for who asks for a login. With ``tls=1`` it is HTTPS. With ``request_ids=1`` spans have
-the ids that the engine gives requests.
+the ids, sessions and labels that the engine gives requests.
 
 Times are those of the batches. Spans (docs/monitoring.md) hold counts, levels and the sequence's handle, by which it is
 found in a log; no tokens, names of blocks and salts.
@@ -45,7 +45,7 @@ class _RequestSpan:
 
 
 class RequestSpans:
-    """Makes spans with a tracer. `with_ids`: whether they have the requests' ids."""
+    """Makes spans with a tracer. `with_ids`: whether they have the requests' ids, sessions and labels."""
 
     def __init__(self, tracer: Tracer, *, with_ids: bool = False) -> None:
         self._tracer, self._with_ids = tracer, with_ids
@@ -106,6 +106,9 @@ class RequestSpans:
         }
         if self._with_ids:
             said["request_id"] = event.request_id
+            if event.session is not None:
+                said["session"] = event.session
+            said |= {f"label.{name}": value for name, value in (event.labels or {}).items()}
         request = _RequestSpan(
             self._tracer.start_span("kvcache.request", attributes=_named(said), start_time=self._now)
         )

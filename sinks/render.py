@@ -236,7 +236,13 @@ def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
     again = " resumed=yes" if e.resumed else ""
     outside = f" external={e.reused_external}" if e.reused_external else ""
-    return f"{who} tokens={e.num_tokens} reused={reused}{outside}{again}{_namespace(e.namespace)}"
+    return f"{who} tokens={e.num_tokens} reused={reused}{outside}{again}{_namespace(e.namespace)}{_origin(e)}"
+
+
+def _origin(e: ev.SequenceAdded) -> str:
+    session = "" if e.session is None else f" session={text(e.session)}"
+    labels = ",".join([f"{text(name)}:{text(value)}" for name, value in (e.labels or {}).items()])
+    return f"{session} labels={labels}" if labels else session
 
 
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +161,16 @@ class SharedGroups:
         return Lacking(guilty.number, kind, window, first, blocks, *max(gone, default=(-1, -1, -1)))
 
 
+class RequestOrigin(NamedTuple):
+    """Where a request comes from, as its engine says; nothing of a request that ran before the log's beginning."""
+
+    session: str | None = None
+    labels: dict[str, str] | None = None
+
+
+NO_ORIGIN = RequestOrigin()
+
+
 @dataclass(eq=False, slots=True)
 class ExplainedAdmission:
     """One request, as it was admitted; `counts` is known when its batch is over."""
@@ -190,6 +201,7 @@ class ExplainedAdmission:
     """For who asked for details: what was known of each block."""
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by reason."""
+    origin: RequestOrigin = NO_ORIGIN
 
     def spans(self) -> list[tuple[int, int, Reason, int]]:
         """The prompt in parts of one reason: first token, the one behind the last, reason, window."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from events import types as ev
 from events.types import EventBatch, Namespace, RequestId
-from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.admission import NO_ORIGIN, ExplainedAdmission, RequestOrigin
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.errors import UsageError, shown
@@ -99,6 +99,7 @@ class Stay:
     ended: LogMoment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
+    origin: RequestOrigin = NO_ORIGIN
 
 
 @dataclass(slots=True)
@@ -190,6 +191,7 @@ class Explanations(HistoryListener):
             admission.reused,
             list(_parts(history, admission)),
             max(0, min(before, admission.num_tokens) - admission.reused - admission.external),
+            origin=admission.origin,
         )
         explanation.stays.append(stay)
         self._open[admission.number] = stay
@@ -388,6 +390,11 @@ def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
         facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} that were to come from outside"))
     if namespace := namespace_in_words(stay.namespace):
         facts.append(("namespace", namespace))
+    if stay.origin.session is not None:
+        facts.append(("session", printable(stay.origin.session)))
+    if stay.origin.labels:
+        labels = (f"{printable(name)} {printable(value)}" for name, value in stay.origin.labels.items())
+        facts.append(("labels", ", ".join(labels)))
     if stay.computed_again:
         facts.append(
             ("again", f"{count(stay.computed_again, 'token')} that it had computed before it was preempted")

@@ -115,6 +115,8 @@ def _column(column: Column, of_field: dict[str, Any]) -> list[Any]:
     name = column.name
     if column.kind == "time":
         return list(of_field[f"{name.removesuffix('time')}ts"])
+    if name == "labels":
+        return [None if each is None else json.dumps(each) for each in of_field[name]]
     if name in of_field:
         return list(of_field[name])
     reason = name.removeprefix("tokens_")

@@ -28,7 +28,7 @@ from events.types import (
     RequestId,
     SequenceAdded,
 )
-from kvcache.audit.admission import ExplainedAdmission, Lacking, SharedGroups
+from kvcache.audit.admission import NO_ORIGIN, ExplainedAdmission, Lacking, RequestOrigin, SharedGroups
 from kvcache.audit.contents import NOWHERE, Columns, ContentIds, Ids, Window, cached_in
 from kvcache.audit.reasons import Reason
 from kvcache.fold.sequence import Pin, Sequence
@@ -185,6 +185,8 @@ class HistoryFold:
         """The batch that is folded, and its wall clock in ns."""
         self.requests: list[RequestId] = []
         """By number of the admission."""
+        self.origins: list[RequestOrigin] = []
+        """Likewise."""
         self.replayed = Replayed(CacheState())
         """The cache after the last event."""
         self.listeners = listeners
@@ -344,7 +346,7 @@ class HistoryFold:
             each.restarted(self)
 
     def _go_on(self, handle: int, sequence: Sequence, known: RunningRequest | None) -> None:
-        number = known.number if known is not None else self._numbered(sequence.request_id)
+        number = known.number if known is not None else self._numbered(sequence.request_id, NO_ORIGIN)
         request = self.running[handle] = RunningRequest(number, sequence)
         self._set_computed(request, min(sequence.computed, sequence.num_prompt_tokens), added=True)
         self._hold(request)
@@ -402,19 +404,21 @@ class HistoryFold:
 
     # -- requests
 
-    def _numbered(self, request_id: RequestId) -> int:
+    def _numbered(self, request_id: RequestId, origin: RequestOrigin) -> int:
         self.requests.append(request_id)
+        self.origins.append(origin)
         return len(self.requests) - 1
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        request = RunningRequest(
-            self._numbered(event.request_id), self.replayed.state.sequences[event.handle]
-        )
+        said = event.session, event.labels
+        origin = NO_ORIGIN if said == (None, None) else RequestOrigin(*said)
+        number = self._numbered(event.request_id, origin)
+        request = RunningRequest(number, self.replayed.state.sequences[event.handle])
         if self._counts is not None:
             self._counts = self._counts[0] + event.num_tokens, self._counts[1] + event.reused
         last_block = (event.num_tokens - 1) // self.tokens_per_block
         ids = self._contents(request, last_block) if self.tokens_recorded else np.empty(0, np.intp)
-        admission = explain(self, event, request.number, ids)
+        admission = explain(self, event, number, ids)
         for each in self.listeners:
             each.looked_up(self, admission)
         self.running[event.handle] = request
@@ -467,9 +471,10 @@ class HistoryFold:
 
     def _on_forked(self, event: ev.SequenceForked) -> None:
         """No admission: the branch has looked nothing up."""
-        number, sequence = self._numbered(event.request_id), self.replayed.state.sequences[event.child]
+        parent, sequence = self.running[event.handle], self.replayed.state.sequences[event.child]
+        number = self._numbered(event.request_id, self.origins[parent.number])
         child = self.running[event.child] = RunningRequest(number, sequence)
-        self._set_computed(child, self.running[event.handle].computed, added=True)
+        self._set_computed(child, parent.computed, added=True)
         self._hold(child)
         for each in self.listeners:
             each.forked(self, child)
@@ -636,6 +641,7 @@ def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -
         reasons=reasons,
         windows=windows,
         lacking=lacking,
+        origin=history.origins[number],
     )
 
 

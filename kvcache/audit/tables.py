@@ -21,7 +21,7 @@ from events.log.segments import is_log
 from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
 from events.types import EpochStarted, EventBatch, MoveReason, Namespace, RequestId
-from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
 from kvcache.audit.contents import NOWHERE, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
@@ -56,6 +56,9 @@ class RequestRow(NamedTuple):
     reused_tokens: int | None = None
     tokens_by_reason: dict[str, int] = {}  # noqa: RUF012
     """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
+    session: str | None = None
+    labels: dict[str, str] | None = None
+    """As the engine gave them; None: it gave none."""
 
 
 class BlockLife(NamedTuple):
@@ -216,27 +219,28 @@ class Requests(RowCollector[RequestRow]):
         for number in sorted(self._running.keys() - known.keys()):
             self.rows.append(RequestRow(outcome="lost", **self._running.pop(number)))
         for number in sorted(self._exported.keys() - known.keys()):
-            self._add(self._exported[number], {"outcome": "lost"})
+            self._add(history, self._exported[number], {"outcome": "lost"})
         self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
 
     def batch_ended(self, history: HistoryFold) -> None:
         """Tell the ends."""
         for request, end in self._over:
-            self._add(request, end)
+            self._add(history, request, end)
         self._over.clear()
 
-    def _add(self, request: RunningRequest, end: _Fields) -> None:
+    def _add(self, history: HistoryFold, request: RunningRequest, end: _Fields) -> None:
         known, sequence = self._running.pop(request.number, None), request.sequence
         self._exported.pop(request.number, None)
         if known is None:  # its admission is not in the log
-            known = _of_prompt(sequence.request_id, sequence.namespace, sequence.num_prompt_tokens)
+            prompt = sequence.request_id, sequence.namespace, sequence.num_prompt_tokens
+            known = _of_prompt(*prompt, history.origins[request.number])
         self.rows.append(RequestRow(**known, **end))
 
     def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
         """What runs still, and what was refused to the last."""
         for request in history.running.values():
             output = request.sequence.num_tokens - request.sequence.num_prompt_tokens
-            self._add(request, {"outcome": "running", "output_tokens": output})
+            self._add(history, request, {"outcome": "running", "output_tokens": output})
         yield self.take()
         yield [
             RequestRow(None, request_id, "refused", **refused)
@@ -247,7 +251,7 @@ class Requests(RowCollector[RequestRow]):
 def _admitted(admission: ExplainedAdmission) -> _Fields:
     counts = zip(Reason, admission.counts.tolist(), strict=True)
     return {
-        **_of_prompt(admission.request_id, admission.namespace, admission.num_tokens),
+        **_of_prompt(admission.request_id, admission.namespace, admission.num_tokens, admission.origin),
         "admission": admission.number,
         "admitted_seq": admission.batch,
         "admitted_ts": admission.at,
@@ -256,7 +260,9 @@ def _admitted(admission: ExplainedAdmission) -> _Fields:
     }
 
 
-def _of_prompt(request_id: RequestId, namespace: Namespace, num_tokens: int) -> _Fields:
+def _of_prompt(
+    request_id: RequestId, namespace: Namespace, num_tokens: int, origin: RequestOrigin
+) -> _Fields:
     digest = namespace.salt_digest
     return {
         "admission": None,
@@ -266,6 +272,8 @@ def _of_prompt(request_id: RequestId, namespace: Namespace, num_tokens: int) -> 
         "salt_digest": None if digest is None else digest.hex(),
         "uses_extra_ids": namespace.uses_extra_ids,
         "prompt_tokens": num_tokens,
+        "session": origin.session,
+        "labels": origin.labels,
     }
 
 

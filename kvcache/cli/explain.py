@@ -79,6 +79,7 @@ def _stay_json(stay: Stay) -> dict[str, Any]:
     return {
         **_moment_json(stay.admitted),
         **namespace_json(stay.namespace),
+        **pick(stay.origin, "session", "labels"),
         **pick(stay, prompt_tokens="num_tokens", reused_tokens="reused", not_loaded_tokens="not_loaded"),
         **pick(stay, recomputed_tokens="computed_again"),
         **_end_json(stay),

@@ -46,6 +46,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
         "only what happened to this request, its copies and refusals included "
         "(lines for people leave out the steps that only append a token, unless --type asks for them)",
     )
+    add("--session ID", "likewise of all requests of this session")
     add(
         "--handle N",
         "likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
@@ -75,6 +76,8 @@ def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
         conditions.append(lambda event: type(event).__name__ in types)
     if args.request is not None:
         conditions.append(OfSequences(known, request_id=args.request))
+    if args.session is not None:
+        conditions.append(OfSequences(known, session=args.session))
     if args.handle is not None:
         conditions.append(OfSequences(known, handle=args.handle))
     if conditions and not (args.json or args.types):
@@ -91,20 +94,31 @@ def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
 
 
 class OfSequences:
-    """Events of one sequence, or of the requests with one id: it may be a number or a text, and come again."""
+    """Events of one sequence, of the requests of one session, or of those with one id: it may be a number or a text,
+    and come again.
+    """
 
-    def __init__(self, known: Known, *, request_id: str | None = None, handle: int | None = None) -> None:
-        self._id, self._known = request_id, known
+    def __init__(
+        self,
+        known: Known,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        handle: int | None = None,
+    ) -> None:
+        self._id, self._session, self._known = request_id, session, known
         self._handles = set() if handle is None else {handle}
         self._transfers: set[int] = set()
 
     def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event concerns one of them."""
         if isinstance(event, ev.SequenceAdded):
-            if str(event.request_id) == self._id:
+            same = self._session is not None and event.session == self._session
+            if same or str(event.request_id) == self._id:
                 self._handles.add(event.handle)
         elif isinstance(event, ev.SequenceForked):
-            if str(event.request_id) == self._id or event.child in self._handles:
+            same = self._session is not None and event.handle in self._handles
+            if same or str(event.request_id) == self._id or event.child in self._handles:
                 self._handles.add(event.child)
                 return True
         elif isinstance(event, ev.EncoderAdded):

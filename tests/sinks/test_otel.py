@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from events.codec import to_json
+from events.ids import Handle
 from events.log import LogReader
-from events.types import CacheCreated, EventBatch, Gap
+from events.types import CacheCreated, EventBatch, Gap, Namespace, SequenceAdded, SequenceRemoved
 from kvcache.audit import open_log
 from kvcache.errors import CapacityError
 from kvcache.manager import KVCacheManager, Substitutes
@@ -265,6 +266,20 @@ def test_a_collector_gets_them() -> None:
         for each in collector.requests[0].resource_spans[0].resource.attributes
     }
     assert (about["service.name"], about["kvcache.model"]) == ("kvcache", "llama")
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_sessions_and_labels_go_with_ids(with_ids: bool) -> None:
+    """What they may tell is for the engine to know."""
+    added = SequenceAdded(
+        Handle(1), "r", Namespace(), 1, b"", 0, (0,), (0,), 0, session="s", labels={"tenant": "t"}
+    )
+    ended = SequenceRemoved(Handle(1), (0,), (b"",), 1, 0)
+    (span,) = spans_of([EventBatch(0, 1, (added, ended))], with_ids=with_ids)
+    there = {name for name in said(span) if name in ("request_id", "session") or name.startswith("label")}
+    assert there == ({"request_id", "session", "label.tenant"} if with_ids else set())
+    if with_ids:
+        assert (said(span)["session"], said(span)["label.tenant"]) == ("s", "t")
 
 
 def test_a_collector_gets_them_from_a_sidecar(tmp_path: Path) -> None:
