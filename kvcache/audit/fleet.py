@@ -31,6 +31,7 @@ from events.types import EventBatch
 from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import ContentIds, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener
+from kvcache.audit.prefill import PrefillModel, PrefillSeconds, PrefillTotals
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit, AuditTotals, chains_of
 from kvcache.errors import InternalError, Unsupported
@@ -145,6 +146,8 @@ class WorkerAudit:
     """The different ones of these, with what they continue."""
     end: LogEnd | None = None
     """How its log ended when it was read."""
+    prefill: PrefillSeconds | None = None
+    """None: no model was given."""
 
 
 @dataclass(slots=True)
@@ -190,10 +193,11 @@ class _Presence(HistoryListener):
             self._end(history, window, np.flatnonzero(window.of["level"] >= 0), _FOREVER)
 
 
-def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
+def audit_worker(path: Path, top: int = 10, model: PrefillModel | None = None) -> WorkerAudit:
     """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens, `Unreplayable`."""
     totals, presence = AuditTotals(), _Presence()
-    history = HistoryFold(totals, presence)
+    prefill = [] if model is None else [PrefillTotals(model)]
+    history = HistoryFold(totals, presence, *prefill)
     algorithm = ""
     reader = LogReader(path)
     for batch in reader:
@@ -221,6 +225,7 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         (names[missed][known], at[known].astype(np.int64), tokens[known]),
         computed(missed, names, history.contents),
         reader.end,
+        prefill[0].finish() if prefill else None,
     )
 
 
@@ -246,10 +251,10 @@ class LeftOut:
         return cls(path, error.strerror or str(error))
 
 
-def audit_or_leave_out(path: Path, top: int = 10) -> WorkerAudit | LeftOut:
+def audit_or_leave_out(path: Path, top: int = 10, model: PrefillModel | None = None) -> WorkerAudit | LeftOut:
     """The same, but for a log that the system does not let us read."""
     try:
-        return audit_worker(path, top)
+        return audit_worker(path, top, model)
     except OSError as error:
         return LeftOut.of(path, error)
 
@@ -325,7 +330,9 @@ def _latest(ends: _Times, starts: Ids) -> _Times:
 _SECONDS_BETWEEN = 0.5
 
 
-def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
+def in_processes(
+    logs: Sequence[Path], jobs: int, top: int = 10, model: PrefillModel | None = None
+) -> Iterator[WorkerAudit | LeftOut]:
     """Audit logs in up to `jobs` processes; each as soon as it is done. Raises `InternalError` if one is killed.
 
     What cannot be read is left out.
@@ -333,11 +340,11 @@ def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[Wor
     Processes hear no Ctrl-C; they end with the one that has started them, or when nobody wants more.
     """
     if jobs == 1 or len(logs) <= 1:
-        yield from (audit_or_leave_out(log, top) for log in logs)
+        yield from (audit_or_leave_out(log, top, model) for log in logs)
         return
     with processes(min(jobs, len(logs))) as pool:
         with deaf_children():
-            futures = [pool.submit(audit_or_leave_out, log, top) for log in logs]
+            futures = [pool.submit(audit_or_leave_out, log, top, model) for log in logs]
         for future in as_completed(futures):
             yield future.result()
 
@@ -388,7 +395,9 @@ def _begin(parent: int, prepare: Callable[[], object]) -> None:
     prepare()
 
 
-def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
+def on_ray(
+    logs: Sequence[Path], top: int = 10, model: PrefillModel | None = None
+) -> Iterator[WorkerAudit | LeftOut]:
     """Audit logs as tasks of a Ray cluster, whose machines must see the same paths; what they cannot read is left out.
 
     Raises `Unsupported` where Ray is not installed.
@@ -402,7 +411,7 @@ def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit | LeftOu
         ray.init(logging_level="ERROR", log_to_driver=False)
     try:
         task = ray.remote(audit_or_leave_out)
-        waiting = [task.remote(log.absolute(), top) for log in logs]
+        waiting = [task.remote(log.absolute(), top, model) for log in logs]
         while waiting:
             done, waiting = ray.wait(waiting)
             yield from ray.get(done)

@@ -225,6 +225,8 @@ class Audit:
     tokens_recorded: bool = True
     engine: str = ""
     """Whose decisions these are; empty: this library's manager decided."""
+    created: ev.CacheCreated | None = None
+    """The last cache of the log."""
 
     @property
     def reused(self) -> int:
@@ -340,7 +342,7 @@ class AuditTotals(HistoryListener):
         """The audit, with the `top` worst evictions and hottest prefixes."""
         audit = self.audit
         audit.tokens_recorded, audit.set_back = history.tokens_recorded, history.epochs.set_back
-        audit.engine = history.engine
+        audit.engine, audit.created = history.engine, history.replayed.state.created
         for window in history.windows:
             ids = np.flatnonzero(window.of["level"] >= 0)
             audit.never_reused += int((window.of["uses"][ids] == 0).sum())
@@ -358,14 +360,16 @@ class AuditTotals(HistoryListener):
         return audit
 
 
-def audit_batches(batches: Iterable[tuple[EventBatch, bool]], *, top: int = 10) -> Audit:
+def audit_batches(
+    batches: Iterable[tuple[EventBatch, bool]], *others: HistoryListener, top: int = 10
+) -> Audit:
     """Audit a log's batches, from its first one on; of each is given whether it counts.
 
-    `top` of the worst evictions and of the prefixes that served most are named.
+    `top` of the worst evictions and of the prefixes that served most are named. `others` listen to what counts, too.
     """
     totals, history = AuditTotals(), HistoryFold()
     for batch, counts in batches:
-        history.listeners = (totals,) if counts else ()
+        history.listeners = (totals, *others) if counts else ()
         history.fold(batch)
     return totals.finish(history, top)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,13 @@ from events.structs import LEVEL_NAMES
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
+from kvcache.audit.memory import Memory
+from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import feed_log, times
-from kvcache.cli.options import add_shared, option, positive
+from kvcache.cli.costs import Costs, few, memory_facts, memory_json
+from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import (
     Facts,
     Output,
@@ -74,15 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     jobs = os.cpu_count() or 1
     add("--jobs N", "logs to read at once (one per core)", type=positive, default=jobs)
     add("--engine", "where logs are read (processes)", choices=("processes", "ray"), default="processes")
+    add_cost_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
+    costs = Costs.of(args)
     if feed_log.is_feed_log(args.log):
+        costs.refuse_for("a log of what engines told")
         return feed_log.audit(args, out)
     directory = logs_in(args.log)
     if directory.logs or directory.left_out:
-        return _audit_fleet(args, directory, out)
+        return _audit_fleet(args, directory, costs, out)
     if args.engine != "processes":
         raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
     reader = LogReader(args.log)
@@ -94,29 +100,89 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 update(batch.seq)
                 yield batch, counts
 
-    audit = audit_batches(watched(), top=args.top)
+    totals = [] if costs.pricing is None else [PrefillTotals(costs.pricing.model)]
+    audit = audit_batches(watched(), *totals, top=args.top)
     if audit.first_batch < 0:
         raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
+    spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
     if args.json:
-        out.json(to_json(audit) | {"end": end_json(end)})
+        memory = memory_json(Memory.of(audit, costs.model))
+        out.json({**to_json(audit), **spent.to_json(), "memory": memory, "end": end_json(end)})
     else:
-        _show(args.log, audit, Times(args.time, batches.first_ts), args.top, out)
+        _show(args.log, audit, spent, Times(args.time, batches.first_ts), args.top, out)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCosts:
+    """What the prefills of a log, or of several, take."""
+
+    costs: Costs
+    seconds: PrefillSeconds | None
+    """None: no prefill model was given."""
+    hours: float | None
+    """Of the logs' time."""
+
+    @property
+    def cost(self) -> PrefillCost | None:
+        """Of all of them."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        return None if pricing is None or seconds is None else seconds.cost(pricing, self.hours)
+
+    def facts(self) -> Facts:
+        """What they cost, and what of that is lost."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        if pricing is None or seconds is None:
+            return
+        yield from self.costs.prefill_facts()
+        yield from self.costs.cost_facts(self.cost)
+        for lost, why in ((seconds.evicted, "evicted"), (seconds.lost, "cleared or lost")):
+            if lost:
+                spent = pricing.gpu_hours(lost)
+                money = pricing.per_hour(spent, self.hours)
+                per_hour = "" if money is None else f", {few(money)} {self.costs.currency} per hour"
+                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on what had been {why}"
+
+    def cells(self, reason: Reason) -> Row:
+        """What the tokens of a reason take, or would have taken."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        if pricing is None or seconds is None:
+            return {}
+        spent = pricing.gpu_hours(float(seconds.by_reason[reason]))
+        money = pricing.per_hour(spent, self.hours)
+        return {"GPU-hours": few(spent)} | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        prefill = None if pricing is None or seconds is None else seconds.to_json(pricing, self.hours)
+        return {**self.costs.to_json(self.hours), "prefill": prefill}
+
+
+def hours_of(audits: Sequence[Audit]) -> float | None:
+    """From the first batch that counts to the last; None where no time has passed."""
+    known = [audit for audit in audits if audit.first_batch >= 0]
+    first, last = (
+        min((each.first_at for each in known), default=0),
+        max((each.last_at for each in known), default=0),
+    )
+    return (last - first) / 3.6e12 if last > first else None
 
 
 # -- for people
 
 
-def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
+def _show(log: Path, audit: Audit, spent: AuditCosts, when: Times, top: int, out: Output) -> None:
     out.heading(
         f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, "
         f"{when.of(audit.first_at)} to {when.of(audit.last_at)}"
     )
-    out.facts(_admitted(audit))
+    memory = Memory.of(audit, spent.costs.model)
+    out.facts([*_admitted(audit), *spent.facts(), *spent.costs.model_facts(), *memory_facts(memory)])
     out.line()
-    _show_reasons(audit, out)
+    _show_reasons(audit, spent, out)
     _show_time(audit, when, out)
     _show_namespaces(audit, out)
     _show_evictions(audit, when, out)
@@ -146,25 +212,33 @@ def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
     return f"another: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
 
 
-def _show_reasons(audit: Audit, out: Output) -> None:
-    show_reasons("prompt tokens", audit.reasons, out)
+def _show_reasons(audit: Audit, spent: AuditCosts, out: Output) -> None:
+    show_reasons("prompt tokens", audit.reasons, out, spent.cells)
     for (group, kind), tokens in sorted(audit.lost_by_group.items()):
         out.line(
             f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
         )
 
 
-def show_reasons(title: str, counts: npt.NDArray[np.int64], out: Output, *, most_first: bool = False) -> None:
-    """Prompt tokens by reason, as a table; the most first with colors."""
+def show_reasons(
+    title: str,
+    counts: npt.NDArray[np.int64],
+    out: Output,
+    cells: Callable[[Reason], Row] = lambda _: {},
+    *,
+    most_first: bool = False,
+) -> None:
+    """Prompt tokens by reason, as a table, with further `cells`; the most first with colors."""
     shown, total = [reason for reason in Reason if counts[reason]], int(counts.sum())
     if most_first:
         shown.sort(key=lambda reason: -int(counts[reason]))
     rows = [
         {title: IN_WORDS[reason], "count": int(counts[reason]), "share": share(int(counts[reason]) / total)}
+        | dict(cells(reason))
         for reason in shown
     ]
     styles = ["green" if reason.is_reuse else "yellow" if reason.is_lost else "" for reason in shown]
-    out.table(rows, right=["share"], styles=styles if most_first else ())
+    out.table(rows, right=list(rows[0])[2:] if rows else (), styles=styles if most_first else ())
 
 
 def _show_time(audit: Audit, when: Times, out: Output) -> None:
@@ -405,13 +479,18 @@ def logs_in(directory: Path) -> LogsFound:
     return found
 
 
-def _audit_fleet(args: argparse.Namespace, directory: LogsFound, out: Output) -> int:
+def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, out: Output) -> int:
     """Audit each log, and compare."""
     logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
         raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
     with out.progress("reading logs", len(logs)) as update:
-        engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
+        model = None if costs.pricing is None else costs.pricing.model
+        engine = (
+            on_ray(logs, args.top, model)
+            if args.engine == "ray"
+            else in_processes(logs, args.jobs, args.top, model)
+        )
         workers: list[WorkerAudit] = []
         for number, worker in enumerate(engine):
             if isinstance(worker, LeftOut):
@@ -428,32 +507,45 @@ def _audit_fleet(args: argparse.Namespace, directory: LogsFound, out: Output) ->
     for worker in fleet.workers:
         out.note_end(worker.end, args.log / worker.name)
     if args.json:
-        out.json(_fleet_json(fleet, left_out))
+        out.json(_fleet_json(fleet, costs, left_out))
     else:
-        _show_fleet(args.log, fleet, out)
+        _show_fleet(args.log, fleet, costs, out)
     return 0
 
 
-def _show_fleet(directory: Path, fleet: Fleet, out: Output) -> None:
+def _costs_of(workers: Sequence[WorkerAudit], costs: Costs) -> AuditCosts:
+    """Of all of these together."""
+    seconds = None if costs.pricing is None else PrefillSeconds()
+    for worker in workers:
+        if seconds is not None and worker.prefill is not None:
+            seconds += worker.prefill
+    return AuditCosts(costs, seconds, hours_of([worker.audit for worker in workers]))
+
+
+def _show_fleet(directory: Path, fleet: Fleet, costs: Costs, out: Output) -> None:
     out.heading(f"{printable(str(directory))}: {count(len(fleet.workers), 'worker')}")
     prompt, elsewhere = int(fleet.reasons.sum()), sum(fleet.elsewhere)
     reused = int(fleet.reasons[: Reason.PARTIAL + 1].sum())
     part, other = share(reused / max(prompt, 1)), share(elsewhere / max(prompt, 1))
     blocks = sum(fleet.computed_on.values())
-    several = blocks - fleet.computed_on.get(1, 0)
+    several, spent = blocks - fleet.computed_on.get(1, 0), _costs_of(fleet.workers, costs)
     out.facts(
         [
             ("requests", f"{sum(each.audit.requests for each in fleet.workers):,} admitted"),
             ("prompt tokens", f"{prompt:,}, of which {reused:,} were reused: {part}"),
             ("elsewhere", f"{elsewhere:,} were computed while another worker had them cached: {other}"),
             ("blocks", f"{blocks:,} different ones of prompts were computed, {several:,} on several workers"),
+            *spent.facts(),
+            *costs.model_facts(),
         ]
     )
     out.line()
-    rows = [_worker_row(each, tokens) for each, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)]
-    out.table(rows, right=["reused", "cached elsewhere"])
+    rows = [
+        _worker_row(each, tokens, costs) for each, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
+    ]
+    out.table(rows, right=list(rows[0])[3:])
     out.line()
-    show_reasons("prompt tokens of all", fleet.reasons, out)
+    show_reasons("prompt tokens of all", fleet.reasons, out, spent.cells)
     if fleet.spread:
         out.line()
         title = "prefixes that several workers computed"
@@ -476,8 +568,8 @@ def some_of(logs: list[Path]) -> str:
     return _first_of([printable(path.name) for path in logs])
 
 
-def _worker_row(worker: WorkerAudit, elsewhere: int) -> Row:
-    audit = worker.audit
+def _worker_row(worker: WorkerAudit, elsewhere: int, costs: Costs) -> Row:
+    audit, spent = worker.audit, _costs_of([worker], costs)
     total = max(audit.prompt_tokens, 1)
     return {
         "worker": printable(worker.name),
@@ -486,6 +578,7 @@ def _worker_row(worker: WorkerAudit, elsewhere: int) -> Row:
         "reused": share(audit.reused / total),
         "cached elsewhere": share(elsewhere / total),
         "refusals": audit.refusals,
+        **costs.cost_cells(spent.cost),
     }
 
 
@@ -493,9 +586,10 @@ def _left_out(each: LeftOut) -> str:
     return f"{printable(str(each.path))}: {each.reason}"
 
 
-def _fleet_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
+def _fleet_json(fleet: Fleet, costs: Costs, left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """All of a fleet."""
     return {
+        **_costs_of(fleet.workers, costs).to_json(),
         "prompt_tokens": int(fleet.reasons.sum()),
         "reused_tokens": int(fleet.reasons[: Reason.PARTIAL + 1].sum()),
         "elsewhere_tokens": sum(fleet.elsewhere),
@@ -507,7 +601,12 @@ def _fleet_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
             {
                 "name": worker.name,
                 "elsewhere_tokens": tokens,
-                "audit": to_json(worker.audit) | {"end": end_json(worker.end)},
+                "audit": {
+                    **to_json(worker.audit),
+                    **_costs_of([worker], costs).to_json(),
+                    "memory": memory_json(Memory.of(worker.audit, costs.model)),
+                    "end": end_json(worker.end),
+                },
             }
             for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
         ],

@@ -10,10 +10,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from kvcache.audit.kv_shape import DTYPES
 from kvcache.cli import times
 from kvcache.errors import UsageError
 
@@ -62,6 +64,17 @@ def seconds(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def amount(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
@@ -130,6 +143,44 @@ def add_namespace(place: Place, of: str) -> None:
 def add_trace_options(place: Place) -> None:
     """Declare how a trace is read."""
     add_shared(place, "trace_block_size", "tokenizer")
+
+
+def add_cost_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what tokens are worked out with as seconds, money and bytes (`kvcache.cli.costs`)."""
+    add = partial(
+        option,
+        parser.add_argument_group(
+            "seconds, money and GiB", "`kvcache docs cost` says how they are worked out."
+        ),
+    )
+    add(
+        "--prefill FORMULA",
+        "seconds to compute n prompt tokens that read m others each, on average: '4ms + 60us n + 0.2ns n m'",
+    )
+    add(
+        "--prefill-fit FILE",
+        "fit that formula to a CSV file with the columns tokens,cached,seconds, or to the steps of a log",
+        type=Path,
+    )
+    add("--gpus N", "GPUs that compute a prefill together (those of --tensor-parallel)", type=positive)
+    add("--price AMOUNT", "of a GPU for an hour: what prefills cost, and what reuse saves", type=amount)
+    add("--currency NAME", "of that price (USD)", default="USD")
+    add(
+        "--model-config FILE",
+        "the model's config.json, as Hugging Face has it: bytes beside blocks (as the log's settings say)",
+        type=Path,
+    )
+    add(
+        "--kv-dtype NAME",
+        "of the elements of K and V: fp8, bf16, ... (that of the model)",
+        choices=sorted(DTYPES),
+    )
+    add(
+        "--tensor-parallel N",
+        "GPUs over which the heads of K and V are divided (1)",
+        type=positive,
+        default=1,
+    )
 
 
 @contextmanager

@@ -1,0 +1,272 @@
+"""How many bytes the K and V of a token have in a model, by its configuration as Hugging Face has them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcache.errors import UsageError
+
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 2),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
+    **dict.fromkeys(("fp32", "float32", "float"), 4),
+}
+"""Bytes of an element, by the names that its type has."""
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_KINDS = {
+    **dict.fromkeys((_FULL, "attention", "full", "global"), _FULL),
+    **dict.fromkeys((_SLIDING, _CHUNKED, "sliding", "local"), _SLIDING),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp", "moe"), ""),
+}
+"""What a kind of layers keeps: K and V of all tokens, of a window's, or no K and V."""
+_OF_STATES = ("mamba_", "ssm_", "linear_conv", "conv_L")
+"""How the names of fields begin that are about layers with states in place of K and V."""
+_NESTED = ("text_config", "llm_config", "language_config")
+_OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+}
+"""What configurations of these types leave out, since Transformers adds it."""
+_OTHER_LAYERS = {
+    "index_head_dim": "the index of sparse attention",
+    "linear_attn_config": "layers of linear attention",
+    "attn_type_list": "layers of linear attention",
+    "block_configs": "layers that differ",
+    "global_head_dim": "heads that differ by layer",
+    "swa_head_dim": "heads that differ by layer",
+    "swa_num_key_value_heads": "heads that differ by layer",
+    "cross_attention_layers": "cross attention",
+    "attention_types": "layers of local attention",
+}
+"""Fields that change what is kept in a way that is not known here, unless they are null or empty."""
+
+
+@dataclass(eq=False, repr=False)
+class ModelNotUnderstood(UsageError):
+    """A model's configuration does not say what the K and V of a token take. `file` is where it is."""
+
+    file: str
+    reason: str
+    text = "{file} does not say what K and V take: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Bytes of K and V on one GPU."""
+
+    name: str
+    """The type of the model."""
+    dtype: str
+    """Of the elements of K and V."""
+    layers: int
+    """That have K and V of all tokens; where all slide, those of the shortest window."""
+    bytes_per_token: int
+    """Of these layers."""
+    window: int = 0
+    """Of these layers, where all slide."""
+    sliding: tuple[tuple[int, int, int], ...] = ()
+    """Of layers that attend to a window, if there are others: its tokens, how many layers, their bytes per token."""
+    without: Mapping[str, int] = field(default_factory=dict)
+    """Layers that have no K and V, by their kind: their states are not counted."""
+    tensor_parallel: int = 1
+    """GPUs over which the heads are divided."""
+
+    @classmethod
+    def read(cls, path: Path, *, dtype: str | None = None, tensor_parallel: int = 1) -> KVShape:
+        """Read a ``config.json``; `dtype` is that of K and V (None: the model's).
+
+        Raises `ModelNotUnderstood`, and `OSError`.
+        """
+        try:
+            given = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            raise ModelNotUnderstood(str(path), "it is not a JSON object, as a model's config.json is")
+        config = _Config(given, str(path))
+        return config.shape(dtype, tensor_parallel)
+
+
+class _Config:
+    """A configuration, and what its fields mean."""
+
+    def __init__(self, given: dict[str, Any], file: str) -> None:
+        nested = next((given[name] for name in _NESTED if isinstance(given.get(name), dict)), None)
+        own = given if nested is None else {**_types_of(given), **nested}
+        self.type = str(own.get("model_type", "model"))
+        known = {name: value for name, value in own.items() if value is not None}
+        self._values = {**_OWN_DEFAULTS.get(self.type, {}), **known}
+        self._file = file
+        if given.get("is_encoder_decoder"):
+            raise self.error("is_encoder_decoder: given true; accepted: decoders alone")
+        for name, what in _OTHER_LAYERS.items():
+            if self._values.get(name):
+                raise self.error(f"{name}: {what} cannot be counted")
+
+    def error(self, reason: str) -> ModelNotUnderstood:
+        """What is wrong with it."""
+        return ModelNotUnderstood(self._file, reason)
+
+    def shape(self, dtype: str | None, tensor_parallel: int) -> KVShape:
+        """What K and V take."""
+        name = dtype or str(self._values.get("torch_dtype", self._values.get("dtype", "")))
+        item = DTYPES.get(name.removeprefix("torch."))
+        if item is None:
+            given = repr(name) if name else "nothing"
+            raise self.error(f"dtype: given {given}; accepted: {', '.join(DTYPES)}")
+        kinds, elements = self._kinds(), self._elements(tensor_parallel)
+        windows, without = Counter[int](), Counter[str]()
+        sizes = Counter[int]()
+        for layer, kind in enumerate(kinds):
+            keeps = _KINDS.get(kind)
+            if keeps is None:
+                raise self.error(f"layer_types: given {kind!r}; accepted: {', '.join(_KINDS)}")
+            if not keeps:
+                without[kind] += 1
+                continue
+            window = 0 if keeps == _FULL else self._window(kind)
+            windows[window] += 1
+            sizes[window] += elements[layer] * item
+        if not windows:
+            raise self.error("no layer has K and V")
+        every = min(windows)  # 0, unless all of them slide
+        sliding = tuple((window, windows[window], sizes[window]) for window in sorted(windows)[1:])
+        name = name.removeprefix("torch.")
+        return KVShape(
+            self.type, name, windows[every], sizes[every], every, sliding, dict(without), tensor_parallel
+        )
+
+    def _number(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of these fields that is there."""
+        for name in names:
+            if name in self._values:
+                value = self._values[name]
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+                    raise self.error(f"{name}: given {value!r}; accepted: an integer of at least {least}")
+                return value
+        if default is None:
+            raise self.error(f"{names[0]} is missing")
+        return default
+
+    @property
+    def _num_layers(self) -> int:
+        listed = self._values.get("layers_block_type")
+        default = len(listed) if isinstance(listed, list) else None
+        return self._number("num_hidden_layers", "n_layer", "num_layers", default=default)
+
+    # -- elements of K and V
+
+    def _elements(self, tensor_parallel: int) -> list[int]:
+        """Of each layer, per token and GPU."""
+        if "kv_lora_rank" in self._values:  # latent attention: one vector for all heads, on every GPU
+            return [self._number("kv_lora_rank") + self._number("qk_rope_head_dim")] * self._num_layers
+        heads = self._number("num_attention_heads", "n_head")
+        dim = self._number("head_dim", "attention_head_dim", default=0)
+        if not dim:
+            hidden = self._number("hidden_size", "n_embd")
+            if hidden % heads:
+                raise self.error(f"head_dim is missing, and hidden_size {hidden} has no {heads} equal parts")
+            dim = hidden // heads
+        value_dim = self._number("v_head_dim", default=dim)
+        return [self._on_one_gpu(each, tensor_parallel) * (dim + value_dim) for each in self._kv_heads(heads)]
+
+    def _kv_heads(self, heads: int) -> list[int]:
+        """Of each layer."""
+        if self._values.get("multi_query") and not self._values.get("new_decoder_architecture"):
+            return [1] * self._num_layers
+        return [self._number("num_key_value_heads", "num_kv_heads", default=heads)] * self._num_layers
+
+    def _on_one_gpu(self, heads: int, tensor_parallel: int) -> int:
+        """Heads are divided over the GPUs; where there are more GPUs than heads, each head is on several of them."""
+        if heads % tensor_parallel and tensor_parallel % heads:
+            raise self.error(
+                f"num_key_value_heads: {heads} heads cannot be divided over {tensor_parallel} GPUs (--tensor-parallel)"
+            )
+        return max(heads // tensor_parallel, 1)
+
+    # -- kinds of layers
+
+    def _window(self, kind: str) -> int:
+        """How many tokens such a layer attends to."""
+        if kind == _CHUNKED:
+            return self._number("attention_chunk_size")
+        return self._number("sliding_window")
+
+    def _kinds(self) -> Sequence[str]:
+        """Of each layer that has K and V of its own, or none."""
+        number = self._num_layers
+        kinds = self._given_kinds() or [self._kind(layer) for layer in range(number)]
+        if len(kinds) != number:
+            raise self.error(f"layer_types: given {len(kinds)}; accepted: one of each of {number} layers")
+        return kinds[: number - self._number("num_kv_shared_layers", default=0, least=0)]
+
+    def _given_kinds(self) -> list[str]:
+        """As a list says it; empty: there is none."""
+        given = self._values.get("layer_types") or self._values.get("layers_block_type")
+        if isinstance(given, list):
+            return [_FULL if each == _SLIDING and self._sees_all else str(each) for each in given]
+        pattern = self._values.get("hybrid_override_pattern")
+        if isinstance(pattern, str):  # of Nemotron-H
+            return [{"*": _FULL, "M": "mamba", "-": "mlp", "E": "moe"}.get(each, each) for each in pattern]
+        return []
+
+    def _kind(self, layer: int) -> str:
+        """As a rule says it."""
+        values = self._values
+        if "full_attention_interval" in values:
+            return _FULL if self._is_last_of("full_attention_interval", layer) else "linear_attention"
+        if "attn_layer_period" in values:
+            at = layer - self._number("attn_layer_offset", default=0, least=0)
+            return "mamba" if at % self._number("attn_layer_period") else _FULL
+        if isinstance(attending := values.get("attn_layer_indices"), list):
+            return _FULL if layer in attending else "mamba"
+        # In Falcon-H1 each layer has attention, and a state besides.
+        states = [name for name in values if name.startswith(_OF_STATES) and self.type != "falcon_h1"]
+        if states:
+            raise self.error(f"{states[0]} is given, and layer_types does not say which layers it is about")
+        if "attention_chunk_size" in values:  # Llama 4, where layers without positions see everything
+            listed = values.get("no_rope_layers")
+            if isinstance(listed, list) and len(listed) == self._num_layers:
+                return _CHUNKED if listed[layer] else _FULL
+            return _FULL if self._is_last_of("no_rope_layer_interval", layer, default=4) else _CHUNKED
+        return _SLIDING if self._slides(layer) else _FULL
+
+    def _is_last_of(self, name: str, layer: int, default: int | None = None) -> bool:
+        """Whether a layer is the last of so many."""
+        return (layer + 1) % self._number(name, default=default) == 0
+
+    def _slides(self, layer: int) -> bool:
+        if "sliding_window" not in self._values or self._sees_all:
+            return False
+        pattern = self._values.get("sliding_window_pattern")
+        if isinstance(pattern, str) and pattern:  # of L, local, and G, global
+            return pattern[layer % len(pattern)] == "L"
+        if pattern is not None:
+            return not self._is_last_of("sliding_window_pattern", layer)
+        return layer >= self._number("max_window_layers", default=0, least=0)
+
+    @property
+    def _sees_all(self) -> bool:
+        """Whether what is called a window is none."""
+        if self._values.get("use_sliding_window") is False:
+            return True
+        longest = self._values.get("max_position_embeddings")
+        return isinstance(longest, int) and self._window(_SLIDING) >= longest
+
+
+def _types_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration of several parts says for all of them."""
+    return {name: given[name] for name in ("torch_dtype", "dtype") if given.get(name) is not None}

@@ -1,0 +1,183 @@
+"""The prefill model that suits measurements best: those in a table, or the steps of a log."""
+
+from __future__ import annotations
+
+import csv
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from events import types as ev
+from events.log import LogReader
+from kvcache.audit.prefill import PrefillModel, Seconds
+from kvcache.errors import UsageError
+from kvcache.phrases import share
+
+COLUMNS = ("tokens", "cached", "seconds")
+_LEAST, _MOST = 1e-3, 0.5
+"""The part of a step that the longest prompts take at least, and the median error at most: else a fit says nothing."""
+_ANEW = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
+
+
+class PrefillSample(NamedTuple):
+    """Something that was measured: a prefill, or a step of an engine."""
+
+    seconds: float
+    tokens: int
+    """That were computed."""
+    reads: float
+    """Tokens that these attended to, over all of them."""
+    decoding: int = 0
+    """Requests that got a token besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrefill:
+    """A model, and how far it is off."""
+
+    model: PrefillModel
+    per_decoding: float
+    """Seconds of a step for each request that decodes in it."""
+    samples: int
+    rms_seconds: float
+    """Root mean square of what was measured less what the model says."""
+    median_part: float
+    """The median of the difference, as a part of what was measured."""
+
+
+def read_samples(path: Path) -> list[PrefillSample]:
+    """The rows of a CSV file with the columns ``tokens``, ``cached`` and ``seconds``. Raises `UsageError`."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+            raise UsageError(
+                f"{path} has no column {missing[0]}: its first line must name {','.join(COLUMNS)}"
+            )
+        return [_sample(row, f"{path}, line {rows.line_num}") for row in rows]
+
+
+def _sample(row: dict[str, str], place: str) -> PrefillSample:
+    try:
+        tokens, cached, seconds = (float(row[name]) for name in COLUMNS)
+    except (TypeError, ValueError):
+        tokens = cached = seconds = math.nan
+    if not (tokens >= 1 and cached >= 0 and 0 < seconds < math.inf and tokens + cached < 2**31):
+        raise UsageError(f"{place}: write numbers: tokens from 1 on, cached ones from 0 on, seconds above 0")
+    return PrefillSample(seconds, int(tokens), tokens * (cached + tokens / 2))
+
+
+def logged_samples(log: Path) -> list[PrefillSample]:
+    """The steps of a log in which prompts were computed and that began as soon as the one before had ended.
+
+    A batch is a step, and takes the time since the batch before, if requests were running then: otherwise the engine
+    may have waited. Raises what `LogReader` raises.
+    """
+    samples, steps, before = list[PrefillSample](), _Steps(), 0
+    for batch in LogReader(log):
+        was_busy = bool(steps.left)
+        step = steps.follow(batch)
+        if was_busy and step is not None and step.tokens and batch.ts > before:
+            samples.append(step._replace(seconds=(batch.ts - before) / 1e9))
+        before = batch.ts
+    return samples
+
+
+class _Steps:
+    """Which prompt tokens each step computes."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, tuple[int, int]] = {}
+        """By handle of a running sequence: up to where its prompt is computed, and how long it is."""
+
+    def follow(self, batch: ev.EventBatch) -> PrefillSample | None:
+        """What a step did; None: nobody knows."""
+        computed = list[tuple[int, int]]()
+        prefilling, decoding, known = set[int](), 0, True
+        for event in batch.events:
+            match event:
+                case ev.SequenceAdded():
+                    self.left[event.handle] = event.reused + event.reused_external, event.num_tokens
+                case ev.ContextComputed():
+                    computed += self._compute(event.handle, event.num_tokens)
+                    prefilling.add(event.handle)
+                case ev.TokensAppended(draft=False):
+                    for handle in array("q", event.handles):
+                        rest = (
+                            list(self._compute(handle, self.left[handle][1])) if handle in self.left else []
+                        )
+                        computed += rest
+                        decoding += not rest and handle not in prefilling
+                case ev.SequenceForked():
+                    self.left[event.child] = 0, 0
+                case ev.SequenceRemoved():
+                    self.left.pop(event.handle, None)
+                case ev.TransferFailed() | ev.LoadFailed() | ev.SequenceRewound():
+                    known = False
+                case _ if isinstance(event, _ANEW):
+                    self.left.clear()
+                    known = False
+        if not known:
+            return None
+        reads = sum((stop - first) * (first + stop) / 2 for first, stop in computed)
+        return PrefillSample(0.0, sum(stop - first for first, stop in computed), reads, decoding)
+
+    def _compute(self, handle: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Note that a prompt is computed up to there; what of it is new."""
+        first, length = self.left.get(handle, (0, 0))
+        stop = min(stop, length)
+        if first < stop:
+            self.left[handle] = stop, length
+            yield first, stop
+
+
+def fit(samples: Sequence[PrefillSample], where: str) -> FittedPrefill:
+    """The model with the least squares of errors, none of whose numbers are below 0; `where` names the samples.
+
+    Raises `UsageError` for samples that differ too little.
+    """
+    measured = np.array(samples, np.float64).reshape(-1, len(PrefillSample._fields))
+    seconds, others = measured[:, 0], measured[:, 1:]
+    columns = np.column_stack([np.ones(len(samples)), others])
+    scale = np.maximum(np.abs(columns).max(axis=0, initial=0), 1e-300)
+    columns = columns / scale
+    if len(samples) < 3 or np.linalg.matrix_rank(columns[:, :3]) < 3:
+        raise UsageError(
+            f"{where} has {len(samples):,} prefills, which differ too little to tell what a token costs: "
+            "measure prompts of several lengths"
+        )
+    found = _least_squares(columns, seconds)
+    errors = np.abs(columns @ found - seconds)
+    start, per_token, per_read, per_decoding = (found / scale).tolist()
+    median = float(np.median(errors / seconds))
+    if median > _MOST or found[1] + found[2] < _LEAST * found.sum():
+        off = f"the best formula is off by {share(median)} (median)"
+        raise UsageError(
+            f"{where} has times that do not follow from what was computed: {off}. Those of `kvcache run` are "
+            "simulated: measure prefills, or give --prefill"
+        )
+    return FittedPrefill(
+        PrefillModel(start, per_token, per_read),
+        per_decoding,
+        len(samples),
+        float(np.sqrt(np.mean(errors**2))),
+        median,
+    )
+
+
+def _least_squares(columns: Seconds, seconds: Seconds) -> Seconds:
+    """The factors of the columns, none below 0: of each choice of columns the best ones, as there are few choices."""
+    best, least = np.zeros(columns.shape[1]), math.inf
+    several = range(columns.shape[1])
+    for chosen in map(list, chain.from_iterable(combinations(several, number + 1) for number in several)):
+        found = np.linalg.lstsq(columns[:, chosen], seconds, rcond=None)[0]
+        error = float(np.square(columns[:, chosen] @ found - seconds).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(columns.shape[1]), error
+            best[chosen] = found
+    return best

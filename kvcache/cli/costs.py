@@ -1,0 +1,205 @@
+"""Seconds, money and bytes beside tokens and blocks, for the commands that have these options."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvcache.audit.kv_shape import KVShape
+from kvcache.audit.memory import Memory
+from kvcache.audit.prefill import PrefillCost, PrefillModel, Pricing
+from kvcache.audit.prefill_fit import FittedPrefill, fit, logged_samples, read_samples
+from kvcache.cli.output import Facts, Row
+from kvcache.errors import UsageError
+from kvcache.phrases import count, duration, printable, share, size
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was asked for."""
+
+    pricing: Pricing | None = None
+    """None: no prefill model was given."""
+    fitted: FittedPrefill | None = None
+    model: KVShape | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Costs:
+        """Read the options, and fit. Raises `UsageError`, `OSError`, and of a log what `LogReader` raises."""
+        fitted, prefill = None, None
+        if args.prefill is not None:
+            if args.prefill_fit is not None:
+                raise UsageError("--prefill says what --prefill-fit would: give one of them")
+            prefill = PrefillModel.parse(args.prefill)
+        elif args.prefill_fit is not None:
+            fitted = _fitted(args)
+            prefill = fitted.model
+        elif args.price is not None or args.gpus is not None:
+            raise UsageError(
+                "--price and --gpus need to know how long prefills take: give --prefill or --prefill-fit"
+            )
+        model = None
+        if args.model_config is not None:
+            model = KVShape.read(args.model_config, dtype=args.kv_dtype, tensor_parallel=args.tensor_parallel)
+        elif args.kv_dtype is not None:
+            raise UsageError("--kv-dtype is about the model of --model-config: give that, too")
+        gpus = args.gpus or args.tensor_parallel
+        pricing = None if prefill is None else Pricing(prefill, gpus, args.price, args.currency)
+        return cls(pricing, fitted, model)
+
+    def __bool__(self) -> bool:
+        """Whether any was given."""
+        return self.pricing is not None or self.model is not None
+
+    def refuse_for(self, what: str) -> None:
+        """Raise `UsageError` if anything was given, since it is of no use for `what`."""
+        if self:
+            raise UsageError(f"--prefill and --model-config are of no use for {what}: leave them out")
+
+    # -- for people
+
+    def prefill_facts(self) -> Facts:
+        """How long prefills take."""
+        if self.pricing is None:
+            return
+        yield "prefill", f"{self.pricing.model} seconds for n tokens that read m others each"
+        if (fitted := self.fitted) is not None:
+            error = f"RMS error {duration(fitted.rms_seconds)}, median {share(fitted.median_part)}"
+            decoding = f"; {duration(fitted.per_decoding)} more for each request that decodes" * (
+                fitted.per_decoding > 0
+            )
+            yield "", f"fitted to {count(fitted.samples, 'prefill')}: {error}{decoding}"
+
+    def cost_facts(self, cost: PrefillCost | None) -> Facts:
+        """How long those of some requests take, and what they cost."""
+        if self.pricing is None or cost is None or cost.mean_seconds is None:
+            return
+        half, most = duration(cost.p50_seconds or 0.0), duration(cost.p95_seconds or 0.0)
+        yield "time to prefill", f"{duration(cost.mean_seconds)} on average, p50 {half}, p95 {most}"
+        spent, saved = few(cost.gpu_hours), few(cost.saved_gpu_hours)
+        yield "GPU-hours", f"{spent} of prefills; reuse has saved {saved}"
+        if cost.cost_per_hour is not None and cost.saved_per_hour is not None:
+            spent, saved = few(cost.cost_per_hour), few(cost.saved_per_hour)
+            yield f"{self.currency} per hour", f"{spent} for prefills; reuse saves {saved}"
+
+    def cost_cells(self, cost: PrefillCost | None) -> Row:
+        """The same for a row of a table."""
+        if self.pricing is None:
+            return {}
+        row = {"prefill": "-", "p95": "-", "GPU-hours": "-", "saved": "-"}
+        if cost is not None and cost.mean_seconds is not None:
+            times = duration(cost.mean_seconds), duration(cost.p95_seconds or 0.0)
+            row = dict(zip(row, (*times, few(cost.gpu_hours), few(cost.saved_gpu_hours)), strict=True))
+        if self.pricing.price is not None:
+            saved = None if cost is None else cost.saved_per_hour
+            row[f"{self.currency} saved/h"] = "-" if saved is None else few(saved)
+        return row
+
+    @property
+    def currency(self) -> str:
+        """Of the price."""
+        return printable(self.pricing.currency) if self.pricing is not None else ""
+
+    def cells_in_words(self) -> str:
+        """What these cells are."""
+        money = (
+            ""
+            if self.pricing is None or self.pricing.price is None
+            else ", in money for each hour of the requests"
+        )
+        return f"prefill, p95: seconds to compute a prompt, on average and for 95 %; saved: GPU-hours by reuse{money}"
+
+    def model_facts(self) -> Facts:
+        """What a token takes."""
+        if (model := self.model) is None:
+            return
+        gpus = f", on each of {model.tensor_parallel} GPUs" * (model.tensor_parallel > 1)
+        layers = f"{count(model.layers, 'layer')}, {model.dtype}{gpus}"
+        yield "K and V", f"{size(model.bytes_per_token)} for a token of {printable(model.name)}: {layers}"
+        for window, number, num_bytes in model.sliding:
+            most = size(window * num_bytes)
+            yield (
+                "",
+                f"not counted: up to {most} for a sequence in {count(number, 'layer')} that see {window:,} tokens",
+            )
+        for kind, number in model.without.items():
+            yield "", f"not counted: {count(number, 'layer')} without K and V ({kind})"
+
+    # -- for programs
+
+    def to_json(self, hours: float | None) -> dict[str, Any]:
+        """What the other numbers rest on; `hours` is the requests' own time."""
+        pricing, fitted, model = self.pricing, self.fitted, self.model
+        return {
+            "prefill_model": None if pricing is None else pricing.to_json(hours) | {"fit": _fit_json(fitted)},
+            "model": None if model is None else _model_json(model),
+        }
+
+
+def _fitted(args: argparse.Namespace) -> FittedPrefill:
+    path, shown = args.prefill_fit, printable(str(args.prefill_fit))
+    return fit(logged_samples(path) if path.is_dir() else read_samples(path), shown)
+
+
+def _fit_json(fitted: FittedPrefill | None) -> dict[str, Any] | None:
+    if fitted is None:
+        return None
+    return {
+        "prefills": fitted.samples,
+        "rms_seconds": fitted.rms_seconds,
+        "median_part": fitted.median_part,
+        "seconds_per_decoding": fitted.per_decoding,
+    }
+
+
+def _model_json(model: KVShape) -> dict[str, Any]:
+    sliding = [
+        dict(zip(("window", "layers", "bytes_per_token"), each, strict=True)) for each in model.sliding
+    ]
+    return {**asdict(replace(model, sliding=())), "sliding": sliding}
+
+
+def cost_json(cost: PrefillCost | None) -> dict[str, Any] | None:
+    """All of a cost."""
+    return None if cost is None else asdict(cost)
+
+
+def few(number: float) -> str:
+    """A number with three digits that matter, without an exponent."""
+    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{number:,.{min(max(digits, 0), 9)}f}"
+
+
+def memory_json(memory: Memory | None) -> dict[str, Any] | None:
+    """All of it, with levels by name."""
+    from events.structs import LEVEL_NAMES
+
+    if memory is None:
+        return None
+    by_level = {
+        name: dict(zip(LEVEL_NAMES, each, strict=True))
+        for name, each in (("cache_bytes", memory.cache_bytes), ("evicted_bytes", memory.evicted_bytes))
+        if each is not None
+    }
+    return {**asdict(memory), **by_level}
+
+
+def memory_facts(memory: Memory | None) -> Facts:
+    """What blocks take."""
+    if memory is None:
+        return
+    primary, secondary = memory.cache_bytes
+    levels = f"{size(primary)} in primary" + f", {size(secondary)} in secondary" * (secondary > 0)
+    yield "memory", f"{levels}; a block has {size(memory.bytes_per_block)}"
+    if memory.evicted_bytes is None or memory.stored_bytes is None:
+        return
+    primary, secondary = memory.evicted_bytes
+    evicted = f"{size(primary)} evicted from primary" + f", {size(secondary)} from secondary" * (
+        secondary > 0
+    )
+    moved = ""
+    if memory.offloaded_bytes and memory.onboarded_bytes is not None:
+        moved = f"; {size(memory.offloaded_bytes)} offloaded, {size(memory.onboarded_bytes)} onboarded"
+    yield "", f"{size(memory.stored_bytes)} stored, {evicted}{moved}"

@@ -1,0 +1,203 @@
+"""Seconds, money and bytes in `kvcache audit`, `curve`, `whatif` and `report`, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.manager import Substitutes
+from tests.support.answers import assert_documented
+from tests.support.commands import Kvcache
+
+HALF_AN_HOUR = 1800 * 10**9
+FORMULA = ("--prefill", "10 + 2 n + 1 n m")
+PRICE = ("--price", "3", "--currency", "EUR", "--gpus", "2")
+MODEL = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODEL |= {"head_dim": 8, "hidden_size": 16, "torch_dtype": "bfloat16"}
+IN_BLOCK = 4 * 2 * 2 * 8 * 2 * 4
+"""Bytes: layers, K and V, heads, elements, bytes, tokens."""
+
+
+def write(place: Path, prompts: tuple[int, ...] = (0, 0), blocks: int = 8) -> Path:
+    """Prompts of 13 tokens, half an hour apart, that begin with these; in so many blocks of four."""
+    config = KVCacheConfig(
+        max_sequence_length=16, tokens_per_block=4, primary_blocks=blocks, enable_partial_reuse=False
+    )
+    now = [1_790_000_000 * 10**9]
+    own = Substitutes(wall_ns=lambda: now[0])
+    with KVCacheManager(config, log=place, substitutes=own) as manager:
+        for number, first in enumerate(prompts):
+            now[0] += HALF_AN_HOUR * bool(number)
+            manager.add_sequence(number, list(range(first, first + 13)))
+            manager.store_context_blocks(number, 13)
+            manager.remove_sequence(number)
+            manager.flush()
+    return place
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """Two equal prompts: of the second one 12 tokens are reused."""
+    return write(tmp_path / "twice")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path / "config.json"
+
+
+def answer(kvcache: Kvcache, *args: Any) -> Any:
+    done = kvcache(*args, "--json")
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+class TestAudit:
+    """The first takes 10 + 2·13 + 13²/2 = 120.5 seconds, the second 10 + 2 + 12.5 = 24.5; reuse saves 24 + 72 = 96."""
+
+    def test_text(self, kvcache: Kvcache, twice: Path, model: Path) -> None:
+        """Facts, and what the tokens of each reason take."""
+        out = kvcache("audit", twice, *FORMULA, *PRICE, "--model-config", model).out
+        assert TEXT in out
+        assert REASONS in out
+
+    def test_json(self, kvcache: Kvcache, twice: Path, model: Path) -> None:
+        """The same numbers, of the reasons, too."""
+        said = answer(kvcache, "audit", twice, *FORMULA, *PRICE, "--model-config", model)
+        assert said["prefill_model"] == {
+            "formula": "10 + 2 n + 1 n m",
+            "gpus": 2,
+            "hours": 0.5,
+            "price_per_gpu_hour": 3,
+            "currency": "EUR",
+            "fit": None,
+        }
+        assert_documented("audit", said)
+        found = said["prefill"]
+        assert (found["mean_seconds"], found["p50_seconds"]) == (72.5, 72.5)
+        assert found["p95_seconds"] == pytest.approx(24.5 + 0.95 * 96)
+        assert found["gpu_hours"] == pytest.approx(145 * 2 / 3600)
+        assert found["saved_gpu_hours"] == pytest.approx(96 * 2 / 3600)
+        assert found["cost_per_hour"] == pytest.approx(145 * 2 / 3600 * 3 / 0.5)
+        assert found["saved_per_hour"] == pytest.approx(96 * 2 / 3600 * 3 / 0.5)
+        hours = {name: each * 1800 for name, each in found["gpu_hours_by_reason"].items() if each}
+        assert hours == pytest.approx({"primary": 96, "last_token": 29, "never_seen": 96})
+        assert said["memory"] == {
+            "bytes_per_block": IN_BLOCK,
+            "cache_bytes": {"primary": 8 * IN_BLOCK, "secondary": 0},
+            "stored_bytes": 3 * IN_BLOCK,
+            "evicted_bytes": {"primary": 0, "secondary": 0},
+            "offloaded_bytes": 0,
+            "onboarded_bytes": 0,
+        }
+        assert said["model"]["bytes_per_token"] == IN_BLOCK // 4
+
+    def test_without_options_nothing_is_said(self, kvcache: Kvcache, twice: Path) -> None:
+        """The log's settings name no model, and nobody says how long prefills take."""
+        said = answer(kvcache, "audit", twice)
+        assert [said[name] for name in ("prefill_model", "prefill", "model", "memory")] == [None] * 4
+        out = kvcache("audit", twice).out
+        assert "GPU-hours" not in out
+        assert "KiB" not in out
+
+    def test_only_part_of_the_log(self, kvcache: Kvcache, twice: Path) -> None:
+        """What does not count costs nothing; a single batch has no hours."""
+        said = answer(kvcache, "audit", twice, *FORMULA, *PRICE, "--since", "2", "--until", "2")
+        assert (said["prefill"]["mean_seconds"], said["prefill"]["saved_gpu_hours"]) == (24.5, 96 * 2 / 3600)
+        assert (said["prefill_model"]["hours"], said["prefill"]["cost_per_hour"]) == (None, None)
+
+    def test_evictions_are_priced(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of a cache of four blocks: the blocks of the first prompt go for the second, and are computed again."""
+        log = write(tmp_path / "log", (100, 200, 100), blocks=4)
+        # 96 seconds of 2 GPUs are 0.0533 hours, 3 EUR each, within the log's hour.
+        out = kvcache("audit", log, *FORMULA, *PRICE).out
+        assert "lost             0.0533 GPU-hours, 0.160 EUR per hour, on what had been evicted" in out
+
+    def test_workers_together(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of several logs each one's, and those of all: time is from the first of all batches to the last."""
+        for name in ("east", "west"):
+            write(tmp_path / "fleet" / name)
+        said = answer(kvcache, "audit", tmp_path / "fleet", *FORMULA, *PRICE, "--jobs", 1)
+        assert said["prefill"]["gpu_hours"] == pytest.approx(2 * 145 * 2 / 3600)
+        assert said["prefill"]["cost_per_hour"] == pytest.approx(2 * 145 * 2 / 3600 * 3 / 0.5)
+        assert [each["audit"]["prefill"]["mean_seconds"] for each in said["workers"]] == [72.5, 72.5]
+        out = kvcache("audit", tmp_path / "fleet", *FORMULA, *PRICE, "--jobs", 1).out
+        assert "GPU-hours        0.161 of prefills; reuse has saved 0.107" in out
+        assert "EUR saved/h" in out
+
+
+TEXT = """\
+  prefill          10 + 2 n + 1 n m seconds for n tokens that read m others each
+  time to prefill  72.50 s on average, p50 72.50 s, p95 115.70 s
+  GPU-hours        0.0806 of prefills; reuse has saved 0.0533
+  EUR per hour     0.483 for prefills; reuse saves 0.320
+  K and V          256 B for a token of llama: 4 layers, bfloat16
+  memory           8.0 KiB in primary; a block has 1.0 KiB
+                   3.0 KiB stored, 0 B evicted from primary
+"""
+REASONS = """
+  prompt tokens                      count   share  GPU-hours   EUR/h
+  reused from primary                   12  46.2 %     0.0533   0.320
+  the last token is always computed      2   7.7 %     0.0161  0.0967
+  never seen before                     12  46.2 %     0.0533   0.320
+"""
+
+
+def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
+    """With its error, and in JSON."""
+    rows = [(n, k, 10 + 2 * n + n * (k + n / 2)) for n in (1, 4, 30) for k in (0, 12)]
+    text = "tokens,cached,seconds\n" + "\n".join(",".join(map(str, row)) for row in rows)
+    (tmp_path / "measured.csv").write_text(text)
+    fit = ("--prefill-fit", tmp_path / "measured.csv")
+    out = kvcache("audit", twice, *fit).out
+    assert "prefill          10 + 2 n + 1 n m seconds for n tokens" in out
+    assert "fitted to 6 prefills: RMS error 0 µs, median 0.0 %" in out
+    said = answer(kvcache, "audit", twice, *fit)
+    assert said["prefill"]["mean_seconds"] == pytest.approx(72.5)
+    assert said["prefill_model"]["fit"]["prefills"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--price", "2"), "--price and --gpus need to know how long prefills take"),
+        (("--gpus", "2"), "--price and --gpus need to know how long prefills take"),
+        ((*FORMULA, "--prefill-fit", "x"), "--prefill says what --prefill-fit would"),
+        (("--prefill", "fast"), "prefill 'fast': 'fast' is not understood"),
+        ((*FORMULA, "--price", "0"), "'0' is not a number above 0"),
+        (("--prefill-fit", "nowhere.csv"), "nowhere.csv"),
+        (("--kv-dtype", "fp8"), "--kv-dtype is about the model of --model-config"),
+        (("--model-config", "nowhere.json"), "nowhere.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["audit"])
+def test_what_makes_no_sense_is_refused(
+    kvcache: Kvcache, twice: Path, command: str, options: tuple[str, ...], said: str
+) -> None:
+    """In one line, before anything is read."""
+    done = kvcache(command, twice, *options)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+def test_a_model_that_is_not_understood(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
+    """The error names the field."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"index_head_dim": 128}))
+    done = kvcache("audit", twice, "--model-config", tmp_path / "config.json")
+    assert done.code == 2
+    assert "index_head_dim: the index of sparse attention cannot be counted" in done.err
+
+
+def test_layers_that_are_not_counted_are_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
+    """Those that see a window, and those that have no K and V."""
+    kinds = ["full_attention", "sliding_attention", "mamba", "mamba"]
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": kinds, "sliding_window": 32}))
+    out = kvcache("audit", twice, "--model-config", tmp_path / "config.json", "--kv-dtype", "fp8").out
+    assert "K and V        32 B for a token of llama: 1 layer, fp8" in out
+    assert "not counted: up to 1.0 KiB for a sequence in 1 layer that see 32 tokens" in out
+    assert "not counted: 2 layers without K and V (mamba)" in out
