@@ -150,24 +150,50 @@ class Reuses:
 Int64s = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanDistances:
+    """How large a cache must be for the spans of all prompts, which stand one behind the other."""
+
+    before: Int64s
+    """Of each span, the blocks that are before its first one in the order: those of larger caches hit."""
+    counts: Int64s
+    """Blocks of each span."""
+    stops: Int64s
+    """By request, how many spans there are up to its last."""
+
+    @classmethod
+    def of(cls, reuses: Reuses) -> SpanDistances:
+        """Find the places of all spans."""
+        before, counts, stops = array("q"), array("q"), array("q")
+        remaining = PrefixSums(len(reuses.lengths))
+        """By request, its blocks that no later one has used. Those of one request follow each other in the order."""
+        seen = 0
+        for request, (length, spans) in enumerate(reuses.prompts()):
+            new = length
+            for user, count in spans:
+                # Whatever is not as old as this span is before it: blocks of later requests, and this prompt's own.
+                before.append(seen - remaining.through(user))
+                counts.append(count)
+                remaining.add(user, -count)
+                new -= count
+            stops.append(len(before))
+            remaining.add(request, length)
+            seen += new
+        return cls(*(np.array(column, np.int64) for column in (before, counts, stops)))
+
+    def hits(self, size: int) -> Int64s:
+        """Blocks of each prompt that a cache of `size` blocks serves."""
+        sums = np.concatenate([[0], np.cumsum(np.clip(size - self.before, 0, self.counts))])
+        return np.diff(sums[self.stops], prepend=0)
+
+
 def misses_by_size(reuses: Reuses) -> Int64s:
     """Entry C: the block requests that a cache of C blocks does not serve. Larger caches than the last are like it."""
+    spans = SpanDistances.of(reuses)
     arrivals = np.zeros(reuses.distinct + 2, np.int64)
     """At each size, how many of the block requests hit from there on, less those that do so from the size before."""
-    remaining = PrefixSums(len(reuses.lengths))
-    """By request, its blocks that no later one has used. Those of one request follow each other in the order."""
-    seen = 0
-    for request, (length, spans) in enumerate(reuses.prompts()):
-        new = length
-        for user, count in spans:
-            # Whatever is not as old as this span is before it: blocks of later requests, and this prompt's own.
-            first = seen - remaining.through(user)
-            arrivals[first + 1] += 1
-            arrivals[first + 1 + count] -= 1
-            remaining.add(user, -count)
-            new -= count
-        remaining.add(request, length)
-        seen += new
+    np.add.at(arrivals, spans.before + 1, 1)
+    np.add.at(arrivals, spans.before + 1 + spans.counts, -1)
     return np.asarray(sum(reuses.lengths) - np.cumsum(np.cumsum(arrivals))[:-1], np.int64)
 
 
@@ -469,10 +495,14 @@ class LoggedPrompts:
         """Tokens in full blocks that the log's own cache served from primary."""
         self.reused_secondary = 0
         self._group = 0
+        self.lengths = array("q")
+        """Tokens of each prompt that was iterated over."""
+        self._times: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         for _, prompts in self.batches():
             for event, numbers in prompts:
+                self.lengths.append(event.num_tokens)
                 # The last token is computed in any case, so a block that it ends is never reused whole.
                 yield numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block]
 
@@ -489,9 +519,16 @@ class LoggedPrompts:
                 prompts = self._read(batch)
             yield batch, prompts
             self.last_seq = batch.seq
+            self._times = (batch.ts if self._times is None else self._times[0]), batch.ts
             self._progress(batch.seq)
         if self._created is None:
             raise UsageError(f"{self._log} holds no cache yet: its first batch is missing")
+
+    @property
+    def hours(self) -> float | None:
+        """From the first batch to the last; None: no time has passed."""
+        first, last = self._times or (0, 0)
+        return (last - first) / 3.6e12 if last > first else None
 
     @property
     def window(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from events.types import CROSS, FULL, PRIMARY, SECONDARY, CacheCreated
 from kvcache.audit.kv_shape import KVShape
@@ -14,15 +16,20 @@ _SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype")
 """Settings that tell how many bytes a block has."""
 
 
+def names_model(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings of a cache have a model's shape: the defaults are those of no model."""
+    fields = KVCacheConfig.model_fields
+    return any(settings.get(name, fields[name].default) != fields[name].default for name in _SHAPE)
+
+
 def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
     """K and V of a block of the window with full attention: of `model`, or else as the cache's settings say.
 
-    None: these have the defaults, which are the shape of no model.
+    None: they name none.
     """
     if model is not None:
         return model.bytes_per_token * created.tokens_per_block
-    settings, fields = json.loads(created.config), KVCacheConfig.model_fields
-    if all(settings.get(name, fields[name].default) == fields[name].default for name in _SHAPE):
+    if not names_model(json.loads(created.config)):
         return None
     own = [group for group in created.groups if group.kind != CROSS]
     full = next((group for group in own if group.kind == FULL), own[-1])

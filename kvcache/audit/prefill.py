@@ -10,7 +10,6 @@ import math
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -122,7 +121,7 @@ class Pricing:
         )
 
     def of_prompts(
-        self, tokens: Sequence[int], reused: Sequence[int], hours: float | None, *, again: Sequence[int] = ()
+        self, tokens: npt.ArrayLike, reused: npt.ArrayLike, hours: float | None, *, again: npt.ArrayLike = ()
     ) -> PrefillCost:
         """The same of requests with so many prompt tokens, of which so many leading ones were reused.
 

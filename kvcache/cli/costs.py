@@ -104,12 +104,11 @@ class Costs:
 
     def cells_in_words(self) -> str:
         """What these cells are."""
-        money = (
-            ""
-            if self.pricing is None or self.pricing.price is None
-            else ", in money for each hour of the requests"
+        priced = self.pricing is not None and self.pricing.price is not None
+        return (
+            "prefill, p95: time to compute a prompt, on average and at most for 95 %; saved: GPU-hours by reuse"
+            + ", and money in each hour of the requests" * priced
         )
-        return f"prefill, p95: seconds to compute a prompt, on average and for 95 %; saved: GPU-hours by reuse{money}"
 
     def model_facts(self) -> Facts:
         """What a token takes."""

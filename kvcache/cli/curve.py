@@ -17,13 +17,25 @@ from kvcache.audit.curve import (
     CurveRecorder,
     HitCurve,
     LoggedPrompts,
+    SpanDistances,
     best_hits,
     enough_for,
 )
-from kvcache.cli.options import add_shared, add_trace_options, option, positive, seekable
+from kvcache.audit.memory import names_model
+from kvcache.audit.prefill import PrefillCost
+from kvcache.cli.costs import Costs, cost_json
+from kvcache.cli.options import (
+    SizeInBytes,
+    add_cost_options,
+    add_shared,
+    add_trace_options,
+    cache_size,
+    option,
+    positive,
+    seekable,
+)
 from kvcache.cli.output import Facts, Output, end_json, pick
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.config import KVCacheConfig
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
 from kvcache.workload.traces import TracePrompts
@@ -32,8 +44,6 @@ _FEWEST = 8
 """Blocks of a sample, below which it says little."""
 _ROWS = 13
 """Powers of two in the table: the largest ones that matter."""
-_SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype")
-"""Settings that tell how many bytes a block has."""
 _BAR = 30
 """Signs for a hit rate of 100 %."""
 
@@ -46,6 +56,11 @@ class CurveFound:
     curve: HitCurve
     bounds: dict[int, int]
     """The most hits that any eviction can have, by the sizes for which that was asked."""
+    asked: tuple[int, ...]
+    """Further sizes."""
+    costs: Costs
+    spans: SpanDistances | None
+    """None: prefills have no formula."""
 
     @property
     def logged(self) -> LoggedPrompts | None:
@@ -56,6 +71,26 @@ class CurveFound:
     def today(self) -> CacheSize:
         """The size of the cache that has logged the prompts; of a trace there is none."""
         return CacheSize(0, 0, 0) if self.logged is None else self.logged.size
+
+    @property
+    def bytes_per_block(self) -> int | None:
+        """None: no model is known."""
+        return _bytes_per_block(self.prompts, self.costs)
+
+    def cost(self, blocks: int) -> PrefillCost | None:
+        """What the prefills take if the cache has so many blocks; None: nobody knows."""
+        if self.spans is None or self.costs.pricing is None:
+            return None
+        reused = self.spans.hits(blocks) * self.prompts.tokens_per_block
+        return self.costs.pricing.of_prompts(self.prompts.lengths, reused, self.prompts.hours)
+
+
+def _bytes_per_block(prompts: LoggedPrompts | TracePrompts, costs: Costs) -> int | None:
+    if costs.model is not None:
+        return costs.model.bytes_per_token * prompts.tokens_per_block
+    if isinstance(prompts, LoggedPrompts) and names_model(prompts.config):
+        return prompts.size.bytes_per_block
+    return None
 
 
 MOST_BLOCKS = 2**31 - 1
@@ -85,18 +120,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default=(),
     )
+    option(
+        parser,
+        "--sizes SIZES",
+        "further sizes for the table, in blocks or, where a block's bytes are known, as in 8GiB (--bound, too)",
+        type=_sizes,
+        default=(),
+    )
+    add_cost_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
+    costs = Costs.of(args)
+    if costs.pricing is not None and args.sample < 1:
+        raise UsageError("seconds of prefills need all blocks, not samples: leave --sample out")
     recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
         prompts = _prompts(args, source, update)
         for blocks in prompts:
             recorder.add(blocks)
-    bounds = {} if workload is None else {each: best_hits(workload, each) for each in args.bound}
-    found = CurveFound(prompts, recorder.curve(), bounds)
+    bounded, asked = (_in_blocks(sizes, prompts, costs) for sizes in (args.bound, args.sizes))
+    bounds = {} if workload is None else {each: best_hits(workload, each) for each in bounded}
+    spans = None if costs.pricing is None else SpanDistances.of(recorder.reuses)
+    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans)
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
     if found.logged is not None:
@@ -140,6 +188,7 @@ def to_json(found: CurveFound) -> dict[str, Any]:
         ),
         **pick(prompts, "tokens_per_block"),
         **pick(curve, "block_requests", "distinct_blocks", "knee", sample_rate="rate"),
+        **found.costs.to_json(prompts.hours),
         "sampled_blocks": curve.sampled_blocks if curve.rate < 1 else None,
         "sizes": [
             {
@@ -149,6 +198,8 @@ def to_json(found: CurveFound) -> dict[str, Any]:
                 "hit_rate": curve.hit_rate(blocks),
                 "standard_error": curve.error(blocks),
                 "best_hits": found.bounds.get(blocks),
+                "bytes": None if found.bytes_per_block is None else blocks * found.bytes_per_block,
+                "prefill": cost_json(found.cost(blocks)),
             }
             for blocks in _table_sizes(found)
         ],
@@ -188,7 +239,7 @@ def _table_sizes(found: CurveFound) -> list[int]:
     fewest = 1 if found.curve.rate == 1 else _FEWEST / found.curve.rate
     first = max(last + 1 - _ROWS, math.ceil(math.log2(fewest)))
     powers = {1 << exponent for exponent in range(first, last + 1)}
-    return sorted(powers | _marks(found).keys() | found.bounds.keys())
+    return sorted(powers | _marks(found).keys() | found.bounds.keys() | set(found.asked))
 
 
 def _marks(found: CurveFound) -> dict[int, str]:
@@ -220,7 +271,9 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
     out.table(rows, right=list(rows[0])[:-2])
     out.line()
     out.line("block hit rate: the part of the prompts' full blocks that is reused")
-    if found.logged is not None and not _names_model(found.logged):
+    if found.costs.pricing is not None:
+        out.line(found.costs.cells_in_words())
+    if found.logged is not None and found.bytes_per_block is None:
         out.line(
             "bytes are not known: the log's settings name no model (num_layers, num_kv_heads, head_dim, ...)"
         )
@@ -231,8 +284,8 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
 def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:
     curve, best = found.curve, found.bounds.get(blocks)
     row: dict[str, Any] = {"blocks": blocks}
-    if found.logged is not None and _names_model(found.logged):
-        row["bytes"] = size(blocks * found.today.bytes_per_block)
+    if (block := found.bytes_per_block) is not None:
+        row["bytes"] = size(blocks * block)
     row["block hit rate"] = share(curve.hit_rate(blocks))
     if sampled:
         row["±"] = share(curve.error(blocks) or 0.0)
@@ -240,13 +293,7 @@ def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:
         row |= zip(LEVEL_NAMES, (_part(found, hits) for hits in _levels(found, blocks)), strict=True)
     if found.bounds:
         row["at best"] = "" if best is None else _part(found, best)
-    return row
-
-
-def _names_model(prompts: LoggedPrompts) -> bool:
-    """Whether the settings have a model's shape: the defaults are those of no model, and have no bytes of interest."""
-    given, fields = prompts.config, KVCacheConfig.model_fields
-    return any(given.get(name) != fields[name].default for name in _SHAPE)
+    return row | dict(found.costs.cost_cells(found.cost(blocks)))
 
 
 def _part(found: CurveFound, hits: int) -> str:
@@ -265,6 +312,8 @@ def _facts(found: CurveFound) -> Facts:
         yield "estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"
     if found.logged is not None:
         yield from _today(found.logged, curve)
+    yield from found.costs.prefill_facts()
+    yield from found.costs.model_facts()
     if not curve.is_vague:
         knee = f"{curve.knee or 0:,} blocks: from there on no doubling gains a percentage point"
         yield "knee", "none: no block is asked for twice" if curve.knee is None else knee
@@ -316,8 +365,24 @@ def _rate(text: str) -> float:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Numbers of blocks."""
-    sizes = tuple(positive(part.strip()) for part in text.split(",") if len(part) < 20)
-    if not sizes or max(sizes) > MOST_BLOCKS or len(sizes) != text.count(",") + 1:
+    """Numbers of blocks, or of bytes."""
+    sizes = tuple(cache_size(part.strip()) for part in text.split(",") if len(part) < 20)
+    blocks = [each for each in sizes if not isinstance(each, SizeInBytes)]
+    if max(blocks, default=0) > MOST_BLOCKS or len(sizes) != text.count(",") + 1:
         raise argparse.ArgumentTypeError(f"no cache has more than {MOST_BLOCKS:,} blocks")
     return sizes
+
+
+def _in_blocks(
+    sizes: tuple[int, ...], prompts: LoggedPrompts | TracePrompts, costs: Costs
+) -> tuple[int, ...]:
+    """The sizes, those that are in bytes as the blocks that fit."""
+    if not any(isinstance(each, SizeInBytes) for each in sizes):
+        return sizes
+    block = _bytes_per_block(prompts, costs)
+    if block is None:
+        raise UsageError("how many bytes a block has is not known: give sizes in blocks, or --model-config")
+    blocks = tuple(each // block if isinstance(each, SizeInBytes) else each for each in sizes)
+    if 0 in blocks or max(blocks) > MOST_BLOCKS:
+        raise UsageError(f"a block has {size(block)}: give sizes of 1 to {MOST_BLOCKS:,} blocks")
+    return blocks

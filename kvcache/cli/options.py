@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from events.units import parse_bytes
 from kvcache.audit.kv_shape import DTYPES
 from kvcache.cli import times
 from kvcache.errors import UsageError
@@ -76,6 +77,20 @@ def amount(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+class SizeInBytes(int):
+    """The size of a cache that was given in bytes; a plain integer is one in blocks."""
+
+
+def cache_size(text: str) -> int:
+    """Blocks, at least 1, or a `SizeInBytes`, as in ``8GiB``."""
+    if not text.endswith("B"):
+        return positive(text)
+    try:
+        return SizeInBytes(parse_bytes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 Place = argparse.ArgumentParser | argparse._ArgumentGroup

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -187,10 +188,21 @@ class TracePrompts:
         self.requests = 0
         self._numbers: dict[tuple[int, object], int] = {}
         """By the number of the block before and what a block holds; a scope is before its first blocks."""
+        self.lengths = array("q")
+        """Tokens of each prompt."""
+        self._times: tuple[int, int] | None = None
+
+    @property
+    def hours(self) -> float | None:
+        """From the first request to the last; None: no time has passed."""
+        first, last = self._times or (0, 0)
+        return (last - first) / 3.6e6 if last > first else None
 
     def __iter__(self) -> Iterator[list[int]]:
         for request in self._requests:
             self.requests += 1
+            self.lengths.append(request.input_length)
+            self._times = (request.timestamp if self._times is None else self._times[0]), request.timestamp
             if request.tokens is None:
                 self.tokens_per_block = request.block_tokens
                 contents: Iterable[object] = request.hash_ids

@@ -148,6 +148,68 @@ REASONS = """
 """
 
 
+class TestCurve:
+    """Of the same two prompts, of three full blocks each: with one block 4 tokens are reused, with three 12."""
+
+    def test_sizes(self, kvcache: Kvcache, twice: Path, model: Path) -> None:
+        """Seconds at each size, worked out by hand, and bytes."""
+        options = (*FORMULA, *PRICE, "--model-config", model, "--sizes", "3,2KiB,2.9KiB")
+        said = answer(kvcache, "curve", twice, *options)
+        assert_documented("curve", said)
+        sizes = {each["blocks"]: each for each in said["sizes"]}
+        # 10 + 2·(13 - r) + (13² - r²)/2 seconds where r tokens are reused.
+        seconds = {1: 10 + 18 + (169 - 16) / 2, 2: 10 + 10 + (169 - 64) / 2, 3: 24.5, 8: 24.5}
+        for blocks, second in seconds.items():
+            found = sizes[blocks]["prefill"]
+            assert found["mean_seconds"] == (120.5 + second) / 2
+            assert found["gpu_hours"] == pytest.approx((120.5 + second) * 2 / 3600)
+            assert found["saved_gpu_hours"] == pytest.approx((120.5 - second) * 2 / 3600)
+            assert found["saved_per_hour"] == pytest.approx((120.5 - second) * 2 / 3600 * 3 / 0.5)
+            assert sizes[blocks]["bytes"] == blocks * IN_BLOCK
+        assert said["prefill_model"]["hours"] == 0.5
+
+    def test_text(self, kvcache: Kvcache, twice: Path) -> None:
+        """The same in a row."""
+        out = kvcache("curve", twice, *FORMULA, *PRICE).out
+        [row] = [line for line in out.splitlines() if line.split()[:1] == ["8"]]
+        assert row.split()[3:10] == ["72.50", "s", "115.70", "s", "0.0806", "0.0533", "0.320"]
+        assert "saved: GPU-hours by reuse, and money in each hour of the requests" in out
+
+    def test_of_a_trace(self, kvcache: Kvcache, model: Path, tmp_path: Path) -> None:
+        """Times are the trace's; a block of it has bytes only where a model is given."""
+        lines = [
+            {"timestamp": at, "input_length": 13, "output_length": 1, "hash_ids": [1, 2, 3, 4]}
+            for at in (5000, 5000 + 1_800_000)
+        ]
+        (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        options = (tmp_path / "trace.jsonl", "--trace-block-size", 4, *FORMULA, *PRICE)
+        said = answer(kvcache, "curve", *options)
+        assert said["sizes"][-1]["prefill"]["saved_per_hour"] == pytest.approx(96 * 2 / 3600 * 3 / 0.5)
+        assert said["sizes"][-1]["bytes"] is None
+        assert " KiB" in kvcache("curve", *options, "--model-config", model).out
+        done = kvcache("curve", *options, "--sizes", "1GiB")
+        assert done.code == 2
+        assert "how many bytes a block has is not known: give sizes in blocks, or --model-config" in done.err
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--sample", "0.5"), "seconds of prefills need all blocks, not samples"),
+            (("--sizes", "3GiBB"), "'3GiBB' needs a number and one of the units B, KiB"),
+            (("--sizes", "9999999TiB", "--model-config", "MODEL"), "a block has 1.0 KiB: give sizes of 1 to"),
+            (("--bound", "1B", "--model-config", "MODEL"), "a block has 1.0 KiB: give sizes of 1 to"),
+        ],
+    )
+    def test_sizes_that_there_are_not(
+        self, kvcache: Kvcache, twice: Path, model: Path, options: tuple[str, ...], said: str
+    ) -> None:
+        """Neither smaller than a block, nor larger than any cache."""
+        own = [model if each == "MODEL" else each for each in options]
+        done = kvcache("curve", twice, *FORMULA, *own)
+        assert (done.code, done.out) == (2, "")
+        assert said in done.err
+
+
 def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
     """With its error, and in JSON."""
     rows = [(n, k, 10 + 2 * n + n * (k + n / 2)) for n in (1, 4, 30) for k in (0, 12)]
@@ -175,7 +237,7 @@ def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
         (("--model-config", "nowhere.json"), "nowhere.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["audit"])
+@pytest.mark.parametrize("command", ["audit", "curve"])
 def test_what_makes_no_sense_is_refused(
     kvcache: Kvcache, twice: Path, command: str, options: tuple[str, ...], said: str
 ) -> None:

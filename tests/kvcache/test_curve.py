@@ -29,6 +29,7 @@ from kvcache.audit.curve import (
     LoggedPrompts,
     PrefixSums,
     Reuses,
+    SpanDistances,
     best_hits,
     enough_for,
     measure,
@@ -66,15 +67,20 @@ def some_prompts(random_: random.Random, requests: int, alphabet: int, longest: 
 
 
 def played(prompts: Prompts, size: int) -> int:
-    """Hits of a cache that is played block by block, and evicts leaves: the definition, word by word."""
+    """Hits of a cache that is played block by block."""
+    return sum(played_each(prompts, size))
+
+
+def played_each(prompts: Prompts, size: int) -> list[int]:
+    """Hits of each prompt in a cache that evicts leaves: the definition, word by word."""
     cached: dict[int, tuple[int, int, int | None]] = {}
     """Block to last use, depth, parent."""
-    hits = 0
+    hits = list[int]()
     for now, prompt in enumerate(prompts):
         found = 0
         while found < len(prompt) and prompt[found] in cached:
             found += 1
-        hits += found
+        hits.append(found)
         for depth, block in enumerate(prompt[:size]):
             parent = prompt[depth - 1] if depth else None
             if block not in cached and len(cached) == size:
@@ -134,6 +140,9 @@ class TestLRU:
         assert curve.distinct_blocks == len({block for prompt in prompts for block in prompt})
         sizes = [1, most, *(random_.randint(1, most) for _ in range(8))]
         assert {size: curve.hits(size) for size in sizes} == {size: played(prompts, size) for size in sizes}
+        spans = SpanDistances.of(reuses_of(prompts))
+        for size in sizes:
+            assert spans.hits(size).tolist() == played_each(prompts, size)
 
     def test_by_hand(self) -> None:
         """Five prompts worked out on paper.
