@@ -42,6 +42,7 @@ from kvcache.cli.output import (
     stamp,
 )
 from kvcache.cli.times import Times, UpTo, span
+from kvcache.cli.traces import add_trace, as_log
 from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, printable, share
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "time",
         "json",
-        log="a log directory, or a directory of the logs of several workers",
+        log="a log directory, a directory of the logs of several workers, or a trace of requests (-: on stdin)",
         since="count what happens from then on",
         until="stop there",
     )
@@ -78,11 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs N", "logs to read at once (one per core)", type=positive, default=jobs)
     add("--engine", "where logs are read (processes)", choices=("processes", "ray"), default="processes")
     add_cost_options(parser)
+    add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, and tell."""
+    """Read the log once, or that of the trace, and tell."""
     costs = Costs.of(args)
+    with as_log(args, out) as log:
+        return _audit(log, args, costs, out)
+
+
+def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> int:
     if feed_log.is_feed_log(args.log):
         costs.refuse_for("a log of what engines told")
         return feed_log.audit(args, out)
@@ -91,7 +98,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return _audit_fleet(args, directory, costs, out)
     if args.engine != "processes":
         raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
-    reader = LogReader(args.log)
+    reader = LogReader(log)
     batches = UpTo(reader, args.until)
 
     def watched() -> Iterator[tuple[EventBatch, bool]]:

@@ -98,6 +98,8 @@ _SPELLING = (
     "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "
     "time of day"
 )
+CONCURRENCY = 32
+"""How many requests a played trace runs at once."""
 _MOMENT = {"type": times.LogPosition.parse}
 _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "log": ("LOG", "a log directory", {"type": Path}),
@@ -121,6 +123,14 @@ _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "the model's tokenizer with its chat template, for a trace whose prompts are messages",
         {"type": Path},
     ),
+    "concurrency": (
+        "--concurrency N",
+        f"most requests running at once ({CONCURRENCY})",
+        {"type": positive, "default": CONCURRENCY},
+    ),
+    "tokens_per_block": ("--tokens-per-block N", "tokens of a block (64)", {"type": positive}),
+    "primary_blocks": ("--primary-blocks N", "blocks on the device", {"type": positive}),
+    "secondary_blocks": ("--secondary-blocks N", "blocks in host memory; 0: none", {"type": natural}),
     "lora_id": ("--lora-id N", "the adapter's number", {"type": integer}),
     "lora_name": ("--lora-name NAME", "the adapter's name", {}),
     "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
@@ -196,6 +206,11 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
     )
+
+
+def add_cache_sizes(place: Place) -> None:
+    """Declare how large the cache is that plays a trace."""
+    add_shared(place, "tokens_per_block", "primary_blocks", "secondary_blocks")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from kvcache.audit.export import replacing
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.phrases import size
 from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
@@ -31,26 +32,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The page names requests, but no tokens and no salts. Needed: pip install 'kvcache[report]'"
     )
-    add_shared(parser, "log")
+    add_shared(parser, log=LOG_OR_TRACE)
     add = partial(option, parser)
     default = Path("report.html")
     add("-o --output FILE", f"the page ({default})", type=Path, default=default)
     add("--force", "overwrite the page if it exists")
     for name in ("curve", "whatif"):
         add(f"--{name} FILE", f"what `kvcache {name} LOG --json` printed, as a section more", type=Path)
+    add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log twice, and write the page."""
-    curve = _given(args.log, args.curve, GivenCurve, out)
-    whatif = _given(args.log, args.whatif, WhatIf, out)
+    """Read the log, or that of the trace, twice, and write the page."""
+    with as_log(args, out) as log:
+        return _write(log, args, out)
+
+
+def _write(log: Path, args: argparse.Namespace, out: Output) -> int:
+    curve = _given(log, args.curve, GivenCurve, out)
+    whatif = _given(log, args.whatif, WhatIf, out)
     # What is wrong with the place is said before a long log is read.
     with (
         leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
         out.progress("reading") as update,
     ):
-        page = report(args.log, curve=curve, whatif=whatif, progress=update, ended=out.note_end)
+        page = report(log, curve=curve, whatif=whatif, progress=update, ended=out.note_end)
         new.write_text(page, encoding="utf-8", newline="\n")
     out.note(f"{args.output}: {size(len(page.encode()))}")
     return 0

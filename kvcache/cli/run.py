@@ -25,6 +25,7 @@ from events.errors import EventsError, LogExists, LogWriteFailed, system_reason
 from events.log import LogWriter
 from kvcache.cli import config as settings
 from kvcache.cli.options import (
+    add_cache_sizes,
     add_shared,
     add_trace_options,
     integer,
@@ -35,12 +36,13 @@ from kvcache.cli.options import (
     seekable,
 )
 from kvcache.cli.output import Output
+from kvcache.cli.playing import given_sizes, note_refused, open_trace, require_room, sized_config
 from kvcache.cli.process import StopSignals
 from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
 from kvcache.cli.verification import FEED_URL, OwnFeed, Verification, verify_own_log
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.device.memory import served_layout
-from kvcache.errors import InternalError, KVCacheError, Unsupported, UsageError
+from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager, Substitutes
@@ -52,8 +54,6 @@ from kvcache.workload.copies import TimedCopier
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.pattern import PoolPattern
 from kvcache.workload.summary import RunResult
-from kvcache.workload.traces import read_trace
-from kvcache.workload.waiting import WaitingLimits
 from sinks import SinkContext, SinkURL, SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.kv_events import kv_events_sink
@@ -102,7 +102,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add = partial(option, group)
     add("--limit N", "play only the first N requests", type=positive)
     add_trace_options(group)
-    add("--concurrency N", "most requests running at once (32)", type=positive, default=32)
+    add_shared(group, "concurrency")
     add("--seed N", "of the chats and the token ids (0)", type=integer, default=0)
     add(
         "--speed real|N|max",
@@ -114,10 +114,9 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    add = partial(option, parser.add_argument_group("cache"))
-    add("--tokens-per-block N", "tokens of a block (64)", type=positive)
-    add("--primary-blocks N", "blocks on the device", type=positive)
-    add("--secondary-blocks N", "blocks in host memory; 0: none", type=natural)
+    group = parser.add_argument_group("cache")
+    add = partial(option, group)
+    add_cache_sizes(group)
     add(
         "--secondary-path FILE",
         "the file in which secondary lies; with --continue its blocks are found again, even after kill -9",
@@ -192,42 +191,12 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     if outcome.feed is not None and not outcome.feed.agrees:
         faults = f"({outcome.feed.faults} faults on the way)"
         raise InternalError(f"the router does not hold what the cache holds {faults}{_REPORT}")
-    if result.refused:
-        first = result.refusals[0]
-        if not (result.requests or result.interrupted):
-            raise UsageError(f"none of the requests fits: {first.reason}")
-        example = f"number {first.request_id}: {first.reason}"
-        out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
+    note_refused(result, out)
     return stop.exit_code
 
 
 def _config(args: argparse.Namespace, source: RunSource) -> KVCacheConfig:
-    sets = settings.parse_sets(args.sets)
-    for name in ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path"):
-        if getattr(args, name) is not None:
-            sets[name] = getattr(args, name)
-    known = settings.read_settings(args.config, sets).values
-    # What decides about the other defaults is read and checked first.
-    first = settings.RUN_DEFAULTS | {"max_sequence_length": source.sizes.longest}
-    if known.get("secondary_path"):
-        first["model"] = "kvcache run"  # what writes the bytes; a file needs a name
-    config = settings.load_settings(args.config, sets, first | {"primary_blocks": 1})
-    blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)
-    sizes = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
-    derived = settings.derived_settings(known)
-    return settings.load_settings(
-        args.config, sets, first | {name: sizes[name] for name in sizes if name in derived}
-    )
-
-
-def _require_room(config: KVCacheConfig, source: RunSource) -> None:
-    """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
-    if config.cross_kv_cache_fraction is not None:
-        instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
-        raise Unsupported("an encoder-decoder model", instead)
-    obstacle = WaitingLimits.of(config, Layout.of(config)).obstacle(source.sizes.shortest)
-    if obstacle is not None:
-        raise UsageError(f"none of the requests fits: {obstacle}")
+    return sized_config(args.config, given_sizes(args, args.sets), source.sizes, args.concurrency)
 
 
 def _pool_sizes(layout: Layout, config: KVCacheConfig) -> PoolSizes:
@@ -253,12 +222,14 @@ class _Run:
         self._args, self._out, self._stop = args, out, stop
         self._clock = StepClock(parse_speed(args.speed))
         chats = args.trace is None
-        self._source = _generated_chats(args.seed, args.limit, stop) if chats else _open_trace(args, stop)
+        self._source = (
+            _generated_chats(args.seed, args.limit, stop) if chats else open_trace(args, args.shown, stop)
+        )
         self._config = _config(args, self._source)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
             self._config = _pools_module().sized(self._config)
         if not (stop.is_set() or args.json):  # a program gets the refusals in its summary
-            _require_room(self._config, self._source)
+            require_room(self._config, self._source.sizes)
         self._routed = (args.check_feed or chats) and self._config.block_hash != "none"
         self._pools: Pools | None = None
         self._copier: TimedCopier | None = None
@@ -377,24 +348,6 @@ class _Run:
 
 
 # -- where requests come from, and where events go
-
-
-def _open_trace(args: argparse.Namespace, stop: StopSignals) -> RunSource:
-    """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
-    if args.trace.is_dir():
-        raise UsageError(f"{args.trace} is a directory: a trace is a file (`kvcache docs traces`)")
-    read = partial(
-        read_trace,
-        args.trace,
-        args.limit,
-        block_tokens=args.trace_block_size,
-        tokenizer=args.tokenizer,
-        shown=str(args.shown),
-    )
-    sizes = RequestSizes.of(read(), stop)
-    if not sizes.requests:
-        raise UsageError(f"{args.shown} holds no requests")
-    return RunSource(args.shown.name, read(), sizes)
 
 
 def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:

@@ -15,6 +15,7 @@ from kvcache.cli.config import parse_sets
 from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.config import look_up
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Play the requests of a log again under other settings and other orders of eviction."
     parser.epilog = _EPILOG
     add = partial(option, parser)
-    add_shared(parser, "json", log="a log directory, with tokens")
+    add_shared(parser, "json", log=f"{LOG_OR_TRACE}; of a log token ids are needed")
     add(
         "--set FIELD=VALUE,...",
         "a setting and the values to try, as in primary_blocks=1000,2000",
@@ -72,42 +73,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-bound", f"do not play {BOUND}, too, to compare the others with")
     add("--jobs N", "processes beside each other (as many as there are cores)", type=positive)
+    add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, compare, print."""
     axes = [alternatives(text) for text in args.sets]
     trials = combinations(axes, _policies(args.policies))
-    config = first_config(args.log)
+    with as_log(args, out) as log:
+        return _compare(log, args, out, trials, [axis[0][0] for axis in axes])
+
+
+def _compare(
+    log: Path, args: argparse.Namespace, out: Output, trials: Sequence[Trial], fields: Sequence[str]
+) -> int:
+    config = first_config(log)
     for trial in trials:
         trial.settings(config)  # what is wrong with settings should be known before a long log is played
     played = trials if args.no_bound else with_bounds(trials)
     with StopSignals() as stop:
         try:
-            outcomes = _play(args, out, stop, played)
+            outcomes = _play(log, args, out, stop, played)
         except Stopped:
             return stop.exit_code
     rows = compared(played, outcomes, len(trials))
     out.note_end(outcomes[0].end)
     if args.json:
-        log = {"log": args.log, "log_id": open_log(args.log).log_id, "end": end_json(outcomes[0].end)}
+        of = {"log": args.log, "log_id": open_log(log).log_id, "end": end_json(outcomes[0].end)}
         then = pick(outcomes[0], passed_over_tokens="passed_over") | {"engine": outcomes[0].engine or None}
         recorded, *tried = (row.to_json() for row in rows)
-        out.json({**log, **then, "recorded": recorded, "trials": tried})
+        out.json({**of, **then, "recorded": recorded, "trials": tried})
     else:
-        _show(args.log, rows, [axis[0][0] for axis in axes], out)
+        _show(args.log, rows, fields, out)
     return 0
 
 
 def _play(
-    args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]
+    log: Path, args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]
 ) -> list[TrialOutcome]:
     # What a cache warns of when it is made would be told again for each.
     prepare = partial(messages.configure_diagnostics, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
     with out.progress("playing batches") as update:
         return play_side_by_side(
-            args.log,
+            log,
             trials,
             args.jobs or os.cpu_count() or 1,
             stop=stop.is_set,

@@ -3,7 +3,8 @@
 A step stands for `step_ms` of the trace's time, whatever it took to compute. Which requests have arrived follows
 from the number of the step, never from how fast this machine is; a speed only adds waiting, so that the
 trace's time does not run ahead of the real one. Without a speed nobody waits for arrivals, but no step is dated
-before those of the requests that it admits: the wall clock shows the trace's own times.
+before those of the requests that it admits: the wall clock shows the trace's own times. At an infinite speed requests
+arrive when the trace says, and no time is spent waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def parse_speed(text: str) -> float | None:
 class StepClock:
     """Time of a run. Give its `wall_ns` to the manager that the run drives.
 
-    Without a speed it follows the trace's time, so equal runs write equal logs; with one it is real.
+    Without a speed, or at an infinite one, it follows the trace's time, so equal runs write equal logs; at any other
+    speed it is real.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class StepClock:
 
     def wall_ns(self) -> int:
         """Return the wall clock's nanoseconds."""
-        if self.speed is None:
+        if self.speed is None or math.isinf(self.speed):
             return START_NS + min(self.now_ms * _MS, _FOREVER_NS)
         return self._real_ns()
 

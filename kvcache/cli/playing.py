@@ -1,0 +1,139 @@
+"""What plays requests of a trace: their sizes, the cache that these ask for, and the log of one that served them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from kvcache.cli import config as settings
+from kvcache.cli.options import CONCURRENCY
+from kvcache.cli.output import Output, Update
+from kvcache.cli.summary import RequestSizes, RunSource
+from kvcache.config import KVCacheConfig, Values
+from kvcache.errors import Unsupported, UsageError
+from kvcache.layout import Layout
+from kvcache.manager import KVCacheManager, Substitutes
+from kvcache.phrases import printable
+from kvcache.record.outputs import open_log
+from kvcache.workload.clock import StepClock
+from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.summary import RunResult
+from kvcache.workload.traces import TraceRequest, read_trace
+from kvcache.workload.waiting import WaitingLimits
+
+_SIZES = ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path")
+
+
+def open_trace(
+    args: argparse.Namespace,
+    shown: Path,
+    stop: threading.Event,
+    *,
+    named: bool = False,
+    progress: Update = lambda _: None,
+) -> RunSource:
+    """The requests of `args.trace`, which errors call `shown`; `named`: their equal prompts must be known.
+
+    `progress` is called with the number of requests read so far. Raises OSError, TraceError, and UsageError if there
+    are none.
+    """
+    if args.trace.is_dir():
+        raise UsageError(f"{args.trace} is a directory: a trace is a file (`kvcache docs traces`)")
+    read = partial(
+        read_trace,
+        args.trace,
+        vars(args).get("limit"),
+        block_tokens=args.trace_block_size,
+        tokenizer=args.tokenizer,
+        shown=str(shown),
+        named=named,
+    )
+    sizes = RequestSizes.of(_counted(read(), progress), stop)
+    if not sizes.requests:
+        raise UsageError(f"{shown} holds no requests")
+    return RunSource(shown.name, read(), sizes)
+
+
+def _counted(requests: Iterator[TraceRequest], progress: Update) -> Iterator[TraceRequest]:
+    for number, request in enumerate(requests, 1):
+        yield request
+        progress(number)
+
+
+def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
+    """The settings of ``--set``, and those that have options of their own."""
+    given = {name: value for name in _SIZES if (value := vars(args).get(name)) is not None}
+    return settings.parse_sets(sets) | given
+
+
+def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurrency: int) -> KVCacheConfig:
+    """The settings that are given, and for what is not, what requests of these sizes ask for."""
+    known = settings.read_settings(file, sets).values
+    # What decides about the other defaults is read and checked first.
+    first = settings.RUN_DEFAULTS | {"max_sequence_length": sizes.longest}
+    if known.get("secondary_path"):
+        first["model"] = "kvcache run"  # what writes the bytes; a file needs a name
+    config = settings.load_settings(file, sets, first | {"primary_blocks": 1})
+    blocks = sizes.primary_blocks(concurrency, config.tokens_per_block)
+    by_requests = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
+    derived = settings.derived_settings(known)
+    return settings.load_settings(
+        file, sets, first | {name: by_requests[name] for name in by_requests if name in derived}
+    )
+
+
+def require_room(config: KVCacheConfig, sizes: RequestSizes) -> None:
+    """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
+    if config.cross_kv_cache_fraction is not None:
+        instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
+        raise Unsupported("an encoder-decoder model", instead)
+    obstacle = WaitingLimits.of(config, Layout.of(config)).obstacle(sizes.shortest)
+    if obstacle is not None:
+        raise UsageError(f"none of the requests fits: {obstacle}")
+
+
+def note_refused(result: RunResult, out: Output) -> None:
+    """Say how many requests no cache of this size can serve; raises UsageError if that is all of them."""
+    if result.refused:
+        first = result.refusals[0]
+        if not (result.requests or result.interrupted):
+            raise UsageError(f"none of the requests fits: {first.reason}")
+        example = f"number {first.request_id}: {first.reason}"
+        out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
+
+
+def play_into(log: Path, args: argparse.Namespace, out: Output) -> None:
+    """Play `args.trace` at its own times, with bookkeeping alone, and leave a log of it.
+
+    The log of equal requests in equal caches is equal. A note says how large the cache is. Raises what `open_trace`
+    raises, and UsageError for a trace that does not say which of its prompts begin alike.
+    """
+    concurrency = args.concurrency or CONCURRENCY
+    with out.progress("reading") as update:
+        source = open_trace(args, args.log, threading.Event(), named=True, progress=update)
+    sizes = source.sizes
+    # Nobody needs this log after a crash.
+    config = sized_config(None, given_sizes(args, ["log.fsync=never"]), sizes, concurrency)
+    require_room(config, sizes)
+    inputs = (config.model_dump_json(), sizes.digest, concurrency)
+    writer = open_log(log, config.log, log_id=sha256(repr(inputs).encode()).digest()[:16])
+    clock = StepClock(math.inf)
+    with (
+        KVCacheManager(config, log=writer, substitutes=Substitutes(wall_ns=clock.wall_ns)) as manager,
+        out.progress("playing", sizes.requests) as update,
+    ):
+        engine = Engine(manager, source.requests, DriveOptions(concurrency=concurrency), clock=clock)
+        result = engine.run(progress=lambda step, done: update(done))
+        blocks = " + ".join(f"{level:,}" for level in manager.layout.groups[0].num_blocks)
+    if result.log_failure is not None:
+        raise result.log_failure
+    note_refused(result, out)
+    out.note(
+        f"{printable(str(args.log))} is a trace: played at its own times through a cache of {blocks} blocks of "
+        f"{config.tokens_per_block:,} tokens (--primary-blocks, --secondary-blocks, --tokens-per-block)"
+    )

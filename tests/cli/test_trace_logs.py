@@ -1,0 +1,151 @@
+"""Traces for `audit`, `whatif` and `report`: what is played, in which cache, at which times."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import TRACE, Kvcache, Start
+from tests.support.waiting import wait_until
+
+BLOCK = 16
+PROMPTS: list[tuple[int, ...]] = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (5, 6), (1, 7), (5, 6, 8)]
+"""Numbers of blocks, of which the last one is cut in the middle."""
+
+
+def write(path: Path, times: list[int], prompts: Sequence[tuple[int, ...]] = PROMPTS) -> Path:
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": at, "input_length": len(ids) * BLOCK - 8, "output_length": 3, "hash_ids": ids}
+            )
+            + "\n"
+            for at, ids in zip(times, prompts, strict=True)
+        )
+    )
+    return path
+
+
+def in_turn(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that prompts reuse if they come one after the other and nothing is evicted, by comparing all pairs.
+
+    The last block of a prompt is cut, so only the blocks before it are whole, of the one it ends in, all but the last
+    token.
+    """
+    total = 0
+    for at, ids in enumerate(prompts):
+        length = len(ids) * BLOCK - 8
+        tokens = [(number, place) for number in ids for place in range(BLOCK)][:length]
+        best = 0
+        for earlier in prompts[:at]:
+            others = [(number, place) for number in earlier for place in range(BLOCK)][
+                : len(earlier) * BLOCK - 8
+            ]
+            same = 0
+            while same < min(length - 1, len(others)) and tokens[same] == others[same]:
+                same += 1
+            best = max(best, same)
+        total += best
+    return total
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs of traces are, in which nothing stays."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+def audited(kvcache: Kvcache, trace: Path, *options: Any) -> dict[str, Any]:
+    done = kvcache("audit", trace, "--tokens-per-block", BLOCK, *options, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_requests_come_when_the_trace_says(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
+    """Far apart each request finds all that came before; in one moment none finds anything."""
+    apart = audited(kvcache, write(tmp_path / "apart.jsonl", [at * 60_000 for at in range(6)]))
+    assert (apart["requests"], apart["reused_tokens"]) == (6, in_turn(PROMPTS))
+    assert apart["reused_tokens"] > 100
+    assert apart["last_ts"] - apart["first_ts"] >= 5 * 60 * 10**9
+    together = audited(kvcache, write(tmp_path / "together.jsonl", [7] * 6))
+    assert (together["requests"], together["reused_tokens"]) == (6, 0)
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_cache_is_as_large_as_asked(kvcache: Kvcache, tmp_path: Path) -> None:
+    """In a cache for one prompt only what came just before is reused, and the note says how large it is."""
+    prompts = [(1, 2, 3), (4, 5, 6), (1, 2, 3), (1, 2, 3)]
+    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(4)], prompts)
+    sizes = ("--primary-blocks", 3, "--secondary-blocks", 0)
+    assert audited(kvcache, trace, *sizes)["reused_tokens"] == in_turn(prompts[2:])
+    said = kvcache("audit", trace, "--tokens-per-block", BLOCK, *sizes)
+    assert said.err == (
+        f"kvcache: {trace} is a trace: played at its own times through a cache of 3 + 0 blocks of 16 tokens "
+        "(--primary-blocks, --secondary-blocks, --tokens-per-block)\n"
+    )
+    assert said.out.startswith(f"{trace}: batches 0 to")
+
+
+def test_whatif_tells_of_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> None:
+    """The row of what was recorded is the audit's, and equal calls say the same, so a report takes it."""
+    sizes = ("--primary-blocks", 90, "--secondary-blocks", 0)
+    audit = audited(kvcache, TRACE, *sizes)
+    call = ("whatif", TRACE, "--tokens-per-block", BLOCK, *sizes, "--set", "primary_blocks=90,4000", "--json")
+    done = kvcache(*call, "--jobs", 1)
+    found = json.loads(done.out)
+    assert found["log"] == str(TRACE)
+    reused = [each["reused_tokens"] for each in (found["recorded"], *found["trials"])]
+    assert reused[0] == reused[1] == audit["reused_tokens"] < reused[2]
+    (tmp_path / "whatif.json").write_text(done.out)
+    page = tmp_path / "page.html"
+    given = ("--whatif", tmp_path / "whatif.json", "-o", page)
+    done = kvcache("report", TRACE, "--tokens-per-block", BLOCK, *sizes, *given)
+    assert done.code == 0, done.err
+    assert f"<title>{TRACE.name}" in page.read_text()
+    done = kvcache("report", TRACE, *given, "--force")
+    assert "is about another log" in done.err  # of another cache
+
+
+@pytest.mark.parametrize("command", ["audit", "whatif", "report"])
+def test_what_cannot_be_told(kvcache: Kvcache, tmp_path: Path, log: Path, command: str) -> None:
+    """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""
+    azure = tmp_path / "azure.csv"
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n")
+    done = kvcache(command, azure)
+    assert (done.code, done.out) == (2, "")
+    assert f"{azure} has arrivals and lengths only" in done.err
+    broken = write(tmp_path / "broken.jsonl", [0] * 6)
+    with broken.open("a") as file:
+        file.write('{"timestamp": 0, "input_length": "8", "output_length": 3, "hash_ids": [1]}\n')
+    done = kvcache(command, broken)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"kvcache: error: {broken}:7: ")
+    assert "input_length" in done.err
+    done = kvcache(
+        command, write(tmp_path / "t.jsonl", [0] * 6), "--primary-blocks", 1, "--tokens-per-block", 16
+    )
+    assert (done.code, done.out) == (2, "")
+    assert "none of the requests fits: " in done.err
+    done = kvcache(command, log, "--primary-blocks", 1)
+    assert (done.code, done.out) == (2, "")
+    assert f"--primary-blocks is for traces, and {log} is none" in done.err
+
+
+def test_nothing_stays_after_sigterm(start: Start, tmp_path: Path) -> None:
+    """Ended while it plays, the command takes its log away."""
+    trace = write(tmp_path / "long.jsonl", [at * 5 for at in range(30_000)], PROMPTS * 5_000)
+    process = start("audit", trace)
+    wait_until(lambda: list((tmp_path / "tmp").glob("kvcache-trace-*/long.jsonl/*")))
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list((tmp_path / "tmp").iterdir()) == []
