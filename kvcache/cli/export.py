@@ -1,4 +1,7 @@
-"""``kvcache export``: a log as tables for DuckDB, pandas and spreadsheets, or as a trace for other tools."""
+"""``kvcache export``: a log as tables for DuckDB, pandas and spreadsheets, or as a trace for other tools.
+
+Those are two kinds: of requests, which can be played again, and of what happened when, to look at.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from events.log import LogReader
 from kvcache.audit import open_log
 from kvcache.audit.curve import LoggedPrompts
 from kvcache.audit.export import FORMATS, export
+from kvcache.audit.perfetto import PerfettoWriter
 from kvcache.audit.trace import KEY_BYTES, TraceForm, TraceWriter
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
@@ -19,24 +23,27 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, printable
 
 _TRACES = typing.get_args(TraceForm)
+_PICTURE = "perfetto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
         "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy. Or write its "
-        "requests as a trace (mooncake, bailian) that others may get: prompts are numbers, by a key."
+        "requests as a trace (mooncake, bailian) that others may get: prompts are numbers, by a key. Or write what "
+        "happened when (perfetto), for ui.perfetto.dev: requests, steps, how full the cache was."
     )
     parser.epilog = (
         "`kvcache docs export` has every column, and queries; `kvcache docs traces` has the forms of traces. Nothing "
         "is at PATH until all is written."
     )
     add_shared(parser, "log")
-    option(parser, "--to", "the format", required=True, choices=[*sorted(FORMATS), *_TRACES])
+    option(parser, "--to", "the format", required=True, choices=[*sorted(FORMATS), *_TRACES, _PICTURE])
     option(
         parser,
         "-o --output PATH",
-        "where to: a database (sqlite), a trace, or a directory with a file for each table",
+        "where to: a database (sqlite), a trace (perfetto: compressed if its name ends in .gz), or a directory with a "
+        "file for each table",
         required=True,
         type=Path,
     )
@@ -56,6 +63,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.key is not None:
         raise UsageError(f"--key is for traces: {' and '.join(_TRACES)}")
     reader = LogReader(open_log(args.log).path)
+    if args.to == _PICTURE:
+        return _write_picture(reader, args, out)
     with leaving_at_sigterm():
         rows = export(out.watched(reader, "exporting"), args.to, args.output, force=args.force)
     out.note_end(reader.end)
@@ -74,5 +83,22 @@ def _write_trace(args: argparse.Namespace, out: Output) -> int:
     out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
     out.facts(
         [("requests", count(writer.lines, "line")), ("blocks", f"{prompts.tokens_per_block:,} tokens each")]
+    )
+    return 0
+
+
+def _write_picture(reader: LogReader, args: argparse.Namespace, out: Output) -> int:
+    writer = PerfettoWriter(out.watched(reader, "exporting"))
+    with leaving_at_sigterm():
+        writer.write(args.output, force=args.force)
+    out.note_end(reader.end)
+    out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
+    out.facts(
+        [
+            (
+                "trace events",
+                f"{writer.events:,}: open the file at https://ui.perfetto.dev, which uploads nothing",
+            )
+        ]
     )
     return 0
