@@ -45,6 +45,7 @@ from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, PoolShared, SequenceAdded
+from kvcache.audit.prefill import hours_between
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting
@@ -497,7 +498,7 @@ class LoggedPrompts:
         self._group = 0
         self.lengths = array("q")
         """Tokens of each prompt that was iterated over."""
-        self._times: tuple[int, int] | None = None
+        self._times = 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for _, prompts in self.batches():
@@ -519,7 +520,7 @@ class LoggedPrompts:
                 prompts = self._read(batch)
             yield batch, prompts
             self.last_seq = batch.seq
-            self._times = (batch.ts if self._times is None else self._times[0]), batch.ts
+            self._times = self._times[0] or batch.ts, batch.ts
             self._progress(batch.seq)
         if self._created is None:
             raise UsageError(f"{self._log} holds no cache yet: its first batch is missing")
@@ -527,8 +528,7 @@ class LoggedPrompts:
     @property
     def hours(self) -> float | None:
         """From the first batch to the last; None: no time has passed."""
-        first, last = self._times or (0, 0)
-        return (last - first) / 3.6e12 if last > first else None
+        return hours_between(*self._times)
 
     @property
     def window(self) -> int:

@@ -11,6 +11,7 @@ from events.types import CROSS, FULL, PRIMARY, SECONDARY, CacheCreated
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.totals import Audit
 from kvcache.config import KVCacheConfig
+from kvcache.layout import Layout
 
 _SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype")
 """Settings that tell how many bytes a block has."""
@@ -34,6 +35,17 @@ def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
     own = [group for group in created.groups if group.kind != CROSS]
     full = next((group for group in own if group.kind == FULL), own[-1])
     return sum(pool.bytes_per_block for pool in full.pools)
+
+
+def cache_bytes(config: KVCacheConfig, model: KVShape | None) -> tuple[int, int] | None:
+    """What the levels of a cache take for its window with full attention; None: nobody knows."""
+    windows = Layout.of(config).windows
+    full = next((group for group in windows if group.kind == FULL), windows[-1])
+    if model is None and not names_model(config.model_dump(mode="json")):
+        return None
+    block = full.bytes_per_block if model is None else model.bytes_per_token * config.tokens_per_block
+    primary, secondary = (blocks * block for blocks in full.num_blocks)
+    return primary, secondary
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,11 @@ class Pricing:
         return {**formula, "price_per_gpu_hour": self.price, "currency": currency}
 
 
+def hours_between(first: int, last: int) -> float | None:
+    """Hours from one time to another, both in ns; None: no time has passed."""
+    return (last - first) / (_HOUR * 1e9) if last > first else None
+
+
 def _quantiles(seconds: Seconds) -> tuple[float | None, float | None, float | None]:
     if not len(seconds):
         return None, None, None

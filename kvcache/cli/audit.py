@@ -24,7 +24,7 @@ from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals
+from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.cli import feed_log, times
@@ -175,7 +175,7 @@ def hours_of(audits: Sequence[Audit]) -> float | None:
         min((each.first_at for each in known), default=0),
         max((each.last_at for each in known), default=0),
     )
-    return (last - first) / 3.6e12 if last > first else None
+    return hours_between(first, last)
 
 
 # -- for people

@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from events.structs import LEVEL_NAMES
+from events.units import parse_bytes
 from kvcache.audit import open_log
+from kvcache.audit.kv_shape import KVShape
+from kvcache.audit.memory import cache_bytes
+from kvcache.audit.prefill import PrefillCost
 from kvcache.cli import messages
 from kvcache.cli.config import parse_sets
-from kvcache.cli.options import add_shared, option, positive
+from kvcache.cli.costs import Costs, cost_json
+from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
-from kvcache.config import look_up
+from kvcache.config import KVCacheConfig, look_up, windows_of
 from kvcache.errors import UsageError
-from kvcache.phrases import count, printable, share
+from kvcache.phrases import count, printable, share, size
 from kvcache.whatif.playback import Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, policy
 from kvcache.whatif.trial import (
@@ -73,21 +81,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-bound", f"do not play {BOUND}, too, to compare the others with")
     add("--jobs N", "processes beside each other (as many as there are cores)", type=positive)
+    add_cost_options(parser)
     add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, compare, print."""
-    axes = [alternatives(text) for text in args.sets]
+    axes, costs = [alternatives(text) for text in args.sets], Costs.of(args)
     trials = combinations(axes, _policies(args.policies))
     with as_log(args, out) as log:
-        return _compare(log, args, out, trials, [axis[0][0] for axis in axes])
+        return _compare(log, args, out, trials, [axis[0][0] for axis in axes], costs)
 
 
 def _compare(
-    log: Path, args: argparse.Namespace, out: Output, trials: Sequence[Trial], fields: Sequence[str]
+    log: Path,
+    args: argparse.Namespace,
+    out: Output,
+    trials: Sequence[Trial],
+    names: Sequence[str],
+    costs: Costs,
 ) -> int:
     config = first_config(log)
+    if costs.model is not None:
+        trials = [_in_blocks(trial, config, costs.model) for trial in trials]
     for trial in trials:
         trial.settings(config)  # what is wrong with settings should be known before a long log is played
     played = trials if args.no_bound else with_bounds(trials)
@@ -97,15 +113,55 @@ def _compare(
         except Stopped:
             return stop.exit_code
     rows = compared(played, outcomes, len(trials))
+    hours = outcomes[0].hours
     out.note_end(outcomes[0].end)
     if args.json:
         of = {"log": args.log, "log_id": open_log(log).log_id, "end": end_json(outcomes[0].end)}
         then = pick(outcomes[0], passed_over_tokens="passed_over") | {"engine": outcomes[0].engine or None}
-        recorded, *tried = (row.to_json() for row in rows)
-        out.json({**of, **then, "recorded": recorded, "trials": tried})
+        recorded, *tried = (row.to_json() | _costs_json(row, costs, hours) for row in rows)
+        out.json({**of, **then, **costs.to_json(hours), "recorded": recorded, "trials": tried})
     else:
-        _show(args.log, rows, fields, out)
+        fields = names if costs.model is None else [_IN_BLOCKS.get(name, name) for name in names]
+        _show(args.log, rows, fields, costs, out)
     return 0
+
+
+_IN_BLOCKS = {"primary_bytes": "primary_blocks", "host_cache_size": "secondary_blocks"}
+"""Settings in bytes, and in blocks."""
+
+
+def _in_blocks(trial: Trial, config: KVCacheConfig, model: KVShape) -> Trial:
+    """The trial with sizes in bytes as so many blocks of this model, which is not that of the log's settings."""
+    given = [name for name in _IN_BLOCKS if trial.sets.get(name) is not None]
+    if given and len(windows_of(config)) > 1:
+        raise UsageError(f"--set {given[0]}: with several windows, give {_IN_BLOCKS[given[0]]} instead")
+    size = {name: value for name, value in trial.sets.items() if name == "tokens_per_block"}
+    block = model.bytes_per_token * Trial(size).settings(config).tokens_per_block
+    blocks = {_IN_BLOCKS[name]: _bytes_in(trial.sets[name], name) // block for name in given}
+    return replace(trial, sets={name: trial.sets[name] for name in trial.sets if name not in given} | blocks)
+
+
+def _bytes_in(given: Any, name: str) -> int:
+    try:
+        return int(given) if str(given).isdigit() else parse_bytes(str(given))
+    except ValueError as error:
+        raise UsageError(f"--set {name}: {error}") from None
+
+
+def _cost(row: TrialRow, costs: Costs, hours: float | None) -> PrefillCost | None:
+    """What the prefills of a trial take, at the times of the log."""
+    if costs.pricing is None:
+        return None
+    tally = row.outcome.tally
+    return costs.pricing.of_prompts(tally.lengths[::2], tally.lengths[1::2], hours, again=tally.lengths_again)
+
+
+def _costs_json(row: TrialRow, costs: Costs, hours: float | None) -> dict[str, Any]:
+    levels = cache_bytes(row.outcome.config, costs.model)
+    return {
+        "cache_bytes": None if levels is None else dict(zip(LEVEL_NAMES, levels, strict=True)),
+        "prefill": cost_json(_cost(row, costs, hours)),
+    }
 
 
 def _play(
@@ -185,21 +241,24 @@ _NUMBERS: dict[str, Callable[[Tally], int]] = {
 """Columns of which those are shown that have something in them."""
 
 
-def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], out: Output) -> None:
-    then = rows[0].outcome.tally
+def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Costs, out: Output) -> None:
+    then, hours = rows[0].outcome.tally, rows[0].outcome.hours
     out.heading(
         f"{printable(str(log))}: {count(then.requests, 'request')}, {count(then.prompt_tokens, 'prompt token')}"
     )
+    out.facts([*costs.prefill_facts(), *costs.model_facts()])
     shown = [name for name, of in _NUMBERS.items() if any(of(row.outcome.tally) for row in rows)]
     bounded = any(row.of_bound is not None for row in rows)
     gaps = [row.of_gap for row in rows if row.trial and row.trial.policy == HINTED and row.of_gap is not None]
     table = [
         {"": "recorded" if row.trial is None else row.policy}
         | {name: _setting(row, name) for name in fields}
+        | _bytes_cell(row, costs)
         | {"reused": row.outcome.tally.reused_tokens, "token hit rate": share(row.outcome.tally.hit_rate)}
         | ({f"of {BOUND}": _part(row.of_bound)} if bounded else {})
         | ({"of gap": _part(row.of_gap)} if gaps else {})
         | {name: _NUMBERS[name](row.outcome.tally) for name in shown}
+        | dict(costs.cost_cells(_cost(row, costs, hours)))
         for row in rows
     ]
     out.table(table, right=list(table[0])[1:])
@@ -208,10 +267,18 @@ def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], out: Outpu
         "reused, computed, secondary: tokens of prompts; offloaded, onboarded, removed (evicted for good): blocks"
     )
     out.line("token hit rate: the reused part of all prompt tokens" + _not_served(rows))
+    if costs.pricing is not None:
+        out.line(costs.cells_in_words())
     for line in _of_engine(rows[0].outcome):
         out.line(line)
     if gaps:
         out.line(_worth_of_hints(gaps))
+
+
+def _bytes_cell(row: TrialRow, costs: Costs) -> dict[str, str]:
+    """What both levels of a cache take, where a model is known."""
+    levels = cache_bytes(row.outcome.config, costs.model)
+    return {} if levels is None else {"bytes": " + ".join(size(each) for each in levels if each)}
 
 
 def _setting(row: TrialRow, name: str) -> str:

@@ -228,6 +228,8 @@ class RecordedBatch:
     commands: tuple[Command, ...]
     clock: int = 0
     """The last time that the log has told by its end: all that is played of it happens then."""
+    ts: int = 0
+    """Its wall clock, in ns."""
 
 
 class _Wanted(Exception):
@@ -284,7 +286,7 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
     """
     commands = _Commands(str(log))
     for batch in LogReader(Path(log)) if reader is None else reader:
-        yield RecordedBatch(batch.seq, batch.events, commands.of(batch), commands.state.clock)
+        yield RecordedBatch(batch.seq, batch.events, commands.of(batch), commands.state.clock, batch.ts)
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedPrompt]]:

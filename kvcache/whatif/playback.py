@@ -9,10 +9,11 @@ far for its prompt; then nobody is admitted from the line before a running reque
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from events.packed import SLOT_BYTES
 from events.types import (
@@ -93,6 +94,10 @@ class Tally:
     """Blocks evicted from primary for good."""
     blocks_removed_secondary: int = 0
     """Blocks evicted from secondary."""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Of each request its prompt tokens and those that it reused, by turns."""
+    lengths_again: array[int] = field(default_factory=lambda: array("q"))
+    """The same each time that a preempted one came again."""
 
     @property
     def reused_tokens(self) -> int:
@@ -122,6 +127,7 @@ class Tally:
         match event:
             case SequenceAdded(resumed=True):
                 self.recomputed_tokens += event.num_tokens - event.reused
+                self.lengths_again.extend((event.num_tokens, event.reused))
             case SequenceAdded():
                 secondary = max(event.reused_secondary)
                 self.requests += 1
@@ -129,6 +135,7 @@ class Tally:
                 self.reused_tokens_primary += event.reused - event.reused_partial - secondary
                 self.reused_tokens_secondary += secondary
                 self.reused_tokens_partial += event.reused_partial
+                self.lengths.extend((event.num_tokens, event.reused))
             case SequenceRemoved():
                 self.preempted += event.why == EndReason.PREEMPTED
             case BlocksMoved(why=MoveReason.OFFLOAD):

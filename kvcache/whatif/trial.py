@@ -13,6 +13,7 @@ from typing import Any
 
 from events.log import LogEnd, LogReader
 from kvcache.audit.fleet import deaf_children, processes
+from kvcache.audit.prefill import hours_between
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, Values, merged
 from kvcache.decide.eviction_order import ORDERS
 from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded
@@ -61,6 +62,8 @@ class TrialOutcome:
     """Of what was recorded: who decided; empty: a manager of this library."""
     passed_over: int = 0
     """Of what was recorded: prompt tokens that were cached, and that this engine did not reuse."""
+    hours: float | None = None
+    """Of what was recorded: from the first batch to the last; None: no time has passed."""
 
 
 def first_config(log: str | PathLike[str]) -> KVCacheConfig:
@@ -84,7 +87,9 @@ def play(
     futures: dict[Any, Future] = {}
     players = [playback_of(log, trial, futures) for trial in chosen]
     created, passed_over, then, reader = None, 0, Tally(), LogReader(Path(log))
+    first_ts = last_ts = 0
     for number, batch in enumerate(recorded(log, reader)):
+        first_ts, last_ts = first_ts or batch.ts, batch.ts
         for command in batch.commands:
             if isinstance(command, Create):
                 created = command
@@ -99,7 +104,8 @@ def play(
     if created is None:
         raise Unplayable(str(log), "it holds no cache yet")
     config = created.config
-    outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over)]
+    hours = hours_between(first_ts, last_ts)
+    outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over, hours)]
     for trial, player in zip(chosen, players, strict=True):
         with blaming(trial.policy):
             outcomes.append(TrialOutcome(trial.settings(config), player.finish()))
@@ -142,9 +148,10 @@ class TrialRow:
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the settings of the last cache."""
         tally = self.outcome.tally
+        counts = {name: count for name, count in asdict(tally).items() if isinstance(count, int)}
         return {
             "policy": None if self.trial is None else self.policy,
-            **asdict(tally),
+            **counts,
             "reused_tokens": tally.reused_tokens,
             "hit_rate": tally.hit_rate,
             "of_bound": self.of_bound,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache import KVCacheConfig, KVCacheManager
+from kvcache import KVCacheConfig, KVCacheManager, Recorder
 from kvcache.manager import Substitutes
 from tests.support.answers import assert_documented
 from tests.support.commands import Kvcache
@@ -210,6 +210,73 @@ class TestCurve:
         assert said in done.err
 
 
+class TestWhatIf:
+    """The same two prompts in other caches."""
+
+    def test_a_cache_that_is_too_small(self, kvcache: Kvcache, twice: Path, model: Path) -> None:
+        """Of 4 blocks all 3 of the first prompt are reused, as recorded; without reuse each takes 120.5 seconds."""
+        tried = ("--set", "enable_block_reuse=true,false", "--no-bound", "--jobs", 1)
+        said = answer(kvcache, "whatif", twice, *tried, *FORMULA, *PRICE, "--model-config", model)
+        assert_documented("whatif", {**said["recorded"], "config": 0, **said, "recorded": 0, "trials": 0})
+        whole, none = said["trials"]
+        assert said["recorded"]["prefill"] == whole["prefill"]
+        assert whole["prefill"]["mean_seconds"] == 72.5
+        assert whole["prefill"]["saved_per_hour"] == pytest.approx(96 * 2 / 3600 * 3 / 0.5)
+        assert (none["prefill"]["mean_seconds"], none["prefill"]["saved_gpu_hours"]) == (120.5, 0)
+        assert none["cache_bytes"] == {"primary": 8 * IN_BLOCK, "secondary": 0}
+        assert said["prefill_model"]["hours"] == 0.5
+
+    def test_it_is_what_the_audit_says(self, kvcache: Kvcache, log: Path) -> None:
+        """Of a log whose requests were admitted once each: what was recorded takes as long."""
+        formula = ("--prefill", "4ms + 60us n + 0.2ns n m", "--price", 1)
+        of_audit = answer(kvcache, "audit", log, *formula)["prefill"]
+        said = answer(kvcache, "whatif", log, *formula, "--no-bound", "--jobs", 1)
+        for row in (said["recorded"], *said["trials"]):
+            for name, number in row["prefill"].items():
+                assert number == pytest.approx(of_audit[name]), name
+
+    def test_a_preempted_request_takes_gpu_hours_again(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """It is no request, so that its time is in no mean."""
+        config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=8)
+        with Recorder(config, engine="an engine", log=tmp_path / "log") as recorder:
+            recorder.admitted("a", list(range(5)))
+            recorder.allocated("a", [0, 1])
+            recorder.computed("a", 5)
+            recorder.ended("a", why="preempted")
+            recorder.flush()
+            recorder.admitted("a", list(range(6)), resumed=True)
+            recorder.allocated("a", [2, 3])
+            recorder.computed("a", 6)
+            recorder.flush()
+        said = answer(kvcache, "whatif", tmp_path / "log", *FORMULA, "--no-bound", "--jobs", 1)
+        found = said["recorded"]["prefill"]
+        # 10 + 2·5 + 25/2, and 10 + 2·6 + 36/2.
+        assert (found["mean_seconds"], found["gpu_hours"]) == (32.5, pytest.approx(72.5 / 3600))
+
+    def test_sizes_in_bytes_are_those_of_the_model(self, kvcache: Kvcache, twice: Path, model: Path) -> None:
+        """With blocks of any size: a block of 4 tokens has 1 KiB."""
+        sizes = ("--set", "primary_bytes=5KiB,8192", "--set", "host_cache_size=0,2KiB")
+        blocks = ("--set", "tokens_per_block=4,8")
+        out = kvcache(
+            "whatif", twice, *sizes, *blocks, "--model-config", model, "--no-bound", "--jobs", 1
+        ).out
+        rows = [line.split()[1:-5] for line in out.splitlines() if line.startswith("  lru")]
+        assert [row[:4] for row in rows] == [
+            ["5", "0", "4", "5.0"],
+            ["2", "0", "8", "4.0"],
+            ["5", "2", "4", "5.0"],
+            ["2", "1", "8", "4.0"],
+            ["8", "0", "4", "8.0"],
+            ["4", "0", "8", "8.0"],
+            ["8", "2", "4", "8.0"],
+            ["4", "1", "8", "8.0"],
+        ]
+        assert "5.0 KiB + 2.0 KiB" in out
+        done = kvcache("whatif", twice, "--set", "primary_bytes=5XB", "--model-config", model)
+        assert (done.code, done.out) == (2, "")
+        assert "--set primary_bytes: '5XB' needs a number and one of the units" in done.err
+
+
 def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
     """With its error, and in JSON."""
     rows = [(n, k, 10 + 2 * n + n * (k + n / 2)) for n in (1, 4, 30) for k in (0, 12)]
@@ -237,7 +304,7 @@ def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
         (("--model-config", "nowhere.json"), "nowhere.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["audit", "curve"])
+@pytest.mark.parametrize("command", ["audit", "curve", "whatif"])
 def test_what_makes_no_sense_is_refused(
     kvcache: Kvcache, twice: Path, command: str, options: tuple[str, ...], said: str
 ) -> None:
