@@ -189,6 +189,9 @@ class ExplainedAdmission:
     external: int
     """Tokens after the reused ones that were to be loaded from outside."""
     tokens_per_block: int
+    handle: int
+    resumed: bool
+    """It had run before, and was preempted."""
     ids: Ids
     """The contents of the blocks that end before the last token; empty for a log without tokens."""
     reasons: npt.NDArray[np.int8]

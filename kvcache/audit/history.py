@@ -97,6 +97,9 @@ def laid_out(batches: Iterable[EventBatch], clock: EpochClock) -> Iterator[Event
 class HistoryListener:
     """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
 
+    counting = True
+    """False before the part of the log that is audited, for who must know what was before."""
+
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """A request is being admitted; what it takes from secondary, and what comes later in the step, is not known."""
 
@@ -158,8 +161,8 @@ class HistoryFold:
 
     tokens_recorded = True
     reuse = True
-    engine = ""
-    """Who decides; empty: this library's manager."""
+    engine = model = ""
+    """Who decides, empty: this library's manager; and of which model, as the settings name it."""
     drops_last_hit = False
     """As in `CacheCreated`."""
     not_taken = Reason.NOT_SERVABLE
@@ -302,6 +305,7 @@ class HistoryFold:
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
         self.key_bytes, self._counts = event.key_bytes, (0, 0)
         self.engine, self.drops_last_hit = event.engine, event.drops_last_hit
+        self.model = settings.get("model") or ""
         # Where every window attends to everything, what is cached can be reused, and our manager does.
         windows = [group for group in event.groups if group.kind != CROSS]
         self._cross = len(windows) if len(windows) < len(event.groups) else None
@@ -637,6 +641,8 @@ def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -
         partial=event.reused_partial,
         external=event.reused_external,
         tokens_per_block=size,
+        handle=event.handle,
+        resumed=event.resumed,
         ids=ids,
         reasons=reasons,
         windows=windows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -361,15 +361,21 @@ class AuditTotals(HistoryListener):
 
 
 def audit_batches(
-    batches: Iterable[tuple[EventBatch, bool]], *others: HistoryListener, top: int = 10
+    batches: Iterable[tuple[EventBatch, bool]],
+    *counting: HistoryListener,
+    top: int = 10,
+    others: Sequence[HistoryListener] = (),
 ) -> Audit:
     """Audit a log's batches, from its first one on; of each is given whether it counts.
 
-    `top` of the worst evictions and of the prefixes that served most are named. `others` listen to what counts, too.
+    `top` of the worst evictions and of the prefixes that served most are named. `counting` listen to what counts,
+    `others` to everything.
     """
     totals, history = AuditTotals(), HistoryFold()
     for batch, counts in batches:
-        history.listeners = (totals, *others) if counts else ()
+        for each in others:
+            each.counting = counts
+        history.listeners = (*others, totals, *counting) if counts else (*others,)
         history.fold(batch)
     return totals.finish(history, top)
 

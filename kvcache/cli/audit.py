@@ -17,17 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from events.log import LogReader
+from events.log import LogEnd, LogReader
 from events.log.segments import is_log
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
+from kvcache.audit.groups import DIMENSIONS, RequestGroups
 from kvcache.audit.memory import Memory
 from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
-from kvcache.cli import feed_log, times
+from kvcache.audit.turns import SessionTurns
+from kvcache.cli import feed_log, groups, times
 from kvcache.cli.costs import Costs, few, memory_facts, memory_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import (
@@ -73,7 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         until="stop there",
     )
     add = partial(option, parser)
-    add("--top N", "evictions and prefixes to name (10)", type=positive, default=10)
+    add("--top N", "evictions and prefixes to name, with --by groups (10)", type=positive, default=10)
+    add(
+        "--by KEY",
+        f"each group of requests instead: {', '.join(DIMENSIONS)}; tenant and model are the labels of these names, "
+        "model is that of the cache where there is no such label",
+        metavar="KEY",
+    )
     add = partial(option, parser.add_argument_group("several workers"))
     jobs = os.cpu_count() or 1
     add("--jobs N", "logs to read at once (one per core)", type=positive, default=jobs)
@@ -94,6 +102,8 @@ def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> in
         costs.refuse_for("a log of what engines told")
         return feed_log.audit(args, out)
     directory = logs_in(args.log)
+    if (directory.logs or directory.left_out) and args.by is not None:
+        raise UsageError(f"--by is for one log: give that of one worker ({some_of(directory.logs)})")
     if directory.logs or directory.left_out:
         return _audit_fleet(args, directory, costs, out)
     if args.engine != "processes":
@@ -107,12 +117,18 @@ def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> in
                 update(batch.seq)
                 yield batch, counts
 
+    by = None if args.by is None else RequestGroups(args.by)
+    turns = SessionTurns()
     totals = [] if costs.pricing is None else [PrefillTotals(costs.pricing.model)]
-    audit = audit_batches(watched(), *totals, top=args.top)
+    others = [] if by is None else [by, turns] if args.by == "session" else [by]
+    audit = audit_batches(watched(), *totals, top=args.top, others=others)
     if audit.first_batch < 0:
         raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
+    if by is not None:
+        _show_groups(by, turns, audit, (Times(args.time, batches.first_ts), end), args, out)
+        return 0
     spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
     if args.json:
         memory = memory_json(Memory.of(audit, costs.model))
@@ -120,6 +136,26 @@ def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> in
     else:
         _show(args.log, audit, spent, Times(args.time, batches.first_ts), args.top, out)
     return 0
+
+
+def _show_groups(
+    by: RequestGroups,
+    turns: SessionTurns,
+    audit: Audit,
+    when: tuple[Times, LogEnd | None],
+    args: argparse.Namespace,
+    out: Output,
+) -> None:
+    """Print the requests by what `--by` names; `when`: how times are printed, and how the log ends."""
+    of_sessions, (times_of, end) = args.by == "session", when
+    if args.json:
+        sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
+        sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top)
+        sums |= {"turns": groups.turns_json(turns)} if of_sessions else {}
+        out.json(sums | {"end": end_json(end)})
+    else:
+        groups.show(args.log, by, audit, args.top, times_of, out)
+        groups.show_turns(turns, out)
 
 
 @dataclass(frozen=True, slots=True)

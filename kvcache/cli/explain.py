@@ -16,27 +16,42 @@ from kvcache.audit.explanation import (
     explain_request,
     tell,
 )
-from kvcache.cli.audit import namespace_json
+from kvcache.audit.reasons import Reason
+from kvcache.audit.turns import Turn, turns_of
+from kvcache.cli.audit import namespace_json, reasons_json
+from kvcache.cli.groups import KINDS_IN_WORDS
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo
+from kvcache.phrases import count, printable, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
         "Explain one request of a log: when it was refused, admitted and ended, and for each part of its prompt "
-        "whether it was reused, and if not, why."
+        "whether it was reused, and if not, why. Or the turns of a session: how each prompt continues the one before."
     )
     parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
     add_shared(parser, "log", "time", "json")
-    option(parser, "--request ID", "the request, by the engine's id", required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    option(which, "--request ID", "the request, by the engine's id")
+    option(which, "--session ID", "the turns of this session")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
     reader = LogReader(args.log)
     batches = UpTo(reader, None)
+    if args.session is not None:
+        turns = turns_of(out.watched(batches), args.session)
+        out.note_end(reader.end)
+        if args.json:
+            said = {"session": args.session, "turns": list(map(_turn_json, turns))}
+            out.json(said | {"end": end_json(reader.end)})
+        else:
+            _show_turns(turns, Times(args.time, batches.first_ts), out)
+        return 0
     found = explain_request(out.watched(batches), args.request)
     out.note_end(reader.end)
     if args.json:
@@ -57,6 +72,47 @@ def _show(found: Explanation, when: Times, out: Output) -> None:
             out.line()
             rows = [dict(zip(told.columns, row, strict=True)) for row in told.rows]
             out.table(rows, right=ExplanationView.RIGHT)
+
+
+def _show_turns(turns: list[Turn], when: Times, out: Output) -> None:
+    admissions = [each.admission for each in turns]
+    prompts, reused = sum(each.num_tokens for each in admissions), sum(each.reused for each in admissions)
+    out.heading(
+        f"session {printable(str(admissions[0].origin.session))}: {count(turns[-1].number, 'turn')}, "
+        f"{prompts:,} prompt tokens, of which {reused:,} were reused: {share(reused / prompts)}"
+    )
+    out.line()
+    agents = [printable((each.origin.labels or {}).get("agent", "")) for each in admissions]
+    rows = [
+        {
+            "turn": each.number,
+            "request": printable(str(admission.request_id)),
+            **({"agent": agent} if any(agents) else {}),
+            "admitted": when.of(admission.at),
+            "prompt": admission.num_tokens,
+            "reused": share(admission.reused / admission.num_tokens),
+            "computed again": int(admission.counts[Reason.COMPUTING_AGAIN : Reason.RESTARTED + 1].sum()),
+            "what": KINDS_IN_WORDS[each.kind],
+            "differs at token": "" if each.differs_at is None else f"{each.differs_at:,}",
+            "block": "" if each.block is None else f"{each.block:,}",
+            "": "in its answer" if each.differs_in_output else "",
+        }
+        for each, admission, agent in zip(turns, admissions, agents, strict=True)
+    ]
+    out.table(rows, right=["reused", "differs at token", "block"])
+
+
+def _turn_json(turn: Turn) -> dict[str, Any]:
+    admission = turn.admission
+    return {
+        **pick(turn, "number", "kind", "before", "before_tokens", "common_tokens", "differs_at", "block"),
+        **pick(admission, "request_id"),
+        **_moment_json(LogMoment(admission.batch, admission.at)),
+        **namespace_json(admission.namespace),
+        **pick(admission.origin, "labels"),
+        **pick(admission, prompt_tokens="num_tokens", reused_tokens="reused"),
+        "reasons": reasons_json(admission.counts),
+    }
 
 
 def to_json(found: Explanation) -> dict[str, Any]:

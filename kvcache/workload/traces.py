@@ -96,7 +96,7 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str | None = None
     """The conversation or agent's run of which it is a turn."""
     labels: dict[str, str] | None = None
-    """Its ``agent``, ``tenant`` and ``user``, as far as the trace has them."""
+    """Its ``agent``, ``tenant``, ``user`` and ``model``, as far as the trace has them."""
 
     @property
     def scope(self) -> str | None:
@@ -349,7 +349,7 @@ class _MooncakeLines:
             found.model,
             self._block_tokens,
             session=_name(found.session_id),
-            labels=_labels(agent=found.agent, tenant=found.tenant),
+            labels=_labels(agent=found.agent, tenant=found.tenant, model=found.model),
             stop=_name(found.stop),
         )
 
@@ -505,7 +505,9 @@ class _OpenAILines:
             call.model,
             tokens=tokens,
             session=_name(about.get("session_id")) or _name(call.prompt_cache_key),
-            labels=_labels(agent=about.get("agent"), tenant=about.get("tenant"), user=call.user),
+            labels=_labels(
+                agent=about.get("agent"), tenant=about.get("tenant"), user=call.user, model=call.model
+            ),
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:

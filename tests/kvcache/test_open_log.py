@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from events.errors import NotALog
 from events.log import LogReader, LogWriter
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch, StateExported
+from events.types import EventBatch
 from kvcache.audit import Log, open_log
 from kvcache.audit.reasons import Reason
 from kvcache.audit.tables import BlockLife, tables_of
@@ -25,7 +24,7 @@ from tests.oracles.raw_log import Life, RawLog
 from tests.support.commands import RunPython, run_log
 from tests.support.engines import strategies
 from tests.support.engines.traffic import Traffic, config, lossy
-from tests.support.logs.random_logs import random_log
+from tests.support.logs.random_logs import random_log, whole_part
 from tests.support.seeds import seeds
 
 LEVELS = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
@@ -150,16 +149,6 @@ def test_block_lives_are_those_of_slots(log: Log, raw: RawLog) -> None:
         assert (row.level is None) == (row.gone_seq is not None)
         assert (row.last_offloaded_ts is None) == (row.offloads == 0)
         assert (row.eviction is not None) == (row.gone_why in ("evicted", "dropped"))
-
-
-def whole_part(batches: Iterable[EventBatch]) -> Iterator[EventBatch]:
-    """Up to where a state is told anew: what follows slots knows no contents."""
-    exports = 0
-    for batch in batches:
-        exports += sum(isinstance(event, StateExported) for event in batch.events)
-        if exports > 1:
-            return
-        yield batch
 
 
 @pytest.mark.parametrize("seed", seeds(range(16), quick=3))

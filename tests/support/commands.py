@@ -74,9 +74,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def run_log(directory: Path, *options: Any) -> Path:
+def run_log(directory: Path, *options: Any, trace: Path = TRACE) -> Path:
     """Write a log by a small run."""
-    args = ["run", TRACE, "--no-pools", "--tokens-per-block", 16, "-q", "--log", directory, *options]
+    args = ["run", trace, "--no-pools", "--tokens-per-block", 16, "-q", "--log", directory, *options]
     assert main([str(arg) for arg in args]) == 0
     return directory
 

@@ -175,7 +175,9 @@ def test_other_fields_are_ignored(tmp_path: Path) -> None:
         '{"timestamp":0,"input_length":600,"output_length":250,"hash_ids":[0,1],"session_id":5,"agent":"main",'
         '"turn":"3","model":"m","stop":null,"tokens":512,"block_tokens":"x","reported":-1}',
     )
-    expected = TraceRequest(0, 600, 250, (0, 1), model="m", session="5", labels={"agent": "main"})
+    expected = TraceRequest(
+        0, 600, 250, (0, 1), model="m", session="5", labels={"agent": "main", "model": "m"}
+    )
     assert list(read_trace(path)) == [expected]
 
 

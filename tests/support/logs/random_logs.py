@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest.mock import patch
 
 from events.log import LogWriter
 from events.tokens import symbols
-from events.types import EventBatch, Gap
+from events.types import EventBatch, Gap, StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
 from kvcache.inputs import MultimodalItem, Request, Retention, RetentionRange
@@ -60,6 +61,16 @@ def write_random_log(
     with patch.object(symbols, "FORGET_ABOVE", 1):
         Program(seed, directory, branches=branches, segment_bytes=segment_bytes).run(STEPS)
     return directory
+
+
+def whole_part(batches: Iterable[EventBatch]) -> Iterator[EventBatch]:
+    """Up to where a state is told anew: what follows slots knows no contents."""
+    exports = 0
+    for batch in batches:
+        exports += sum(isinstance(event, StateExported) for event in batch.events)
+        if exports > 1:
+            return
+        yield batch
 
 
 class LossyLog(LogWriter):

@@ -1,0 +1,214 @@
+"""The requests of a log by tenant, session, adapter: what each group computed and lost, and for whose room."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.types import Namespace, RemoveReason
+from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
+from kvcache.audit.contents import NOWHERE, Ids, Window
+from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
+from kvcache.audit.reasons import EVICTIONS, Reason
+from kvcache.errors import UsageError, shown
+
+Key = str | None
+"""What the requests of a group have in common. None: they have none, or nobody knows which request it was."""
+_Rule = Callable[[HistoryFold, RequestOrigin, Namespace], Key]
+
+
+def _label(name: str) -> _Rule:
+    return lambda history, origin, namespace: (origin.labels or {}).get(name)
+
+
+def _lora(history: HistoryFold, origin: RequestOrigin, namespace: Namespace) -> Key:
+    number = namespace.lora_id
+    return namespace.lora_name if namespace.lora_name is not None or number is None else str(number)
+
+
+def _salt(history: HistoryFold, origin: RequestOrigin, namespace: Namespace) -> Key:
+    return None if namespace.salt_digest is None else namespace.salt_digest.hex()
+
+
+_RULES: dict[str, _Rule] = {
+    "session": lambda history, origin, namespace: origin.session,
+    "tenant": _label("tenant"),
+    "lora": _lora,
+    "salt": _salt,
+    "model": lambda history, origin, namespace: (origin.labels or {}).get("model") or history.model or None,
+}
+_LABEL = "label:"
+DIMENSIONS = (*_RULES, f"{_LABEL}NAME")
+"""Whatever requests can be grouped by."""
+
+
+def _rule(by: str) -> _Rule:
+    """Raise `UsageError` for what is no dimension."""
+    if by.startswith(_LABEL) and by != _LABEL:
+        return _label(by.removeprefix(_LABEL))
+    if by in _RULES:
+        return _RULES[by]
+    raise UsageError(f"requests are grouped by one of {', '.join(DIMENSIONS)}, not by {shown(by)}")
+
+
+@dataclass(slots=True)
+class GroupTotals:
+    """The requests of one group, or of several."""
+
+    requests: int = 0
+    reasons: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
+    """Prompt tokens by `Reason`."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all its requests."""
+        return int(self.reasons.sum())
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that were found in the cache."""
+        return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+
+class CacheShares(NamedTuple):
+    """Whose requests had stored what was cached at a moment."""
+
+    batch: int
+    """Behind it."""
+    at: int
+    """Wall-clock ns."""
+    blocks: dict[Key, int]
+    """Full blocks, in all windows and levels."""
+
+
+MOMENTS = 120
+"""At most so many are looked at; of more only every second one is kept."""
+_FIRST_NS = 1
+
+
+class RequestGroups(HistoryListener):
+    """Counts by group. What it counts of all groups together is what an audit counts.
+
+    Args:
+        by: One of `DIMENSIONS`. Raises `UsageError` for another one.
+
+    """
+
+    def __init__(self, by: str) -> None:
+        self.by, self._rule = by, _rule(by)
+        self.totals: dict[Key, GroupTotals] = {}
+        """Those that have admitted requests."""
+        self.evicted_blocks: Counter[tuple[Key, Key]] = Counter()
+        """Full blocks that were removed for want of room, by the groups of who had stored them and of who needed it."""
+        self.recomputed_tokens: Counter[tuple[Key, Key]] = Counter()
+        """Tokens computed again because of that, by the groups of who computed them and of who needed the room."""
+        self._keys: dict[Key, int] = {None: 0}
+        self._names: list[Key] = [None]
+        self._of = array("i", [0])
+        """The place in `_names` of each request, by the number of its admission plus 1."""
+        self._moments: dict[int, CacheShares] = {}
+        """The first of each part of the time."""
+        self._start: int | None = None
+        self._width = _FIRST_NS
+
+    def _know(self, history: HistoryFold, number: int, namespace: Namespace) -> Key:
+        """Note the group of a request."""
+        key = self._rule(history, history.origins[number], namespace)
+        place = self._keys.setdefault(key, len(self._names))
+        if place == len(self._names):
+            self._names.append(key)
+        self._of.extend([0] * (number + 2 - len(self._of)))
+        self._of[number + 1] = place
+        return key
+
+    def _counted(self, requests: npt.NDArray[Any]) -> Iterator[tuple[Key, int]]:
+        """How many of these requests, by number, are of each group."""
+        places, counts = np.unique(np.frombuffer(self._of, np.int32)[requests + 1], return_counts=True)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            yield self._names[place], count
+
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """Learn whose it is, and charge those for whose room it computes tokens again."""
+        key = self._know(history, admission.number, admission.namespace)
+        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
+        if not len(lost) or not self.counting:
+            return
+        tokens_of = admission.tokens()
+        for group, window in enumerate(history.windows):
+            blocks = lost[admission.windows[lost] == group]
+            gone_by = window.of["gone_by"][admission.ids[blocks]].tolist()
+            for by, tokens in zip(gone_by, tokens_of[blocks].tolist(), strict=True):
+                self.recomputed_tokens[key, self._names[self._of[by + 1]]] += tokens
+
+    def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """Count a prompt."""
+        if self.counting:
+            key = self._names[self._of[admission.number + 1]]
+            totals = self.totals.setdefault(key, GroupTotals())
+            totals.requests += 1
+            totals.reasons += admission.counts
+
+    def forked(self, history: HistoryFold, child: RunningRequest) -> None:
+        """A branch is of its parent's group."""
+        self._know(history, child.number, child.sequence.namespace)
+
+    def restarted(self, history: HistoryFold) -> None:
+        """Of requests whose admission is not in the log only the namespace is known."""
+        for request in history.running.values():
+            self._know(history, request.number, request.sequence.namespace)
+
+    def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+        """Count evicted blocks."""
+        if self.counting and len(ids) and event.why != RemoveReason.INVALIDATED:
+            needed_by = self._names[self._of[int(window.of["gone_by"][ids[0]]) + 1]]
+            for whose, blocks in self._counted(window.of["stored_by"][ids]):
+                self.evicted_blocks[whose, needed_by] += blocks
+
+    def batch_ended(self, history: HistoryFold) -> None:
+        """Look at the cache, if a new part of the time has begun."""
+        if not self.counting:
+            return
+        now = history.epochs.of(history.now)
+        if self._start is None:
+            self._start = now
+        while (part := (now - self._start) // self._width) >= MOMENTS:
+            self._width *= 2
+            halved = dict[int, CacheShares]()
+            for number, shares in self._moments.items():
+                halved.setdefault(number // 2, shares)
+            self._moments = halved
+        if part not in self._moments:
+            self._moments[part] = self.shares(history)
+
+    def shares(self, history: HistoryFold) -> CacheShares:
+        """Whose what is cached now is."""
+        self._of.extend([0] * (len(history.requests) + 1 - len(self._of)))
+        blocks = Counter[Key]()
+        for window in history.windows:
+            ids = np.flatnonzero(window.of["level"] != NOWHERE)
+            blocks.update(dict(self._counted(window.of["stored_by"][ids])))
+        return CacheShares(history.batch, history.epochs.of(history.now), dict(blocks))
+
+    @property
+    def moments(self) -> list[CacheShares]:
+        """What was cached over time, by at most `MOMENTS` moments."""
+        return list(self._moments.values())
+
+    def largest(self, top: int) -> list[Key]:
+        """The groups with the most prompt tokens, at most `top`."""
+        return sorted(self.totals, key=lambda key: -self.totals[key].prompt_tokens)[:top]
+
+    def others(self, named: list[Key]) -> GroupTotals | None:
+        """All groups but these, as one; None: there are none."""
+        rest = [totals for key, totals in self.totals.items() if key not in set(named)]
+        if not rest:
+            return None
+        reasons = np.sum([each.reasons for each in rest], axis=0)
+        return GroupTotals(sum(each.requests for each in rest), reasons)
