@@ -1,0 +1,275 @@
+"""Many orders of eviction, each at many sizes of a cache: the block requests of a log or a trace, played once for each.
+
+Approximate where a running cache differs from the rule of `kvcache.audit.curve`; `kvcache.whatif` plays the manager.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.audit.prefix_cache import (
+    FIFO,
+    HEAPS,
+    LEVELS,
+    RANK,
+    S3FIFO,
+    SEGMENTS,
+    Order,
+    Requests,
+    compiled,
+    new_cache,
+    play,
+)
+from kvcache.errors import UsageError
+
+Int32s = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+FINAL = frozenset({"end_turn", "stop", "stop_sequence", "refusal"})
+"""Stop reasons after which it is a person's turn; after others, as ``tool_use``, a program goes on."""
+_RETAINED = 600.0
+"""Seconds that blocks wait for a program by default."""
+_SMALL, _PROTECTED = 0.1, 0.8
+"""Parts of the cache: of the small queue of S3-FIFO, and of the protected segment of SLRU."""
+_EVEN_AT = 32_768
+"""Behind so many tokens a token costs twice as much as the first one, for a model of 8 billion parameters."""
+_AGING, _SHORTEST = 0.7, 0.5
+"""Of usual gaps: how much an earlier gap counts beside the next one, and the fewest seconds that one is taken for."""
+
+
+class RequestRecorder:
+    """Takes prompts one after the other, and keeps what orders of eviction need of them."""
+
+    def __init__(self) -> None:
+        self._blocks, self._begins = array("Q"), array("q", [0])
+        self._arrivals, self._held = array("d"), array("d")
+        self._final = bytearray()
+        self.stops = 0
+        """Requests with a stop reason."""
+
+    def add(
+        self, blocks: Sequence[int], *, arrival: float = 0.0, held: float = 0.0, stop: str | None = None
+    ) -> None:
+        """The next prompt's full blocks, numbered as for `CurveRecorder`, and for how many seconds it holds them.
+
+        `arrival`: in seconds; one that is earlier than the last counts as equal to it. `stop`: why the output ended.
+        """
+        self._blocks.extend(blocks)
+        self._begins.append(len(self._blocks))
+        self._arrivals.append(arrival)
+        self._held.append(held)
+        self._final.append(stop in FINAL)
+        self.stops += stop is not None
+
+    def workload(self, tokens_per_block: int) -> Workload:
+        """All that was added up to now."""
+        begins, blocks = np.array(self._begins), np.array(self._blocks, np.uint64)
+        _, firsts, sorted_places = np.unique(blocks, return_index=True, return_inverse=True)
+        in_order = np.argsort(firsts)
+        places = np.empty(len(in_order), np.int32)
+        places[in_order] = np.arange(len(in_order), dtype=np.int32)
+        numbers = places[sorted_places]
+        depths = np.arange(len(numbers), dtype=np.int32) - np.repeat(begins[:-1], np.diff(begins)).astype(
+            np.int32
+        )
+        before = np.where(depths > 0, np.roll(numbers, 1), -1).astype(np.int32)
+        parents, by_block = np.empty(len(places), np.int32), np.empty(len(places), np.int32)
+        parents[numbers], by_block[numbers] = before, depths
+        arrivals = np.maximum.accumulate(np.array(self._arrivals)) if len(begins) > 1 else np.empty(0)
+        ends = arrivals + np.array(self._held)
+        requests = Requests(numbers, begins, parents, by_block, _moments(arrivals, ends), arrivals, ends)
+        final = np.frombuffer(bytes(self._final), np.bool_)
+        return Workload(requests, final, tokens_per_block, knows_stops=self.stops > 0)
+
+
+def _moments(arrivals: Floats, ends: Floats) -> npt.NDArray[np.int64]:
+    """Arrivals and ends in the order of time; a request ends before the next one comes, be it at the same time."""
+    numbers = np.arange(len(arrivals))
+    times, events = np.concatenate([arrivals, ends]), np.concatenate([numbers, ~numbers])
+    order = np.lexsort((np.concatenate([2 * numbers, 2 * numbers + 1]), times))
+    return np.asarray(events[order], np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests, and what is known of them besides."""
+
+    requests: Requests
+    final: npt.NDArray[np.bool_]
+    """By request, whether its stop reason was final."""
+    tokens_per_block: int
+    knows_stops: bool
+
+    @property
+    def block_requests(self) -> int:
+        """Of all prompts."""
+        return len(self.requests.blocks)
+
+    @property
+    def prompts(self) -> int:
+        """How many there are."""
+        return len(self.requests.arrivals)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """How many different blocks there are."""
+        return len(self.requests.parents)
+
+
+@compiled
+def _usual_gaps(requests: Requests, aging: float, shortest: float) -> Any:
+    """By request, the mean time from the end of a conversation's request to its next, as known then; infinite at first.
+
+    A geometric mean, in which later gaps count more. A request continues the one that was the last to use the deepest
+    block that was there before, if it has more than half of that one's blocks.
+    """
+    count = len(requests.arrivals)
+    users = np.full(len(requests.parents), -1, np.int32)
+    sums, weights, usual = np.zeros(count), np.zeros(count), np.full(count, np.inf)
+    for request in range(count):
+        begin, end = requests.begins[request], requests.begins[request + 1]
+        at = begin
+        while at < end and users[requests.blocks[at]] >= 0:
+            at += 1
+        if at > begin:
+            before = users[requests.blocks[at - 1]]
+            if 2 * (at - begin) > requests.begins[before + 1] - requests.begins[before]:
+                gap = max(requests.arrivals[request] - requests.ends[before], shortest)
+                sums[request] = aging * sums[before] + np.log(gap)
+                weights[request] = aging * weights[before] + 1.0
+                usual[request] = np.exp(sums[request] / weights[request])
+        for place in range(begin, end):
+            users[requests.blocks[place]] = request
+    return usual
+
+
+def _order(workload: Workload, kind: int, **given: Any) -> Order:
+    """An order in which all that is not given makes no difference."""
+    fields = {
+        "heaps": np.zeros(workload.prompts, np.int8),
+        "splits": np.full(workload.prompts, 2**31 - 1, np.int32),
+        "ages": np.full(HEAPS, np.inf),
+        "below": np.zeros(HEAPS, np.int8),
+        "weights": np.ones(1),
+        "part": 0,
+    }
+    return Order(kind, **{**fields, **given})
+
+
+def _lru(workload: Workload, size: int, parameter: float) -> Order:
+    return _order(workload, LEVELS)
+
+
+def _fifo(workload: Workload, size: int, parameter: float) -> Order:
+    return _order(workload, FIFO)
+
+
+def _lfu(workload: Workload, size: int, parameter: float) -> Order:
+    return _order(workload, RANK)
+
+
+def _gdsf(workload: Workload, size: int, parameter: float) -> Order:
+    deepest = int(workload.requests.depths.max(initial=0))
+    return _order(workload, RANK, weights=1 + np.arange(deepest + 1) * workload.tokens_per_block / parameter)
+
+
+def _slru(workload: Workload, size: int, parameter: float) -> Order:
+    return _order(workload, SEGMENTS, part=max(1, round(size * parameter)))
+
+
+def _s3fifo(workload: Workload, size: int, parameter: float) -> Order:
+    return _order(workload, S3FIFO, part=max(1, round(size * parameter)))
+
+
+def _tlru(workload: Workload, size: int, parameter: float) -> Order:
+    lengths = np.diff(workload.requests.begins)
+    splits = np.maximum(lengths - int(parameter) // workload.tokens_per_block, 0).astype(np.int32)
+    return _order(workload, LEVELS, heaps=np.ones(workload.prompts, np.int8), splits=splits)
+
+
+def _stop(workload: Workload, size: int, parameter: float) -> Order:
+    if not workload.knows_stops:
+        raise UsageError(
+            "no request says why its output ended: the policy stop needs a trace with stop reasons"
+        )
+    ages = np.full(HEAPS, parameter)
+    return _order(workload, LEVELS, heaps=np.where(workload.final, 0, 1).astype(np.int8), ages=ages)
+
+
+def _gap(workload: Workload, size: int, parameter: float) -> Order:
+    usual = np.asarray(_usual_gaps(workload.requests, _AGING, _SHORTEST))
+    levels = 4 - np.searchsorted([0.4 * parameter, 0.8 * parameter], usual, side="right")
+    heaps = np.where(workload.final, 0, levels).astype(np.int8)
+    ages = np.array([np.inf, _RETAINED, parameter, parameter, parameter, np.inf])
+    return _order(workload, LEVELS, heaps=heaps, ages=ages, below=np.array([0, 0, 1, 1, 1, 0], np.int8))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A policy without its parameter."""
+
+    make: Callable[[Workload, int, float], Order]
+    parameter: float | None = None
+    """What it is by default; None: there is none."""
+
+
+_KINDS: dict[str, _Kind] = {
+    "lru": _Kind(_lru),
+    "fifo": _Kind(_fifo),
+    "lfu": _Kind(_lfu),
+    "gdsf": _Kind(_gdsf, _EVEN_AT),
+    "slru": _Kind(_slru, _PROTECTED),
+    "s3fifo": _Kind(_s3fifo, _SMALL),
+    "tlru": _Kind(_tlru, 4096),
+    "stop": _Kind(_stop, _RETAINED),
+    "gap": _Kind(_gap, 20.0),
+}
+POLICIES = tuple(_KINDS)
+"""The names of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An order of eviction: a name of `POLICIES`, perhaps with a number after a colon, as ``stop:300``."""
+
+    name: str
+    kind: _Kind
+    parameter: float
+
+    @classmethod
+    def named(cls, name: str) -> Policy:
+        """The policy of this name. Raises `UsageError`."""
+        word, colon, number = name.partition(":")
+        kind = _KINDS.get(word)
+        if kind is None:
+            raise UsageError(f"policy {word!r}: there are {', '.join(POLICIES)}")
+        if not colon:
+            return cls(name, kind, kind.parameter or 0.0)
+        try:
+            parameter = float(number)
+        except ValueError:
+            parameter = np.nan
+        if kind.parameter is None or not 0 < parameter < np.inf:
+            what = "takes no number" if kind.parameter is None else f"takes a number above 0, not {number!r}"
+            raise UsageError(f"policy {name!r}: {word} {what}")
+        if kind.parameter < 1 <= parameter:
+            raise UsageError(f"policy {name!r}: {word} takes a part of the cache, below 1")
+        return cls(name, kind, parameter)
+
+    def hits(self, workload: Workload, size: int) -> Int32s:
+        """By request, the blocks of its prompt that a cache of `size` blocks has.
+
+        Raises `UsageError` where the workload lacks what the policy needs.
+        """
+        if not workload.prompts:
+            return np.empty(0, np.int32)
+        size = min(size, workload.distinct_blocks)
+        cache = new_cache(size, workload.prompts, workload.distinct_blocks)
+        play(cache, workload.requests, self.kind.make(workload, size, self.parameter), size)
+        return np.asarray(cache.hits, np.int32)

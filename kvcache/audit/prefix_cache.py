@@ -1,0 +1,449 @@
+"""A cache of prefixes, block by block, with orders of eviction to choose from; compiled where numba is installed.
+
+The rule is that of `kvcache.audit.curve`: a prompt hits the longest prefix that is cached, then all of its blocks are,
+and only leaves are evicted. A request can hold its blocks for a time; what is held is not evicted, and a prompt that
+does not fit beside it is cached as far as there is room.
+
+Leaves that nobody holds are in heaps, the next victim at the top, and the lowest heap that has any gives the victim. So
+the work for a block that hits is a few array accesses, and that for one that is evicted is logarithmic in the number of
+leaves. Everything here is a function of arrays: numba compiles these, and without it they run as they are, a hundred
+times slower or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+try:
+    import numba
+except ImportError:
+    COMPILED = False
+else:
+    COMPILED = True
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function when it is called first, and keep the result on disk; as it is where numba is missing."""
+    return cast(Function, numba.njit(cache=True)(function)) if COMPILED else function
+
+
+LEVELS, FIFO, RANK, SEGMENTS, S3FIFO = range(5)
+"""Kinds of order: least recently used within levels; first in, first out; by a rank that grows with uses; two segments,
+each least recently used; S3-FIFO."""
+HEAPS = 6
+_TAIL = 5
+"""The heap of protected blocks without a protected child; the others are of leaves."""
+_STAMP, _USED, _PART, _GHOSTS = range(4)
+"""Places of `Cache.numbers`: a clock of uses, cached blocks, those that are protected or in the small queue, and how
+many the small queue has evicted."""
+_MOST_USES = 3
+"""S3-FIFO counts no further."""
+
+
+class Requests(NamedTuple):
+    """What is played: the blocks of all prompts one after the other, numbered from 0."""
+
+    blocks: Any
+    begins: Any
+    """By request, where its blocks begin; and one more entry, for the end."""
+    parents: Any
+    """By block, the one before it; -1: none."""
+    depths: Any
+    """By block, how many are before it."""
+    moments: Any
+    """In order of time, requests that come, and ``~request`` where one ends."""
+    arrivals: Any
+    """By request, in seconds."""
+    ends: Any
+
+
+class Order(NamedTuple):
+    """An order of eviction, for one workload."""
+
+    kind: int
+    heaps: Any
+    """By request, the heap of blocks that it was the last to use. The lowest goes first."""
+    splits: Any
+    """By request, the depth from which on its blocks are in heap 0 instead."""
+    ages: Any
+    """By heap, how many seconds after the end of their last request blocks leave it."""
+    below: Any
+    """By heap, the one that they go to."""
+    weights: Any
+    """By depth, how much a use raises a rank; deeper ones count as the last."""
+    part: int
+    """Blocks that may be protected, or that the small queue is to have."""
+
+
+_BLOCK = np.dtype(
+    [
+        ("keys", np.float64),
+        ("ties", np.int64),
+        ("ghosts", np.int64),
+        ("children", np.int32),
+        ("users", np.int32),
+        ("uses", np.int32),
+        ("protected", np.int32),
+        ("places", np.int32),
+        ("tail_places", np.int32),
+        ("cached", np.int8),
+        ("segments", np.int8),
+        ("in_heap", np.int8),
+    ],
+    align=True,
+)
+"""What is known of a block:
+
+- `keys`, `ties`: the lowest key, then the lowest tie, is the top of a heap
+- `ghosts`: when the small queue evicted it, as a number of `_GHOSTS`; 0: not since it was stored
+- `children`: how many are cached, and how many requests hold the block as their last
+- `users`: the last request that used it; `uses`: how often it was used
+- `protected`: protected children
+- `places`, `tail_places`: where it is in a heap of leaves, and in that of the tail; -1: nowhere
+- `segments`: 1 if it is protected, or in the main queue
+- `in_heap`: the heap of leaves in which it is
+"""
+
+
+class Cache(NamedTuple):
+    """One cache."""
+
+    blocks: Any
+    """An array of `_BLOCK`."""
+    trees: Any
+    """The heaps."""
+    sizes: Any
+    """By heap, its blocks."""
+    numbers: Any
+    clock: Any
+    """One entry: the highest rank of a victim."""
+    hits: Any
+    """By request, the blocks that were there."""
+    held: Any
+    """By request, the blocks that it found and stored."""
+
+
+def new_cache(size: int, requests: int, blocks: int) -> Cache:
+    """An empty cache of `size` blocks."""
+    state = np.zeros(blocks, _BLOCK)
+    state["places"] = state["tail_places"] = -1
+    return Cache(
+        blocks=state,
+        trees=np.full((HEAPS, min(size, blocks) + 1), -1, np.int32),
+        sizes=np.zeros(HEAPS, np.int64),
+        numbers=np.zeros(4, np.int64),
+        clock=np.zeros(1, np.float64),
+        hits=np.zeros(requests, np.int32),
+        held=np.zeros(requests, np.int32),
+    )
+
+
+# -- heaps
+
+
+@compiled
+def _places(cache: Cache, heap: int) -> Any:
+    if heap == _TAIL:
+        return cache.blocks["tail_places"]
+    return cache.blocks["places"]
+
+
+@compiled
+def _rise(cache: Cache, heap: int, at: int) -> None:
+    tree, places, keys, ties = (
+        cache.trees[heap],
+        _places(cache, heap),
+        cache.blocks["keys"],
+        cache.blocks["ties"],
+    )
+    block = tree[at]
+    key, tie = keys[block], ties[block]
+    while at:
+        above = (at - 1) // 2
+        other = tree[above]
+        if keys[other] < key or (keys[other] == key and ties[other] <= tie):
+            break
+        tree[at] = other
+        places[other] = at
+        at = above
+    tree[at] = block
+    places[block] = at
+
+
+@compiled
+def _sink(cache: Cache, heap: int, at: int) -> None:
+    tree, places, keys, ties = (
+        cache.trees[heap],
+        _places(cache, heap),
+        cache.blocks["keys"],
+        cache.blocks["ties"],
+    )
+    size, block = cache.sizes[heap], tree[at]
+    key, tie = keys[block], ties[block]
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        child = tree[below]
+        if below + 1 < size:
+            other = tree[below + 1]
+            if keys[other] < keys[child] or (keys[other] == keys[child] and ties[other] < ties[child]):
+                below, child = below + 1, other
+        if key < keys[child] or (key == keys[child] and tie <= ties[child]):
+            break
+        tree[at] = child
+        places[child] = at
+        at = below
+    tree[at] = block
+    places[block] = at
+
+
+@compiled
+def _push(cache: Cache, heap: int, block: int) -> None:
+    at = cache.sizes[heap]
+    cache.sizes[heap] = at + 1
+    cache.trees[heap][at] = block
+    if heap != _TAIL:
+        cache.blocks["in_heap"][block] = heap
+    _rise(cache, heap, at)
+
+
+@compiled
+def _remove(cache: Cache, heap: int, block: int) -> None:
+    tree, places = cache.trees[heap], _places(cache, heap)
+    at, last = places[block], cache.sizes[heap] - 1
+    cache.sizes[heap] = last
+    places[block] = -1
+    if at < last:
+        moved = tree[last]
+        tree[at] = moved
+        places[moved] = at
+        _rise(cache, heap, at)
+        _sink(cache, heap, places[moved])
+
+
+# -- what goes next
+
+
+@compiled
+def _offer(cache: Cache, requests: Requests, order: Order, block: int) -> None:
+    """A block is now a leaf that nobody holds: it can be evicted."""
+    heap = cache.blocks["segments"][block]
+    if order.kind == LEVELS:
+        user = cache.blocks["users"][block]
+        heap = order.heaps[user] if requests.depths[block] < order.splits[user] else 0
+    _push(cache, heap, block)
+
+
+@compiled
+def _expire(cache: Cache, requests: Requests, order: Order, now: float) -> None:
+    """Move what has been in its heap long enough. The top is what was used longest ago."""
+    for heap in range(_TAIL - 1, 0, -1):
+        while cache.sizes[heap]:
+            block = cache.trees[heap][0]
+            if now - requests.ends[cache.blocks["users"][block]] < order.ages[heap]:
+                break
+            _remove(cache, heap, block)
+            _push(cache, order.below[heap], block)
+
+
+@compiled
+def _advance(cache: Cache, order: Order) -> None:
+    """Work the queues of S3-FIFO until the next victim is the top of the lowest heap that is not empty.
+
+    Heap 0 is the small queue, heap 1 the main one; a main victim is put into heap 0 for that.
+    """
+    small, main = cache.trees[0], cache.trees[1]
+    while True:
+        if cache.sizes[0] and (cache.numbers[_PART] >= order.part or not cache.sizes[1]):
+            block = small[0]
+            if cache.blocks["uses"][block] <= 1:
+                return
+            _remove(cache, 0, block)
+            cache.blocks["uses"][block] = 0
+            cache.blocks["segments"][block] = 1
+            cache.numbers[_PART] -= 1
+        elif cache.sizes[1]:
+            block = main[0]
+            _remove(cache, 1, block)
+            if not cache.blocks["uses"][block]:
+                cache.blocks["keys"][block] = -1.0
+                _push(cache, 0, block)
+                return
+            cache.blocks["uses"][block] -= 1
+        else:
+            return
+        cache.numbers[_STAMP] += 1
+        cache.blocks["ties"][block] = cache.numbers[_STAMP]
+        _push(cache, 1, block)
+
+
+@compiled
+def _evict(cache: Cache, requests: Requests, order: Order, now: float) -> bool:
+    """Evict one block; False: all are held."""
+    if order.kind == LEVELS:
+        _expire(cache, requests, order, now)
+    elif order.kind == S3FIFO:
+        _advance(cache, order)
+    for heap in range(_TAIL):
+        if cache.sizes[heap]:
+            block = cache.trees[heap][0]
+            _remove(cache, heap, block)
+            break
+    else:
+        return False
+    cache.blocks["cached"][block] = False
+    cache.numbers[_USED] -= 1
+    if order.kind == RANK:
+        cache.clock[0] = max(cache.clock[0], cache.blocks["keys"][block])
+    elif order.kind == SEGMENTS and cache.blocks["segments"][block]:
+        _unprotect(cache, requests, block)
+    elif order.kind == S3FIFO and not cache.blocks["segments"][block]:
+        cache.numbers[_PART] -= 1
+        cache.numbers[_GHOSTS] += 1
+        cache.blocks["ghosts"][block] = cache.numbers[_GHOSTS]
+    parent = requests.parents[block]
+    if parent >= 0:
+        cache.blocks["children"][parent] -= 1
+        if not cache.blocks["children"][parent]:
+            _offer(cache, requests, order, parent)
+    return True
+
+
+# -- two segments
+
+
+@compiled
+def _unprotect(cache: Cache, requests: Requests, block: int) -> None:
+    """A protected block without protected children leaves the segment."""
+    _remove(cache, _TAIL, block)
+    cache.blocks["segments"][block] = 0
+    cache.numbers[_PART] -= 1
+    parent = requests.parents[block]
+    if parent >= 0:
+        cache.blocks["protected"][parent] -= 1
+        if not cache.blocks["protected"][parent]:
+            _push(cache, _TAIL, parent)
+
+
+@compiled
+def _protect(cache: Cache, requests: Requests, order: Order, begin: int, hits: int, count: int) -> None:
+    """Blocks that were there are protected from now on; what then is too many goes back, the least recent first."""
+    deepest = -1
+    for at in range(begin, begin + count):
+        block = requests.blocks[at]
+        if at < begin + hits and not cache.blocks["segments"][block]:
+            cache.blocks["segments"][block] = 1
+            cache.numbers[_PART] += 1
+            if deepest >= 0:
+                cache.blocks["protected"][deepest] += 1
+        if cache.blocks["tail_places"][block] >= 0:
+            _remove(cache, _TAIL, block)
+        cache.blocks["ties"][block] = cache.numbers[_STAMP]
+        if cache.blocks["segments"][block]:
+            deepest = block
+    if deepest >= 0 and not cache.blocks["protected"][deepest]:
+        _push(cache, _TAIL, deepest)
+    while cache.numbers[_PART] > order.part:
+        block = cache.trees[_TAIL][0]
+        _unprotect(cache, requests, block)
+        cache.numbers[_STAMP] += 1
+        if cache.blocks["places"][block] >= 0:
+            _remove(cache, 1, block)
+            cache.blocks["ties"][block] = cache.numbers[_STAMP]
+            _push(cache, 0, block)
+        else:
+            cache.blocks["ties"][block] = cache.numbers[_STAMP]
+
+
+# -- requests
+
+
+@compiled
+def _store(cache: Cache, order: Order, size: int, block: int) -> None:
+    cache.blocks["cached"][block] = True
+    cache.numbers[_USED] += 1
+    cache.blocks["segments"][block] = 0
+    cache.blocks["ties"][block] = cache.numbers[_STAMP]
+    if order.kind == S3FIFO:
+        since = cache.numbers[_GHOSTS] - cache.blocks["ghosts"][block]
+        cache.blocks["keys"][block] = 0.0
+        cache.blocks["uses"][block] = 0
+        if cache.blocks["ghosts"][block] and since < size - order.part:
+            cache.blocks["segments"][block] = 1
+        else:
+            cache.numbers[_PART] += 1
+        cache.blocks["ghosts"][block] = 0
+
+
+@compiled
+def _come(cache: Cache, requests: Requests, order: Order, size: int, request: int) -> None:
+    """A request finds what is there, and the rest of its prompt is stored."""
+    blocks, begin = requests.blocks, requests.begins[request]
+    count = min(requests.begins[request + 1] - begin, size)
+    hits = 0
+    while hits < count and cache.blocks["cached"][blocks[begin + hits]]:
+        hits += 1
+    cache.hits[request] = hits
+    if hits:
+        last = blocks[begin + hits - 1]
+        cache.blocks["children"][last] += 1
+        if cache.blocks["places"][last] >= 0:
+            _remove(cache, cache.blocks["in_heap"][last], last)
+    while cache.numbers[_USED] + count - hits > size:
+        if not _evict(cache, requests, order, requests.arrivals[request]):
+            count = size - cache.numbers[_USED] + hits
+    cache.numbers[_STAMP] += 1
+    for at in range(begin + hits, begin + count):
+        _store(cache, order, size, blocks[at])
+        if at > begin:
+            cache.blocks["children"][blocks[at - 1]] += 1
+    if hits:
+        cache.blocks["children"][blocks[begin + hits - 1]] -= 1
+    if count:
+        cache.blocks["children"][blocks[begin + count - 1]] += 1
+    cache.held[request] = count
+
+
+@compiled
+def _end(cache: Cache, requests: Requests, order: Order, request: int) -> None:
+    """A request has used its blocks, and holds them no longer."""
+    blocks, begin, count = requests.blocks, requests.begins[request], cache.held[request]
+    hits = cache.hits[request]
+    cache.numbers[_STAMP] += 1
+    stamp, clock, deepest = cache.numbers[_STAMP], cache.clock[0], len(order.weights) - 1
+    if order.kind == SEGMENTS:
+        _protect(cache, requests, order, begin, hits, count)
+    elif order.kind == S3FIFO:
+        for at in range(begin, begin + hits):
+            cache.blocks["uses"][blocks[at]] = min(cache.blocks["uses"][blocks[at]] + 1, _MOST_USES)
+    elif order.kind == LEVELS:
+        for at in range(begin, begin + count):
+            cache.blocks["ties"][blocks[at]] = stamp
+            cache.blocks["users"][blocks[at]] = request
+    elif order.kind == RANK:
+        for at in range(begin, begin + count):
+            block = blocks[at]
+            cache.blocks["ties"][block] = stamp
+            cache.blocks["uses"][block] += 1
+            cache.blocks["keys"][block] = (
+                clock + cache.blocks["uses"][block] * order.weights[min(at - begin, deepest)]
+            )
+    if count:
+        last = blocks[begin + count - 1]
+        cache.blocks["children"][last] -= 1
+        if not cache.blocks["children"][last]:
+            _offer(cache, requests, order, last)
+
+
+@compiled
+def play(cache: Cache, requests: Requests, order: Order, size: int) -> None:
+    """Play all requests; what each found is in `cache.hits`."""
+    for moment in requests.moments:
+        if moment < 0:
+            _end(cache, requests, order, ~moment)
+        else:
+            _come(cache, requests, order, size, moment)
