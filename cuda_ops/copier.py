@@ -2,7 +2,8 @@
 
 A `Copy` names blocks by (group, level, slot), so that the side that plans needs no tensors. A `Copier`
 takes one batch of copies in which no order is needed, and answers with a `Ticket`. Batches of one copier
-run one after another, in the order of submission; the copies of a batch run in any order, or all at once.
+that touch the same slots run one after another, in the order of submission, others in any order or at once, as do the
+copies of a batch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ class CopyFailed(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; the name of its type if it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,7 +82,7 @@ class Copier(Protocol):
     """Moves blocks."""
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
-        """Start a batch of copies without hazards among them; it runs after all earlier batches.
+        """Start a batch of copies without hazards among them; it runs after all earlier ones that touched its slots.
 
         A batch that cannot be carried out gives a ticket that fails; the manager takes whatever is raised here for
         that, too. Slots that do not exist are a mistake of the caller and raise ValueError before anything moves.

@@ -1,4 +1,4 @@
-"""Arrange copies in as few batches as their order allows.
+"""The order of copies: in as few batches as it allows, and between batches on several streams.
 
 Inside a batch copies run in any order, so two of them may share a batch only if neither reads or writes a
 slot that the other writes. Each copy therefore goes into the first batch after all those that contain
@@ -6,6 +6,9 @@ something it must follow: the last writer of its sources and targets, and the la
 Cutting the list wherever a hazard shows up would be simpler and just as correct, but the usual step of an
 engine is "offload from slot a, onboard into slot a, offload from slot b, onboard into slot b, ...", which
 is two batches this way and one more than there are sequences the other way.
+
+Batches then run on *lanes*, streams of which each has the copies to one level and is in order. `SlotOrder` knows which
+of them have touched a slot, so that a batch waits for those only.
 """
 
 from __future__ import annotations
@@ -37,6 +40,39 @@ def schedule(copies: Sequence[Copy]) -> list[list[int]]:
             batches.append([])
         batches[batch].append(index)
     return batches
+
+
+class SlotOrder:
+    """Which batches have read and written each slot last, by numbers that rise along each lane.
+
+    What is written to a level is written on its own lane, in order; so a slot has one number for that, and one per lane
+    for who has read it. Two of these would not do as one: a later reader on one lane says nothing of an earlier one on
+    the other. A slot keeps its numbers whoever has it next.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[int]]) -> None:
+        """`sizes`: the number of slots, per group and level."""
+        self._written = [[np.zeros(size, np.int64) for size in levels] for levels in sizes]
+        self._read = [[[np.zeros(size, np.int64) for _ in levels] for size in levels] for levels in sizes]
+        """Per group, level and lane."""
+
+    def before(self, copies: Sequence[Copy]) -> dict[int, int]:
+        """What must have ended before these copies, all of one lane, begin: the number on each of the other lanes."""
+        found: dict[int, int] = {}
+        for copy in copies:
+            wanted = [(copy.source_level, self._written[copy.group][copy.source_level], copy.source)]
+            readers = enumerate(self._read[copy.group][copy.target_level])
+            wanted += [(lane, numbers, copy.target) for lane, numbers in readers]
+            for lane, numbers, slots in wanted:
+                number = int(numbers[slots].max(initial=0))
+                if lane != copy.target_level and number > found.get(lane, 0):
+                    found[lane] = number
+        return found
+
+    def note(self, copy: Copy, number: int) -> None:
+        """A copy is in the batch with this number on its lane."""
+        self._written[copy.group][copy.target_level][copy.target] = number
+        self._read[copy.group][copy.source_level][copy.target_level][copy.source] = number
 
 
 def _place(copy: Copy, written: Marks, read: Marks) -> int:

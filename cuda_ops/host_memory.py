@@ -6,10 +6,20 @@ rounds every request up to a power of two, which for a pool is up to twice the m
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any
 
 import torch
+
+CHUNK_BYTES = 1 << 30
+"""About so much is registered at once: one piece of 512 GiB is too much for drivers, one of 2 GiB for some kernels."""
+
+
+def blocks_per_chunk(block_bytes: int) -> int:
+    """So many blocks are page-locked together; whole pages, at least one. No copy may go beyond such a chunk."""
+    aligned = math.lcm(block_bytes, mmap.PAGESIZE)
+    return max(1, CHUNK_BYTES // aligned) * (aligned // block_bytes)
 
 
 def pinned_zeros(num_bytes: int) -> torch.Tensor:

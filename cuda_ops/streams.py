@@ -1,91 +1,197 @@
 """Copies on a GPU run beside the model: which stream does what, and who waits for whom.
 
-Each direction has a stream of its own, because a GPU has separate engines for them: one stream for what is
-written to the GPU's memory, one for what is written to the host's. Neither is the default stream, with
-which everything else would have to wait.
+Each level that is written has a stream of its own, a *lane*, because a GPU has separate engines for the directions: one
+lane for what is written to the GPU's memory, one for what is written to the host's. Neither is the default stream,
+with which everything else would have to wait.
 
 - A batch waits for all work that the compute stream has been given so far: the model may still be writing
   what is offloaded, or reading what is overwritten.
-- A batch waits for the batch before it, on whatever stream that ran.
-- A batch ends in one event. The compute stream is made to wait for it by the ticket, on the device.
-
-These are all the orders there are: a slot needs no state of its own.
+- A batch waits for those earlier ones on the other lane that have touched its slots (`cuda_ops.hazards.SlotOrder`). So
+  both directions run at once where they have nothing to do with each other. On its own lane it follows all of them.
+- A batch ends in one event on each lane that it uses. The compute stream is made to wait for these by the ticket, on
+  the device.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
 
 import torch
 
-from cuda_ops.copier import CopyFailed
+from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket, first_line
+from cuda_ops.hazards import SlotOrder
 
-Job = tuple[int, Callable[[], None]]
-"""The level that is written, and what puts the copies on the current stream."""
+
+class GpuEvent(Protocol):
+    """A place in a stream's work, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether all work before it has ended; never blocks. Raises RuntimeError if the device is broken."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until it has."""
+        ...
+
+
+class GpuStream(Protocol):
+    """Work in order, as `torch.cuda.Stream`."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The driver's handle."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """Make work from now on wait for an event."""
+        ...
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make work from now on wait for all that another stream has been given so far."""
+        ...
+
+    def record_event(self, event: Any) -> Any:
+        """Let an event happen when the work given so far has ended."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the work given so far has ended."""
+        ...
+
+
+class Gpu(Protocol):
+    """What has streams."""
+
+    def new_stream(self) -> GpuStream:
+        """Make a stream of its own."""
+        ...
+
+    def new_event(self) -> GpuEvent:
+        """Make an event that has not been recorded."""
+        ...
+
+    def current_stream(self) -> GpuStream:
+        """The compute stream."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream, and the device, current."""
+        ...
+
+
+class TorchGpu:
+    """A GPU by torch; see `Gpu`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new_stream(self) -> Any:
+        """A stream that does not wait for the default one."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def new_event(self) -> Any:
+        """An event without a time. A host that waits for it sleeps instead of spinning on a core."""
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Any:
+        """Torch's current stream of this device."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """As torch has it."""
+        return torch.cuda.stream(stream)
+
+
+Job = tuple[Copy, Callable[[GpuStream], None]]
+"""A copy, and what puts it on a stream, which is the current one."""
 
 
 class CopyStreams:
     """The streams of one GPU on which copies run."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._by_level = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.Event | None = None
+    def __init__(self, gpu: Gpu, sizes: Sequence[Sequence[int]]) -> None:
+        """`sizes`: the number of slots, per group and level."""
+        self._gpu = gpu
+        lanes = max((len(levels) for levels in sizes), default=0)
+        self._lanes = [gpu.new_stream() for _ in range(lanes)]
+        self._order = SlotOrder(sizes)
+        self._numbers = [0] * lanes
+        """Of the last batch on each lane."""
+        self._events: list[deque[tuple[int, GpuEvent]]] = [deque() for _ in range(lanes)]
+        """Of batches on each lane that were not seen to have ended, with their numbers."""
 
-    def run(self, jobs: Sequence[Job]) -> EventTicket:
-        """Start a batch after the compute stream's work and after the batch before.
+    def submit(self, jobs: Sequence[Job]) -> Ticket:
+        """Start a batch of copies that need no order among themselves.
 
-        A RuntimeError of a job leaves the GPU with nothing in flight, so that the targets, of which some may
-        have been written, can be given to others at once.
+        A RuntimeError of a job gives a failed ticket, and leaves none of its lanes with anything in flight: targets, of
+        which some may have been written, can be given to others at once.
         """
-        used = {level for level, _ in jobs} or {0}
-        lanes = [self._by_level[level] for level in sorted(used)]
-        for lane in lanes:
-            lane.wait_stream(torch.cuda.current_stream(self._device))
-            if self._last is not None:
-                lane.wait_event(self._last)
+        by_lane: dict[int, list[Job]] = {}
+        for job in jobs:
+            by_lane.setdefault(job[0].target_level, []).append(job)
         try:
-            for level, job in jobs:
-                with torch.cuda.stream(self._by_level[level]):
-                    job()
-        except RuntimeError:
-            for lane in lanes:
-                lane.synchronize()
-            raise
-        return EventTicket(self._finish(lanes), self._device)
+            for lane, own in by_lane.items():
+                self._wait(lane, [copy for copy, _ in own])
+            for lane, own in by_lane.items():
+                with self._gpu.on(self._lanes[lane]):
+                    for _, put in own:
+                        put(self._lanes[lane])
+            return EventTicket([self._finish(lane, own) for lane, own in by_lane.items()], self._gpu)
+        except RuntimeError as error:  # torch's way, and ours, to say that memory or the device gave out
+            for lane in by_lane:
+                with suppress(RuntimeError):  # a broken device does nothing more
+                    self._lanes[lane].synchronize()
+            return FinishedTicket(failure=first_line(error))
 
-    def _finish(self, lanes: Sequence[torch.cuda.Stream]) -> torch.cuda.Event:
-        """Record the batch's one event on the first lane, after the others."""
-        for lane in lanes[1:]:
-            lanes[0].wait_stream(lane)
-        # Blocking: a host that waits sleeps instead of spinning on a core.
-        self._last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._last.record(lanes[0])
-        return self._last
+    def _wait(self, lane: int, copies: Sequence[Copy]) -> None:
+        """Have a lane wait for all that these copies must follow."""
+        stream = self._lanes[lane]
+        stream.wait_stream(self._gpu.current_stream())
+        for other, number in self._order.before(copies).items():
+            events = self._events[other]
+            while events and events[0][1].query():
+                events.popleft()
+            # Events happen in order, so the first one that is late enough is that of the batch with this number.
+            event = next((event for each, event in events if each >= number), None)
+            if event is not None:
+                stream.wait_event(event)
+
+    def _finish(self, lane: int, jobs: Sequence[Job]) -> GpuEvent:
+        self._numbers[lane] += 1
+        for copy, _ in jobs:
+            self._order.note(copy, self._numbers[lane])
+        event = self._gpu.new_event()
+        self._lanes[lane].record_event(event)
+        self._events[lane].append((self._numbers[lane], event))
+        return event
 
 
 class EventTicket:
-    """A batch on a GPU; see `cuda_ops.copier.Ticket`."""
+    """A batch on a GPU, which ends in these events; see `cuda_ops.copier.Ticket`."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    def __init__(self, events: Sequence[GpuEvent], gpu: Gpu) -> None:
+        self._events, self._gpu = events, gpu
 
     def done(self) -> bool:
-        """Ask the event, without waiting."""
+        """Ask the events, without waiting."""
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+            return all(event.query() for event in self._events)
         except RuntimeError as error:
-            raise CopyFailed(str(error).splitlines()[0]) from error
+            raise CopyFailed(first_line(error)) from error
 
     def wait(self) -> None:
-        """Block the host until the event has happened."""
+        """Block the host until the events have happened."""
         try:
-            self._event.synchronize()
+            for event in self._events:
+                event.synchronize()
         except RuntimeError as error:
-            raise CopyFailed(str(error).splitlines()[0]) from error
+            raise CopyFailed(first_line(error)) from error
 
     def wait_on(self, stream: Any = None) -> None:
-        """Put a wait on `stream` (None: the current one)."""
-        (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
+        """Put waits on `stream` (None: the current one)."""
+        stream = stream or self._gpu.current_stream()
+        for event in self._events:
+            stream.wait_event(event)

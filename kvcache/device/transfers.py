@@ -8,7 +8,8 @@ A ticket that raises anything at all has failed, and so has a batch that the cop
 bytes will ever come is unknown then. With it goes
 whatever was noted before that was recorded, since it may have been copied from there: what was not started never
 will be, and what becomes of the rest is of no interest. It still writes to its slots. Whoever has them next is safe,
-because batches run in the order of submission, and the compute stream waits for the ticket of each `start`.
+because batches that touch a slot run in the order of submission, and the compute stream waits for the ticket of each
+`start`.
 """
 
 from __future__ import annotations

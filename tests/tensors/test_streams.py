@@ -1,222 +1,296 @@
-"""Who waits for whom: tried on a stand-in GPU whose streams run in any order that the waits allow.
+"""Who waits for whom: the copier by DMA on a simulated GPU, whose streams run in any order that the waits allow.
 
-Where there is a real GPU the last tests run on it, with the copies held up on purpose.
+Each wait is a mutation: without it some of the same programs go wrong. Where there is a real GPU the last tests run on
+it, with the copies held up on purpose.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
+from itertools import count
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from cuda_ops.copier import Copy, CopyFailed
+from cuda_ops import dma, hazards, streams
+from cuda_ops.copier import Copy, CopyFailed, Ticket
+from cuda_ops.dma import CopyLimits
 from cuda_ops.hazards import schedule
-from cuda_ops.streams import CopyStreams, EventTicket, Job
+from cuda_ops.simulated import SimulatedGpu
+from cuda_ops.streams import CopyStreams, EventTicket
 from cuda_ops.torch_copier import TorchCopier
+from tests.support.seeds import seeds
 
-SLOTS = 4
-CPU = torch.device("cpu")
-
-
-class Gpu:
-    """In-order streams of small operations, interleaved at random."""
-
-    def __init__(self, seed: int) -> None:
-        self.dice = random.Random(seed)
-        self.streams: list[Stream] = []
-        self.current = Stream(self)
-
-    def step(self) -> bool:
-        """Run one operation that may run; False if there is none."""
-        ready = [stream for stream in self.streams if stream.ready]
-        if ready:
-            self.dice.choice(ready).operations.popleft()[1]()
-        return bool(ready)
-
-    def run_some(self) -> None:
-        for _ in range(self.dice.randrange(6)):
-            self.step()
-
-    def run_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert self.step(), "the streams wait for each other"
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+SLOTS, ROWS, TOKENS, WIDTH = 4, 2, 3, 2
+Levels = list[npt.NDArray[np.uint8]]
 
 
-class Stream:
-    def __init__(self, gpu: Gpu) -> None:
-        self.operations: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
-        self.gpu = gpu
-        gpu.streams.append(self)
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.operations) and self.operations[0][0]()
-
-    def do(self, operation: Callable[[], None]) -> None:
-        self.operations.append((lambda: True, operation))
-
-    def wait_event(self, event: Event) -> None:
-        self.operations.append((event.query, lambda: None))
-
-    def wait_stream(self, stream: Stream) -> None:
-        event = Event(self.gpu)
-        event.record(stream)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
-        self.gpu.run_until(lambda: not self.operations)
+@dataclass
+class Storage:
+    levels: tuple[torch.Tensor, ...]
+    token_dim: int = 2
 
 
-class Event:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self.happened = False
+class Program:
+    """Copies and forward passes at random, beside what a single thread makes of the same."""
 
-    def record(self, stream: Stream) -> None:
-        stream.do(lambda: setattr(self, "happened", True))
+    def __init__(self, seed: int, failing: bool = False) -> None:
+        self.dice = random.Random(f"program {seed}")
+        chosen = {number for number in range(100) if failing and self.dice.random() < 0.15}
+        self.gpu = SimulatedGpu(seed, chosen)
+        pools = []
+        for _ in range(2):  # of one group
+            raw = self.dice.randbytes(2 * SLOTS * ROWS * TOKENS * WIDTH)
+            both = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, SLOTS, ROWS, TOKENS, WIDTH)
+            pools.append(Storage((both[0], both[1])))
+        limits = CopyLimits(self.dice.choice([1, 3, 256]), self.dice.choice([5, 12, 1 << 20]))
+        self.copier = dma.DmaCopier([pools], self.gpu, self.gpu, limits)
+        self.memory: list[Levels] = [[level.numpy() for level in pool.levels] for pool in pools]
+        self.expected: list[Levels] = [[level.copy() for level in levels] for levels in self.memory]
+        self.seen: list[bytes] = []
+        self.should_see: list[bytes] = []
+        self.in_flight: list[tuple[Ticket, list[Copy]]] = []
+        self.values = count(1)
+        self.failures = 0
 
-    def query(self) -> bool:
-        return self.happened
+    def run(self, steps: int) -> None:
+        compute = self.gpu.current_stream()
+        for _ in range(steps):
+            copies = [self.copy() for _ in range(self.dice.randrange(10))]
+            for indices in schedule(copies):
+                self.submit([copies[index] for index in indices])
+                self.poll()
+            for ticket, _ in self.in_flight:
+                ticket.wait_on()
+            for slot in range(SLOTS):
+                compute.do(partial(self.read, self.memory, 0, slot, self.seen))
+                self.read(self.expected, 0, slot, self.should_see)
+            self.overwrite(0, self.dice.randrange(SLOTS))
+            self.gpu.run_some()
+        if self.dice.random() < 0.5:
+            for ticket, _ in self.in_flight:
+                ticket.wait()
+            assert all(ticket.done() for ticket, _ in self.in_flight)
+            self.poll()
+        self.gpu.synchronize()
+        self.poll()
+        assert not self.in_flight
+        assert self.seen == self.should_see, "the model reads something else"
+        for found, right in zip(self.memory, self.expected, strict=True):
+            for level in range(2):
+                np.testing.assert_array_equal(found[level], right[level])
 
-    def synchronize(self) -> None:
-        self.gpu.run_until(self.query)
+    def copy(self) -> Copy:
+        levels = self.dice.choice([(0, 1), (1, 0), (0, 0)])
+        number = self.dice.randrange(1, 3)
+        slots = self.dice.sample(range(SLOTS), 2 * number)
+        pairs = np.array(slots, np.int32).reshape(2, number)
+        return Copy(*levels, pairs[0], pairs[1], self.dice.choice([None, None, 1, 2, TOKENS]))
+
+    def submit(self, batch: list[Copy]) -> None:
+        ticket = self.copier.submit(batch)
+        for copy in batch:
+            for levels in self.expected:
+                part = slice(copy.num_tokens)
+                levels[copy.target_level][copy.target, :, part] = levels[copy.source_level][
+                    copy.source, :, part
+                ]
+        try:
+            ticket.done()
+        except CopyFailed:
+            # Nothing of it is in flight any more: host and model may write there at once.
+            self.failures += 1
+            for copy in batch:
+                for slot in copy.target.tolist():
+                    self.overwrite(copy.target_level, slot)
+        else:
+            self.in_flight.append((ticket, batch))
+
+    def overwrite(self, level: int, slot: int) -> None:
+        value = next(self.values)
+        self.write(self.expected, level, slot, value)
+        if level == 0:
+            self.gpu.current_stream().do(partial(self.write, self.memory, level, slot, value))
+        else:
+            self.write(self.memory, level, slot, value)
+
+    @staticmethod
+    def write(pools: list[Levels], level: int, slot: int, value: int) -> None:
+        for number, levels in enumerate(pools):
+            levels[level][slot] = value + number
+
+    @staticmethod
+    def read(pools: list[Levels], level: int, slot: int, into: list[bytes]) -> None:
+        into.append(b"".join(levels[level][slot].tobytes() for levels in pools))
+
+    def poll(self) -> None:
+        """The host looks at what it is told has arrived, where nothing else is on its way."""
+        left = [(ticket, batch) for ticket, batch in self.in_flight if not ticket.done()]
+        ended = [batch for ticket, batch in self.in_flight if all(ticket is not each for each, _ in left)]
+        self.in_flight = left
+        awaited = {slot for _, batch in left for copy in batch for slot in targets(copy, 1)}
+        for slot in {slot for batch in ended for copy in batch for slot in targets(copy, 1)} - awaited:
+            for found, right in zip(self.memory, self.expected, strict=True):
+                np.testing.assert_array_equal(found[1][slot], right[1][slot])
 
 
-@pytest.fixture
-def make_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Gpu]:
-    def make(seed: int) -> Gpu:
-        gpu = Gpu(seed)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(gpu))
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(gpu))
-        monkeypatch.setattr(torch.cuda, "stream", gpu.on)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: gpu.current)
-        return gpu
-
-    return make
+def targets(copy: Copy, level: int) -> list[int]:
+    return copy.target.tolist() if copy.target_level == level else []
 
 
-class Memory:
-    """Both levels, and what the model has read."""
-
-    def __init__(self) -> None:
-        self.levels = [list(range(SLOTS)), list(range(100, 100 + SLOTS))]
-        self.seen: list[int] = []
-
-    def job(self, gpu: Gpu, copy: Copy) -> Job:
-        """A copy whose reading and writing are apart in time."""
-
-        def enqueue() -> None:
-            held: list[int] = []
-            source, target = int(copy.source[0]), int(copy.target[0])
-            gpu.current.do(lambda: held.append(self.levels[copy.source_level][source]))
-            gpu.current.do(lambda: self.write(copy.target_level, target, held[0]))
-
-        return copy.target_level, enqueue
-
-    def write(self, level: int, slot: int, value: int) -> None:
-        self.levels[level][slot] = value
-
-    def read(self, slot: int) -> None:
-        self.seen.append(self.levels[0][slot])
+def play(seed: int) -> Program:
+    program = Program(seed, failing=seed % 3 == 0)
+    program.run(5)
+    return program
 
 
-def random_copy(dice: random.Random) -> Copy:
-    source_level, target_level = dice.choice([(0, 1), (1, 0), (0, 0)])
-    source, target = dice.sample(range(SLOTS), 2)
-    return Copy(source_level, target_level, np.array([source], np.int32), np.array([target], np.int32))
-
-
-def model_step(dice: random.Random, value: int) -> list[Callable[[Memory], None]]:
-    """What the model does in a forward pass: read all of primary, then write a slot."""
-    slot = dice.randrange(SLOTS)
-    reads = [methodcaller("read", each) for each in range(SLOTS)]
-    return [*reads, methodcaller("write", 0, slot, value)]
-
-
-def play(gpu: Gpu, seed: int) -> tuple[Memory, Memory, list[EventTicket]]:
-    """Run a random program; return what became of it, what should have, and its tickets."""
-    dice, streams, memory, expected = random.Random(seed), CopyStreams(CPU), Memory(), Memory()
-    compute = gpu.current
-    tickets: list[EventTicket] = []
-    for step in range(6):
-        copies = [random_copy(dice) for _ in range(dice.randrange(5))]
-        for copy in copies:
-            value = expected.levels[copy.source_level][copy.source[0]]
-            expected.write(copy.target_level, int(copy.target[0]), value)
-        for batch in schedule(copies):
-            tickets.append(streams.run([memory.job(gpu, copies[index]) for index in batch]))
-            gpu.run_some()
-        for ticket in tickets:
-            ticket.wait_on()
-        for operation in model_step(dice, 1000 + step):
-            operation(expected)
-            compute.do(partial(operation, memory))
-        gpu.run_some()
-    compute.synchronize()
-    return memory, expected, tickets
-
-
-@pytest.mark.parametrize("first_seed", range(0, 200, 50))
-def test_any_order_that_the_waits_allow_gives_the_bytes_of_plain_order(
-    make_gpu: Callable[[int], Gpu], first_seed: int
-) -> None:
+@pytest.mark.parametrize("first", seeds(range(0, 400, 50), quick=4))
+def test_any_order_that_the_waits_allow_gives_the_bytes_of_plain_order(first: int) -> None:
     """Copies and forward passes on three free-running streams read and leave what a single thread would."""
-    for seed in range(first_seed, first_seed + 50):
-        memory, expected, tickets = play(make_gpu(seed), seed)
-        assert (memory.seen, memory.levels) == (expected.seen, expected.levels)
-        assert all(ticket.done() for ticket in tickets)
+    failures = sum(play(seed).failures for seed in range(first, first + 50))
+    assert failures
 
 
-def test_a_ticket_is_done_when_both_directions_are(make_gpu: Callable[[int], Gpu]) -> None:
-    """One event stands for the copies into the host and into the GPU; the host can wait for it."""
-    for seed in range(20):
-        gpu, memory = make_gpu(seed), Memory()
-        slot = np.array([0], np.int32), np.array([1], np.int32)
-        jobs = [memory.job(gpu, Copy(*levels, *slot)) for levels in [(1, 0), (0, 1)]]
-        ticket = CopyStreams(CPU).run(jobs)
-        assert not ticket.done()
-        ticket.wait()
-        assert ticket.done()
-        assert memory.levels == [[0, 100, 2, 3], [100, 0, 102, 103]]
+NOTED = "        self._read[copy.group][copy.source_level][copy.target_level][copy.source] = number"
+MUTATIONS: dict[str, tuple[ModuleType, str, str]] = {
+    "a batch does not wait for the model": (
+        streams,
+        "        stream.wait_stream(self._gpu.current_stream())\n",
+        "",
+    ),
+    "a batch does not wait for other lanes": (
+        streams,
+        "                stream.wait_event(event)\n",
+        "                pass\n",
+    ),
+    "a batch waits for the oldest of a lane": (streams, "if each >= number", "if each"),
+    "the model waits for one lane": (
+        streams,
+        "        for event in self._events:\n            stream",
+        "        for event in self._events[:1]:\n            stream",
+    ),
+    "the model does not wait": (
+        streams,
+        "        for event in self._events:\n            stream",
+        "        for event in self._events[:0]:\n            stream",
+    ),
+    "a batch is done when one lane is": (
+        streams,
+        "return all(event.query() for event in self._events)",
+        "return all(event.query() for event in self._events[:1])",
+    ),
+    "the host waits for one lane": (
+        streams,
+        "for event in self._events:\n                event.sync",
+        "for event in self._events[:1]:\n                event.sync",
+    ),
+    "a failed batch goes on": (streams, "self._lanes[lane].synchronize()", "pass"),
+    "the writer of a source is not waited for": (
+        hazards,
+        "copy.source_level], copy.source)]",
+        "copy.source_level], copy.source[:0])]",
+    ),
+    "readers of a target are not waited for": (
+        hazards,
+        "numbers, copy.target) for",
+        "numbers, copy.target[:0]) for",
+    ),
+    "writers are not noted": (
+        hazards,
+        "self._written[copy.group][copy.target_level][copy.target] = number",
+        "pass",
+    ),
+    "readers are not noted": (
+        hazards,
+        NOTED,
+        "",
+    ),
+    "one reader event per slot": (
+        hazards,
+        NOTED,
+        "        for numbers in self._read[copy.group][copy.source_level]:\n            numbers[copy.source] = 0\n"
+        + NOTED,
+    ),
+}
 
 
-def test_an_empty_batch_ends_after_the_one_before(make_gpu: Callable[[int], Gpu]) -> None:
-    """A batch without copies keeps its place in the order."""
-    gpu, memory = make_gpu(0), Memory()
-    streams = CopyStreams(CPU)
-    streams.run([memory.job(gpu, Copy(0, 1, np.array([2], np.int32), np.array([0], np.int32)))])
-    streams.run([]).wait()
-    assert memory.levels[1][0] == 2
+def mutated(module: ModuleType, old: str, new: str) -> dict[str, Any]:
+    """What is in a module with another text."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    assert source.count(old) == 1, "the mutation is of a text that is there once"
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(source.replace(old, new), str(module.__file__), "exec"), names)
+    return names
 
 
-def test_a_failure_halfway_leaves_nothing_in_flight(make_gpu: Callable[[int], Gpu]) -> None:
-    """When a job fails, those before it have ended by the time the caller hears of it."""
+def mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module, old, new = MUTATIONS[name]
+    names = mutated(module, old, new)
+    if module is streams:
+        monkeypatch.setattr(dma, "CopyStreams", names["CopyStreams"])
+    else:
+        monkeypatch.setattr(streams, "SlotOrder", names["SlotOrder"])
 
-    def fail() -> None:
-        raise RuntimeError("no memory left")
 
-    gpu, memory = make_gpu(0), Memory()
-    streams = CopyStreams(CPU)
-    job = memory.job(gpu, Copy(0, 1, np.array([2], np.int32), np.array([0], np.int32)))
-    with pytest.raises(RuntimeError, match="no memory"):
-        streams.run([job, (0, fail)])
-    assert memory.levels[1][0] == 2
-    assert not any(stream.operations for stream in gpu.streams)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Without it one of 200 programs goes wrong."""
+    mutate(monkeypatch, name)
+    for seed in range(200):
+        try:
+            play(seed)
+        except AssertionError:
+            return
+    pytest.fail("not noticed")
+
+
+# -- single cases
+
+
+def pair(source: int, target: int, levels: tuple[int, int], num_tokens: int | None = None) -> Copy:
+    return Copy(*levels, np.array([source], np.int32), np.array([target], np.int32), num_tokens)
+
+
+def test_both_directions_run_at_once() -> None:
+    """A batch on one lane ends though an earlier one on the other lane is held up, if they share no slot."""
+    program = Program(0)
+    held = SimulatedGpu(1).current_stream()
+    program.copier._streams._lanes[1].wait_stream(program_blocker(program, held))
+    program.submit([pair(0, 0, (0, 1))])
+    program.submit([pair(1, 1, (1, 0))])
+    program.submit([pair(0, 2, (1, 0))])  # reads what the first one writes
+    (first, _), (second, _), (third, _) = program.in_flight
+    second.wait()
+    for _ in range(1000):
+        program.gpu.step()
+    assert [ticket.done() for ticket in (first, second, third)] == [False, True, False]
+    held.operations.clear()
+    program.gpu.synchronize()
+    assert [ticket.done() for ticket in (first, second, third)] == [True, True, True]
+
+
+def program_blocker(program: Program, held: Any) -> Any:
+    """A stream of the program's device that goes on when another one has nothing more to do."""
+    held.do(lambda: None)
+    stream = program.gpu.new_stream()
+    stream.put(lambda: True, lambda: not held.operations)
+    return stream
+
+
+def test_a_batch_without_copies_is_done() -> None:
+    """There is nothing to wait for."""
+    gpu = SimulatedGpu(0)
+    ticket = CopyStreams(gpu, [[1, 1]]).submit([])
+    ticket.wait_on()
+    ticket.wait()
+    assert ticket.done()
 
 
 def test_a_broken_device_fails_the_ticket() -> None:
@@ -229,16 +303,10 @@ def test_a_broken_device_fails_the_ticket() -> None:
         synchronize = query
 
     event: Any = Broken()
-    ticket = EventTicket(event, CPU)
+    ticket = EventTicket([event], SimulatedGpu(0))
     for ask in (ticket.done, ticket.wait):
         with pytest.raises(CopyFailed, match=r"launch failure$"):
             ask()
-
-
-@dataclass
-class Storage:
-    levels: tuple[torch.Tensor, ...]
-    token_dim: int = 2
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -253,11 +321,10 @@ def test_on_a_gpu_delayed_copies_arrive_where_they_are_waited_for(num_tokens: in
     primary = torch.zeros(shape, dtype=torch.uint8, device="cuda")
     copier = TorchCopier([[Storage((primary, secondary))]])
     expected = secondary[1].clone()
-    pair = np.array([1], np.int32), np.array([2], np.int32)
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # holds the compute stream, hence everything after it
     primary.fill_(7)
-    offload = copier.submit([Copy(0, 1, pair[1], np.array([5], np.int32))])
-    onboard = copier.submit([Copy(1, 0, *pair, num_tokens)])
+    offload = copier.submit([pair(2, 5, (0, 1))])
+    onboard = copier.submit([pair(1, 2, (1, 0), num_tokens)])
     assert not onboard.done()
     onboard.wait_on()
     read = primary[2].clone()

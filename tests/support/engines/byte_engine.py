@@ -177,8 +177,8 @@ class Driver:
                 engine.end(r.choice(engine.running), store=r.random() < 0.8)
             elif action == "poll":
                 engine.poll()
-            elif action == "tick" and isinstance(engine.copier, LateCopier):
-                engine.copier.tick()
+            elif action == "tick":
+                engine.tick()
             elif action == "clear" and r.random() < 0.3:
                 engine.manager.clear()
             elif action == "flush":

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cuda_ops.copier import Copier
+from cuda_ops.dma import DmaCopier
+from cuda_ops.simulated import SimulatedGpu
 from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
 from kvcache.fold.group import Group
@@ -62,9 +64,15 @@ def expected_input(tokens: Sequence[int], salt: object = None) -> list[float]:
 
 
 class Memory:
-    """The pools of one window: a token has the same number in all layers and heads of a pool, as K and as V."""
+    """The pools of one window: a token has the same number in all layers and heads of a pool, as K and as V.
 
-    def __init__(self, pools: Sequence[KVCacheBlockPool], first: int) -> None:
+    On a simulated GPU what is written waits for its turn on the compute stream, and who reads primary for that.
+    """
+
+    def __init__(
+        self, pools: Sequence[KVCacheBlockPool], first: int, gpu: SimulatedGpu | None = None
+    ) -> None:
+        self._gpu = gpu
         self._pools = [
             (tuple(np.moveaxis(level.numpy(), pool.token_dim, 1) for level in pool.levels), raised * NUMBERS)
             for raised, pool in enumerate(pools, first)
@@ -74,11 +82,23 @@ class Memory:
         self, slots: npt.NDArray[Any], offsets: npt.NDArray[Any], values: npt.NDArray[np.float32]
     ) -> None:
         """Write tokens into primary."""
-        for levels, raised in self._pools:
-            levels[PRIMARY][slots, offsets] = (values + raised)[:, None, None, None, None]
+
+        def written() -> None:
+            for levels, raised in self._pools:
+                levels[PRIMARY][slots, offsets] = (values + raised)[:, None, None, None, None]
+
+        self._do(written)
+
+    def _do(self, operation: Callable[[], None]) -> None:
+        if self._gpu is None:
+            operation()
+        else:
+            self._gpu.current_stream().do(operation)
 
     def read(self, level: int, slots: Sequence[int]) -> npt.NDArray[np.float32]:
         """The tokens' K/V, [blocks, tokens]; wrong where what was written alike differs."""
+        if self._gpu is not None and level == PRIMARY:
+            self._gpu.current_stream().synchronize()
         index = np.array(slots, np.int32)
         found = []
         for levels, raised in self._pools:
@@ -90,8 +110,13 @@ class Memory:
 
     def overwrite(self, level: int, slots: Sequence[int]) -> None:
         """Make everything in these slots wrong."""
-        for levels, _ in self._pools:
-            levels[level][np.array(slots, np.int32)] = WRONG
+        index = np.array(slots, np.int32)
+
+        def overwritten() -> None:
+            for levels, _ in self._pools:
+                levels[level][index] = WRONG
+
+        self._do(overwritten)
 
 
 def places(group: Group, run: Run, *, sliding: bool) -> Iterator[tuple[int, int, int]]:
@@ -106,7 +131,8 @@ def places(group: Group, run: Run, *, sliding: bool) -> Iterator[tuple[int, int,
 
 
 class FakeEngine:
-    """Drives a manager with real pools on the host; with `log` one that begins or goes on with what lies there.
+    """Drives a manager with real pools on the host, or on a simulated GPU; with `log` one that begins or goes on with
+    what lies there.
 
     It knows what `before` knew, an engine of an earlier life, and computes again what is lost.
     """
@@ -116,18 +142,21 @@ class FakeEngine:
         wrap: Callable[[Copier], Copier] = lambda copier: copier,
         log: Path | None = None,
         before: FakeEngine | None = None,
+        gpu: SimulatedGpu | None = None,
         **settings: Any,
     ) -> None:
         defaults: dict[str, Any] = {"dtype": "float32", "num_kv_heads": 1, "head_dim": 1}
         self.config = strategies.config(**(defaults | settings))
         self.pools = Pools(Layout.of(self.config), "cpu", self.config.secondary_path)
-        self.copier = wrap(self.pools.copier())
+        self.gpu = gpu
+        copier = self.pools.copier() if gpu is None else DmaCopier(self.pools.groups, gpu, gpu)
+        self.copier = wrap(copier)
         self.size = self.config.tokens_per_block
         self.meanings: dict[Namespace, Any] = {} if before is None else before.meanings
         """Namespace to what makes K/V differ beside tokens: who asks, and what an encoder has read, if there is one."""
         firsts = np.cumsum([0, *map(len, self.pools.groups)])
         self.memories = [
-            Memory(pools, int(first)) for pools, first in zip(self.pools.groups, firsts, strict=False)
+            Memory(pools, int(first), gpu) for pools, first in zip(self.pools.groups, firsts, strict=False)
         ]
         if log is None:
             self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
@@ -345,12 +374,18 @@ class FakeEngine:
         self.overwrite_blank()
         return polled
 
+    def tick(self) -> None:
+        """Let some time pass, if copies need it."""
+        if isinstance(self.copier, LateCopier):
+            self.copier.tick()
+        if self.gpu is not None:
+            self.gpu.run_some(100)
+
     def settle(self) -> None:
         """Until the host knows what has become of every copy."""
         for _ in range(200):
             self.start_transfers()
-            if isinstance(self.copier, LateCopier):
-                self.copier.tick()
+            self.tick()
             self.poll()
             if not self.manager.state.transfers:
                 return
