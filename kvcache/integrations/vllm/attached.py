@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import logging
 import multiprocessing
-import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from events.errors import FieldsError, type_and_place
-from events.log import LogWriter
 from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
+from kvcache.integrations.attachment import Attachment, told
+from kvcache.integrations.settings import Wanted, wanted
 from kvcache.integrations.vllm.groups import layer_groups
 from kvcache.integrations.vllm.recording import Recording
-from kvcache.integrations.vllm.settings import Wanted, wanted
 from kvcache.record.outputs import open_log
 
 KNOWN = ("0.32", "0.33")
@@ -41,15 +36,10 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
         asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
         _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
-        _log.warning("The KV cache is not recorded: %s", _told(error))
+        _log.warning("The KV cache is not recorded: %s", told(error))
         return
     places = [str(asked.log)] if asked.log is not None else []
     _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
-
-
-def _told(error: BaseException) -> str:
-    """What to say of an error: other texts than our own may quote tokens."""
-    return str(error) if isinstance(error, FieldsError) else type_and_place(error)
 
 
 def _known_version() -> str:
@@ -109,8 +99,17 @@ def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
         )
         failed.callback(recorder.close)
         recording = Recording(recorder, scheduler.kv_cache_manager, group, named=names is not None)
-        Attached(scheduler, recording, log, in_groups=bool(others))
+        attachment = Attachment(recording, log, _log)
+        failed.callback(attachment.release)
+        _listen(attachment, scheduler, recording, in_groups=bool(others))
         failed.pop_all()
+    setattr(scheduler, _ATTACHED, attachment)
+    _close_before(type(scheduler), "shutdown", lambda ending: ending)
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is not None:
+        # The engine stops its workers before it stops the scheduler, and is killed if that takes long.
+        _close_before(core.EngineCore, "shutdown", lambda ending: getattr(ending, "scheduler", None))
+    attachment.close_at_end()
 
 
 def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
@@ -132,153 +131,43 @@ def _name_bytes(config: Any) -> int | None:
     return size if size in NAMED_BY_ENGINE else None
 
 
-class Attached:
-    """Calls a recording behind vLLM's own methods, until the first error or the engine's end."""
+def _listen(attachment: Attachment, scheduler: Any, recording: Recording, *, in_groups: bool) -> None:
+    """Have what the recording is about recorded as it happens."""
+    manager, follow, precede = scheduler.kv_cache_manager, attachment.follow, attachment.precede
+    follow(manager.block_pool, "get_new_blocks", recording.taken)
+    if in_groups:
+        follow(manager, "allocate_slots", recording.allocated_in_groups)
+        precede(manager.block_pool, "cache_full_blocks", recording.naming)
+        precede(manager.block_pool, "cache_partial_block", recording.naming)
+        follow(manager.block_pool, "_insert_block_hash", recording.name_given)
+        follow(manager.block_pool, "_remove_cached_block_hashes", recording.names_taken)
+        precede(manager, "allocate_slots", recording.allocating)
+        precede(manager, "remove_skipped_blocks", recording.settle)
+        follow(manager, "remove_skipped_blocks", recording.skipped)
+    else:
+        _follow_allocations(attachment, manager, recording.allocated)
+    precede(manager, "free", recording.freed)
+    precede(manager, "pop_blocks_for_free", recording.freed)
+    follow(manager, "reset_prefix_cache", recording.reset)
+    follow(manager, "evict_blocks", recording.unnamed)
+    follow(manager, "make_prefix_cache_stats", recording.counted)
+    follow(manager, "take_events", recording.stepped)
+    precede(scheduler, "_update_request_as_session", recording.continuing)
+    follow(scheduler, "_update_request_as_session", recording.continued)
 
-    def __init__(
-        self, scheduler: Any, recording: Recording, log: LogWriter | None, *, in_groups: bool
-    ) -> None:
-        self._recording: Recording | None = recording
-        self.recorder, self._pid = recording.recorder, os.getpid()
-        self._log = log
-        self._wrapped: list[tuple[Any, str, Any]] = []
-        try:
-            self._listen(scheduler.kv_cache_manager, recording, in_groups=in_groups)
-            self._precede(scheduler, "_update_request_as_session", recording.continuing)
-            self._follow(scheduler, "_update_request_as_session", recording.continued)
-        except BaseException:
-            self._let_go()
-            raise
-        setattr(scheduler, _ATTACHED, self)
-        _close_before(type(scheduler), "shutdown", lambda ending: ending)
-        core = sys.modules.get("vllm.v1.engine.core")
-        if core is not None:
-            # The engine stops its workers before it stops the scheduler, and is killed if that takes long.
-            _close_before(core.EngineCore, "shutdown", lambda ending: getattr(ending, "scheduler", None))
-        atexit.register(self.close)
-        self._close_at_signal()
 
-    @property
-    def attached(self) -> bool:
-        """Whether it listens still."""
-        return self._recording is not None
+def _follow_allocations(attachment: Attachment, manager: Any, record: Callable[..., None]) -> None:
+    """Follow the method that is called for each request in each step; mostly it gives nothing."""
+    method, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
 
-    def _listen(self, manager: Any, recording: Recording, *, in_groups: bool) -> None:
-        self._follow(manager.block_pool, "get_new_blocks", recording.taken)
-        if in_groups:
-            self._follow(manager, "allocate_slots", recording.allocated_in_groups)
-            self._precede(manager.block_pool, "cache_full_blocks", recording.naming)
-            self._precede(manager.block_pool, "cache_partial_block", recording.naming)
-            self._follow(manager.block_pool, "_insert_block_hash", recording.name_given)
-            self._follow(manager.block_pool, "_remove_cached_block_hashes", recording.names_taken)
-            self._precede(manager, "allocate_slots", recording.allocating)
-            self._precede(manager, "remove_skipped_blocks", recording.settle)
-            self._follow(manager, "remove_skipped_blocks", recording.skipped)
-        else:
-            self._follow_allocations(manager, recording.allocated)
-        self._precede(manager, "free", recording.freed)
-        self._precede(manager, "pop_blocks_for_free", recording.freed)
-        self._follow(manager, "reset_prefix_cache", recording.reset)
-        self._follow(manager, "evict_blocks", recording.unnamed)
-        self._follow(manager, "make_prefix_cache_stats", recording.counted)
-        self._follow(manager, "take_events", recording.stepped)
+    def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(request, *args, **kwargs)
+        # Blocks for what is loaded from outside are not in the result.
+        if result is not nothing or kwargs.get("num_external_computed_tokens"):
+            attachment.call(record, result, request, *args, **kwargs)
+        return result
 
-    def _follow(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
-        """Call `tell` with the result and the arguments whenever a method has returned."""
-        method = getattr(owner, name)
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            self._tell(tell, result, *args, **kwargs)
-            return result
-
-        self._wrap(owner, name, followed)
-
-    def _follow_allocations(self, manager: Any, tell: Callable[..., None]) -> None:
-        """The same for the method that is called for each request in each step; mostly it gives nothing."""
-        method, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
-
-        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            result = method(request, *args, **kwargs)
-            # Blocks for what is loaded from outside are not in the result.
-            if result is not nothing or kwargs.get("num_external_computed_tokens"):
-                self._tell(tell, result, request, *args, **kwargs)
-            return result
-
-        self._wrap(manager, "allocate_slots", allocate_slots)
-
-    def _precede(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
-        """Call `tell` with the arguments whenever a method is called, before it does anything."""
-        method = getattr(owner, name)
-
-        def preceded(*args: Any, **kwargs: Any) -> Any:
-            self._tell(tell, *args, **kwargs)
-            return method(*args, **kwargs)
-
-        self._wrap(owner, name, preceded)
-
-    def _wrap(self, owner: Any, name: str, wrapped: Any) -> None:
-        setattr(owner, name, wraps(getattr(owner, name))(wrapped))
-        self._wrapped.append((owner, name, wrapped))
-
-    def _tell(self, tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._recording is not None:
-            try:
-                tell(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        with suppress(Exception):
-            self._let_go()
-            _log.warning("The KV cache is not recorded any further: %s", _told(error))
-        if self._log is not None:
-            self._log.lose()
-        self._end()
-
-    def _let_go(self) -> None:
-        """The engine's methods are its own again."""
-        self._recording = None
-        for owner, name, wrapped in self._wrapped:
-            # Who has wrapped it since keeps a function that does nothing more.
-            if vars(owner).get(name) is wrapped:
-                delattr(owner, name)
-        self._wrapped.clear()
-
-    def close(self) -> None:
-        """End the log in good order. Closing twice is harmless, and so it is in a forked process."""
-        if os.getpid() != self._pid or self._recording is None:
-            return
-        self._tell(self._recording.stepped)
-        if self.attached:
-            with suppress(Exception):
-                self._let_go()
-            self._end()
-
-    def _close_at_signal(self) -> None:
-        """Close before a signal ends the process, where nobody else handles it: an engine process does."""
-        alone = threading.current_thread() is threading.main_thread()
-        if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminate)
-
-    def _terminate(self, *_: object) -> None:
-        self.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _end(self) -> None:
-        with suppress(Exception):
-            atexit.unregister(self.close)
-            if signal.getsignal(signal.SIGTERM) == self._terminate:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        try:
-            self.recorder.close()
-        except Exception as error:  # noqa: BLE001
-            with suppress(Exception):
-                _log.warning("The log of the KV cache is not complete: %s", _told(error))
-            with suppress(Exception):
-                if self._log is not None:
-                    self._log.close()
+    attachment.wrap(manager, "allocate_slots", allocate_slots)
 
 
 def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is to be recorded, and where: from vLLM's `--additional-config` and the environment."""
+"""What of an engine is to be recorded, and where: from the environment, and from vLLM's `--additional-config`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.errors import ConfigError
 
 _KEYS = ("log", "sinks", "settings")
 _SETTINGS = ("log", "model", "model_variant", "checkpoint_spacing")
-"""The others are decided by vLLM."""
+"""The others are decided by the engine."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Wanted:
 
     def config(self, **decided: Any) -> KVCacheConfig:
         """The settings, with those that the engine has decided. Raises ConfigError."""
-        # Others that the environment has are of caches that are not vLLM's.
+        # Others that the environment has are of caches that are not the engine's.
         env = {name: value for name, value in os.environ.items() if name.startswith("KVCACHE_LOG__")}
         return KVCacheConfig.load(env=env, **{**self.settings, **decided})
 

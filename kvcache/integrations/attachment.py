@@ -1,0 +1,135 @@
+"""Between an engine's methods and a recording of them: it is called whenever they are, until anything goes wrong.
+
+Whatever it raises never reaches the engine: it is detached for good, and the engine's methods are its own again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Protocol
+
+from events.errors import FieldsError, type_and_place
+from events.log import LogWriter
+from kvcache.recorder import Recorder
+
+
+def told(error: BaseException) -> str:
+    """What to say of an error: other texts than our own may quote tokens."""
+    return str(error) if isinstance(error, FieldsError) else type_and_place(error)
+
+
+class EngineRecording(Protocol):
+    """Makes calls of a `Recorder` of what an engine does."""
+
+    recorder: Recorder
+
+    def stepped(self, *_: Any) -> None:
+        """Record what is left of a step, at its end."""
+
+
+class Attachment:
+    """Has a recording called by an engine's methods, until the first error or the engine's end.
+
+    `log`: what its recorder writes. `logger` gets one warning if it detaches.
+    """
+
+    def __init__(self, recording: EngineRecording, log: LogWriter | None, logger: logging.Logger) -> None:
+        self.recorder, self.attached = recording.recorder, True
+        """Whether it still records."""
+        self._recording, self._log, self._logger = recording, log, logger
+        self._pid = os.getpid()
+        self._wrapped: list[tuple[Any, str, Any]] = []
+
+    def follow(self, owner: Any, name: str, record: Callable[..., None]) -> None:
+        """Call `record` with the result and the arguments whenever a method has returned."""
+        method = getattr(owner, name)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self.call(record, result, *args, **kwargs)
+            return result
+
+        self.wrap(owner, name, followed)
+
+    def precede(self, owner: Any, name: str, record: Callable[..., None]) -> None:
+        """Call `record` with the arguments whenever a method is called, before it does anything."""
+        method = getattr(owner, name)
+
+        def preceded(*args: Any, **kwargs: Any) -> Any:
+            self.call(record, *args, **kwargs)
+            return method(*args, **kwargs)
+
+        self.wrap(owner, name, preceded)
+
+    def wrap(self, owner: Any, name: str, wrapped: Any) -> None:
+        """Put `wrapped` in place of an object's method."""
+        setattr(owner, name, wraps(getattr(owner, name))(wrapped))
+        self._wrapped.append((owner, name, wrapped))
+
+    def call(self, record: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call `record`, unless it is detached; detach if that raises."""
+        if self.attached:
+            try:
+                record(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with suppress(Exception):
+            self.release()
+            self._logger.warning("The KV cache is not recorded any further: %s", told(error))
+        if self._log is not None:
+            self._log.lose()
+        self._end()
+
+    def release(self) -> None:
+        """The engine's methods are its own again."""
+        self.attached = False
+        for owner, name, wrapped in self._wrapped:
+            # Who has wrapped it since keeps a function that does nothing more.
+            if vars(owner).get(name) is wrapped:
+                delattr(owner, name)
+        self._wrapped.clear()
+
+    def close(self) -> None:
+        """End the log in good order. Closing twice is harmless, and so it is in a forked process."""
+        if os.getpid() != self._pid or not self.attached:
+            return
+        self.call(self._recording.stepped)
+        if self.attached:
+            with suppress(Exception):
+                self.release()
+            self._end()
+
+    def close_at_end(self) -> None:
+        """Close when the process ends, also by a signal that nobody else handles."""
+        atexit.register(self.close)
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, *_: object) -> None:
+        self.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end(self) -> None:
+        with suppress(Exception):
+            atexit.unregister(self.close)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            self.recorder.close()
+        except Exception as error:  # noqa: BLE001
+            with suppress(Exception):
+                self._logger.warning("The log of the KV cache is not complete: %s", told(error))
+            with suppress(Exception):
+                if self._log is not None:
+                    self._log.close()
