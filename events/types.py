@@ -96,7 +96,7 @@ class UpdateReason(StrEnum):
     SET = "set"
     """`set_priority`."""
     RETENTION = "retention"
-    """A request that reuses them states how long they are to be kept."""
+    """A request that reuses them states how long they are to be kept, or `stop_retention` does for how it ended."""
     EXPIRED = "expired"
     """The time is over for which they were to be kept after they were let go of."""
 
@@ -337,6 +337,8 @@ class SequenceRemoved(Event, frozen=True):
     computed: int
     why: EndReason = EndReason.FINISHED
     clock: int = 0
+    stop: str | None = None
+    """Why its output ended, in the engine's own words, as ``tool_calls``; None: not known."""
 
 
 class SequenceForked(Event, frozen=True):

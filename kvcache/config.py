@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import os
 import re
 import reprlib
@@ -46,7 +47,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from events.units import parse_bytes
+from events.units import parse_bytes, parse_seconds
 from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
     name = str(detail["loc"][0]) if detail["loc"] else ""
     nested = detail.get("ctx", {}).get("error")
     if isinstance(nested, ConfigError):
-        return [f"{name}.{line}" if name else line for line in nested.problems]
+        where = ".".join(map(str, detail["loc"]))
+        return [f"{where}.{line}" if name else line for line in nested.problems]
     if detail["type"] == "extra_forbidden":
         close = _inside(model, name) or closest(name, model.model_fields)
         known = f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
@@ -211,6 +213,34 @@ def one_or_more(value: object) -> object:
 def rule_or_numbers(value: object) -> object:
     """The name of a rule stays; all else is one number per window."""
     return value if value in ("equal", "window") else one_or_more(value)
+
+
+def rules_in(value: object) -> object:
+    """The mapping that a text of JSON stands for, as environments hold it; a rule that is none is left out."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, Mapping):
+        return {stop: rule for stop, rule in value.items() if rule not in (None, "none")}
+    return value
+
+
+def rule_in(value: object) -> object:
+    """The mapping that "60:300s", or a priority alone, stands for."""
+    if isinstance(value, str):
+        priority, colon, lasts = value.partition(":")
+        with suppress(ValueError):
+            lasts = str(round(1000 * parse_seconds(lasts)))
+        return {"priority": priority} | ({"duration_ms": lasts} if colon else {})
+    return {"priority": value} if type(value) is int else value
+
+
+def or_rule_as_text(schema: dict[str, Any]) -> None:
+    """Say in a schema that rules may be written shorter, or left out."""
+    texts = {"type": "string", "pattern": r"^([0-9]{1,3}(:[0-9]+(\.[0-9]+)?(us|ms|s|min)?)?|none)$"}
+    priority = {"type": "integer", "minimum": 0, "maximum": 100}
+    rules = {"anyOf": [schema["additionalProperties"], priority, texts, {"type": "null"}]}
+    schema["additionalProperties"] = rules
 
 
 def or_one_in_schema(schema: dict[str, Any]) -> None:
@@ -591,6 +621,21 @@ class LogConfig(_Settings, frozen=True):
     """Bytes that may wait for the disk."""
 
 
+ANY_STOP = "*"
+"""In `stop_retention`: each reason that has no rule of its own, and none."""
+
+
+class StopRetention(_Settings, frozen=True):
+    """How the blocks of a sequence are kept from its end on."""
+
+    priority: Annotated[int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")]
+    """Blocks of a lower one go first; 35 is that of blocks of which nothing is said."""
+    duration_ms: Annotated[
+        int | None, Field(ge=1, le=MAX_BYTES // 10**6), Accepts("milliseconds, from 1 on, or none")
+    ] = None
+    """For how long they have it; none: for good."""
+
+
 class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS, "not": _NAMELESS}):
     """The settings of a cache. One of `PRIMARY_LIMITS` must be given; where several are, the smallest wins."""
 
@@ -678,6 +723,17 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Which blocks of one priority go first. lru: those that were released longest ago. levels: the same, but each use
     after the first counts as if released later, by half the time for which blocks live, three at most; blocks that
     were evicted are remembered by name. Sliding windows keep to lru."""
+    stop_retention: Annotated[
+        dict[
+            Annotated[str, Field(max_length=64), AfterValidator(storable)],
+            Annotated[StopRetention, BeforeValidator(rule_in)],
+        ],
+        BeforeValidator(rules_in),
+        Field(json_schema_extra=or_rule_as_text),
+        Accepts("a mapping of stop reasons to a priority, PRIORITY:DURATION as in 60:300s, or both by name"),
+    ] = {}
+    """How blocks are kept by why the output of their sequence ended (`remove_sequence(stop=)`; `*`: any other reason,
+    or none): their priority, and for how long they have it; then it is 35."""
     block_hash: Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"] = "auto"
     """How blocks are named for the outside; reuse never depends on it."""
     model: Annotated[str, AfterValidator(storable), Accepts("text")] = ""

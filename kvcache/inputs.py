@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Choice = TypeVar("Choice", bound=StrEnum)
 LONGEST_ID = 1024
 """Characters of a request id, which events and error texts repeat."""
+LONGEST_STOP = 64
+"""Characters of the reason for which an output ended."""
 
 
 def checked_integer(value: object, what: str) -> int:
@@ -149,6 +151,14 @@ def _checked_short(value: object, what: str, longest: int) -> str:
     text = checked_text(value, what)
     if not 0 < len(text) <= longest:
         raise UsageError(f"{what} must have 1 to {longest} characters, not {len(text)}")
+    return text
+
+
+def checked_stop(value: object) -> str:
+    """Why an output ended, in the words of an engine."""
+    text = checked_text(value, "stop")
+    if len(text) > LONGEST_STOP:
+        raise UsageError(f"stop must have at most {LONGEST_STOP} characters, not {len(text)}")
     return text
 
 
@@ -390,8 +400,8 @@ def _packed_extra(extra_ids: Any, num_tokens: int) -> ExtraIds:
     return np.frombuffer(packed, np.uint64)
 
 
-_NS_PER_MS = 1_000_000
-_LONGEST_MS = 2**62 // _NS_PER_MS
+NS_PER_MS = 1_000_000
+_LONGEST_MS = 2**62 // NS_PER_MS
 """Some 146 years."""
 
 
@@ -426,10 +436,10 @@ class Retention:
     def stated(cls, recorded: structs.StatedRetention) -> Retention:
         """As an event has it."""
         ranges = [
-            RetentionRange(each.start, each.stop, each.priority, each.duration // _NS_PER_MS or None)
+            RetentionRange(each.start, each.stop, each.priority, each.duration // NS_PER_MS or None)
             for each in recorded.ranges
         ]
-        return cls(ranges, recorded.priority, recorded.duration // _NS_PER_MS or None)
+        return cls(ranges, recorded.priority, recorded.duration // NS_PER_MS or None)
 
 
 def checked_retention(value: Any) -> structs.StatedRetention | None:
@@ -478,7 +488,7 @@ def _checked_keeping(priority: object, duration_ms: object, prefix: str = "") ->
     duration = checked_integer(duration_ms, f"{prefix}duration_ms")
     if not 0 < duration <= _LONGEST_MS:
         raise UsageError(f"{prefix}duration_ms must be from 1 to {_LONGEST_MS}, not {duration}")
-    return number, duration * _NS_PER_MS
+    return number, duration * NS_PER_MS
 
 
 _PLAIN = Namespace()

@@ -53,6 +53,7 @@ from kvcache.inputs import (
     checked_natural,
     checked_range,
     checked_request_id,
+    checked_stop,
     listed,
     namespace_of,
     pack_counts,
@@ -633,19 +634,24 @@ class KVCacheManager(EventSourced):
             self._blocks.unpin(number)
 
     @exclusive
-    def remove_sequence(self, request_id: RequestId, store: bool = True, *, why: str = "finished") -> None:
+    def remove_sequence(
+        self, request_id: RequestId, store: bool = True, *, why: str = "finished", stop: str | None = None
+    ) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too.
 
         `why` is for who reads the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
-        be admitted again (`Request.resumed`).
+        be admitted again (`Request.resumed`). `stop` says why its output ended, in words of the engine's own, of at
+        most 64 characters, as ``tool_calls`` or ``stop``: how its blocks are kept from now on then follows from
+        `stop_retention`, unless the request has stated it (`Request.retention`).
         """
         store = checked_flag(store, "store")
+        stop = None if stop is None else checked_stop(stop)
         reason = (
             _FINISHED if type(why) is str and why == "finished" else checked_choice(why, EndReason, "why")
         )
         sequence = self._running.sequence(request_id)
         with self._guard:
-            self._blocks.remove(sequence, store=store, why=reason)
+            self._blocks.remove(sequence, store=store, why=reason, stop=stop)
             self._readiness.forget(sequence.request_id)
 
     @exclusive

@@ -304,7 +304,8 @@ def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
     kept = f"stored={_per_group(e.stored)} freed={_count(e.freed)}"
     why = "" if e.why == ev.EndReason.FINISHED else f" why={e.why}"
-    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}"
+    stop = "" if e.stop is None else f" stop={text(e.stop)}"
+    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}{stop}"
 
 
 def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:

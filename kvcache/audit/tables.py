@@ -54,6 +54,8 @@ class RequestRow(NamedTuple):
     output_tokens: int | None = None
     """So far, where it has not ended."""
     reused_tokens: int | None = None
+    stop: str | None = None
+    """Why its output ended, as the engine has said it."""
     tokens_by_reason: dict[str, int] = {}  # noqa: RUF012
     """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
     session: str | None = None
@@ -211,7 +213,7 @@ class Requests(RowCollector[RequestRow]):
         output = event.num_tokens - request.sequence.num_prompt_tokens
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
         end = {"output_tokens": output, "ended_seq": history.batch, "ended_ts": history.now}
-        self._over.append((request, {"outcome": outcome, **end}))
+        self._over.append((request, {"outcome": outcome, "stop": event.stop, **end}))
 
     def restarted(self, history: HistoryFold) -> None:
         """What the exported state has not is lost."""

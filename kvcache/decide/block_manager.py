@@ -22,7 +22,7 @@ from events.ids import Handle, numbers_left
 from events.packed import SLOT_BYTES, TOKEN_BYTES
 from events.tokens.sequences import lengths
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, AllocateReason, Event, RequestId
-from kvcache.config import KVCacheConfig
+from kvcache.config import ANY_STOP, KVCacheConfig
 from kvcache.decide.decoding import DecodeBatch, RunningRequests
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
@@ -38,10 +38,10 @@ from kvcache.errors import (
     shown,
 )
 from kvcache.fold.prefix_tree import in_all
-from kvcache.fold.sequence import Pin, Sequence, packed_handles
+from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, Kept, Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
-from kvcache.inputs import CheckedRequest
+from kvcache.inputs import NS_PER_MS, CheckedRequest
 from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
@@ -79,6 +79,10 @@ class BlockManager:
         """Those that the epoch does not have any more."""
         order = order or ORDERS[config.eviction_policy]
         self._ahead = order.ahead
+        self._stop_retention: dict[str | None, Kept] = {
+            stop: Kept(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
+            for stop, rule in config.stop_retention.items()
+        }
         managers: list[FullAttentionManager | SlidingWindowManager] = [
             SlidingWindowManager(state, group, emit, config)
             if isinstance(group, SlidingGroup)
@@ -602,14 +606,16 @@ class BlockManager:
 
     # -- the end
 
-    def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
+    def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason, stop: str | None = None) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too.
 
-        With the last sequence that reads an encoder's input, that ends, too.
+        `stop`: why its output ended, from which may follow how its blocks are kept. With the last sequence that reads
+        an encoder's input, that ends, too.
         """
         if store:
             self._store(sequence, partial=True)
-        clock, encoder = self._time(), sequence.encoder
+        stated = self._restate_ended(sequence, stop) if self._stop_retention else DEFAULT
+        clock, encoder = self._time(begins=stated.duration > 0), sequence.encoder
         self._emit(
             ev.SequenceRemoved(
                 handle=sequence.handle,
@@ -619,6 +625,7 @@ class BlockManager:
                 computed=sequence.computed,
                 why=why,
                 clock=clock,
+                stop=stop,
             )
         )
         for window in self.cross:
@@ -629,6 +636,23 @@ class BlockManager:
                 self._emit(
                     ev.EncoderRemoved(handle=encoder.handle, group=window.index, freed=freed, clock=clock)
                 )
+
+    def _restate_ended(self, sequence: Sequence, stop: str | None) -> Kept:
+        """Keep what a sequence alone holds as is stated for why its output ended; returns that.
+
+        What lies behind its prompt's full blocks comes again only if the next prompt repeats the output token by token,
+        so a higher priority is not for these. A lower one is: they stand before all others of the sequence.
+        """
+        rules = self._stop_retention
+        stated = rules.get(stop) or rules.get(ANY_STOP) if sequence.retention is None else None
+        if stated is None:
+            return DEFAULT
+        last = sequence.num_prompt_tokens // self._state.tokens_per_block
+        if stated.priority < DEFAULT_PRIORITY:
+            last = self._blocks_for(sequence.num_tokens)
+        for window in self.windows:
+            window.change_priority(sequence, 0, last, *stated, ev.UpdateReason.RETENTION, alone=True)
+        return stated
 
 
 def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:

@@ -119,13 +119,19 @@ class FullAttentionManager(WindowManager):
     # -- how blocks are kept
 
     def _kept_rows(
-        self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+        self,
+        sequence: Sequence,
+        first: int,
+        last: int,
+        changes: Callable[[Kept], bool],
+        *,
+        alone: bool,
     ) -> Iterator[KeptRow]:
         """A sequence holds its whole path, in runs of blocks that are kept alike."""
         path = [
             run
             for run in self.group.path(sequence.path_ends[self.index])
-            if run.end > first and run.start < last
+            if run.end > first and run.start < last and not (alone and run.refs > 1)
         ]
         path.reverse()
         size = self.key_bytes

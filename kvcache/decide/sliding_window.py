@@ -305,12 +305,20 @@ class SlidingWindowManager(WindowManager):
     # -- how blocks are kept
 
     def _kept_rows(
-        self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+        self,
+        sequence: Sequence,
+        first: int,
+        last: int,
+        changes: Callable[[Kept], bool],
+        *,
+        alone: bool,
     ) -> Iterator[KeptRow]:
         """A sequence holds what its window has not left behind, each block with a priority of its own."""
-        table = sequence.tables[self.index]
-        held = range(self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end))
-        for old, alike in groupby((table[block] for block in held), self.group.kept_at):
+        begin, end = self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end)
+        held = sequence.tables[self.index][begin:end]
+        if alone:
+            held = array("i", [slot for slot in held if self.group.refs[slot] == 1])
+        for old, alike in groupby(held, self.group.kept_at):
             if changes(old):
                 slots = array("i", alike)
                 yield KeptRow(PRIMARY, old, slots, self.group.names_of(slots))

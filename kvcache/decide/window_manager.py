@@ -327,9 +327,17 @@ class WindowManager(ABC):
 
     @abstractmethod
     def _kept_rows(
-        self, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+        self,
+        sequence: Sequence,
+        first: int,
+        last: int,
+        changes: Callable[[Kept], bool],
+        *,
+        alone: bool,
     ) -> Iterator[KeptRow]:
-        """The cached blocks from `first` up to `last` that the sequence holds and that are kept so that it changes."""
+        """The cached blocks from `first` up to `last` that the sequence holds, perhaps alone, and that are kept so that
+        it changes.
+        """
 
     # -- reading
 
@@ -599,9 +607,11 @@ class WindowManager(ABC):
         priority: int,
         duration: int | None,
         why: ev.UpdateReason,
+        *,
+        alone: bool = False,
     ) -> int:
         """Give a sequence's cached blocks from `first` up to `last` a priority, and keep them for a time (None: for as
-        long as before); returns how many changed.
+        long as before), perhaps only those that it alone holds; returns how many changed.
 
         One event for each row of blocks that were kept alike. All are noted first: applying one splits and joins runs.
         """
@@ -609,7 +619,7 @@ class WindowManager(ABC):
         def changes(old: Kept) -> bool:
             return old.priority != priority or (duration is not None and old.duration != duration)
 
-        found = list(self._kept_rows(sequence, first, last, changes)) if first < last else []
+        found = list(self._kept_rows(sequence, first, last, changes, alone=alone)) if first < last else []
         for level, old, slots, names in found:
             self._emit(
                 ev.BlocksUpdated(

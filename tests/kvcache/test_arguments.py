@@ -204,6 +204,9 @@ CALLS: list[tuple[str, Callable[[KVCacheManager], Any]]] = [
     ("window of arrays", lambda m: m.block_table("a", np.array([1, 2]))),  # type: ignore[arg-type]
     ("flag as an array", lambda m: m.remove_sequence("a", np.array([1, 2]))),  # type: ignore[arg-type]
     ("why as a number", lambda m: m.remove_sequence("a", why=1)),  # type: ignore[arg-type]
+    ("stop as a number", lambda m: m.remove_sequence("a", stop=1234567)),  # type: ignore[arg-type]
+    ("stop with surrogates", lambda m: m.remove_sequence("a", stop="\ud800")),
+    ("stop too long", lambda m: m.remove_sequence("a", stop="1234567" * 10)),
     ("why as another word", lambda m: m.remove_sequence("a", why="1234567")),
     ("resumed as a number", lambda m: m.add_sequence("b", [1], resumed=1)),  # type: ignore[arg-type]
     ("flag as a number", lambda m: m.remove_sequence("a", 1)),  # type: ignore[arg-type]

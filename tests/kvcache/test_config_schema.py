@@ -52,7 +52,10 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
     "$ref": (object, lambda _, path, value: accepts(SCHEMA["$defs"][path.rpartition("/")[2]], value)),
     "additionalProperties": (
         dict,
-        lambda schema, more, value: more or value.keys() <= schema["properties"].keys(),
+        lambda schema, more, value: all(
+            more if isinstance(more, bool) else accepts(more, value[name])
+            for name in value.keys() - schema.get("properties", {}).keys()
+        ),
     ),
     "allOf": (object, lambda _, branches, value: all(accepts(branch, value) for branch in branches)),
     "anyOf": (object, lambda _, branches, value: any(accepts(branch, value) for branch in branches)),
@@ -65,6 +68,7 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
     "items": (list, lambda _, inner, value: all(accepts(inner, item) for item in value)),
     "maximum": ((int, float), lambda _, bound, value: value <= bound),
     "maxItems": (list, lambda _, bound, value: len(value) <= bound),
+    "maxLength": (str, lambda _, bound, value: len(value) <= bound),
     "minimum": ((int, float), lambda _, bound, value: value >= bound),
     "minLength": (str, lambda _, bound, value: len(value) >= bound),
     "minItems": (list, lambda _, bound, value: len(value) >= bound),
@@ -74,6 +78,7 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
         lambda _, of, value: all(accepts(of[name], value[name]) for name in of.keys() & value),
     ),
     "pattern": (str, lambda _, pattern, value: re.search(pattern, value) is not None),
+    "propertyNames": (dict, lambda _, inner, value: all(accepts(inner, name) for name in value)),
     "required": (dict, lambda _, names, value: value.keys() >= set(names)),
     "type": (object, lambda _, name, value: is_of_type(name, value)),
 }
@@ -123,6 +128,12 @@ def test_refuses_what_the_settings_refuse(outer: str, inner: str | None) -> None
     assert len([each for each in tried if not accepts(SCHEMA, each)]) >= 10
 
 
+BAD_RULES: list[Any] = [
+    101, -1, True, 1.5, [], {}, "", "x", "60:", "60s", "60:5min:", {"priority": 101}, {"priority": 3, "duration_ms": 0},
+    {"priority": 3, "duration": 5}, {"duration_ms": 3},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -147,6 +158,8 @@ def test_refuses_what_the_settings_refuse(outer: str, inner: str | None) -> None
         {"log": {"fsyncc": "never"}},
         {"log": None},
         {"block_hash": "none", "log": {"record_tokens": False}},
+        *({"stop_retention": {"stop": rule}} for rule in BAD_RULES),
+        {"stop_retention": {"x" * 65: 20}},
     ],
     ids=str,
 )
@@ -186,6 +199,14 @@ def test_what_is_needed(missing: str) -> None:
         {"model": "m", "block_hash": "xxh3_64", "log": {"record_tokens": False, "segment_bytes": 4096}},
         {"block_hash": "none", "log": {"record_tokens": True}},
         {"block_hash": "none", "log": {}},
+        {
+            "stop_retention": {
+                "tool_calls": {"priority": 60, "duration_ms": 300000},
+                "stop": 20,
+                "*": "60:2min",
+            }
+        },
+        {"stop_retention": {"": {"priority": 0}, "a.b": "100", "c": "60:1.5s", "d": None, "e": "none"}},
     ],
     ids=str,
 )

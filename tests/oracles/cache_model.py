@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from events.types import PRIMARY, SECONDARY
-from tests.oracles.window_model import Path, Retention, Running, Window, common_tokens, path_of
+from tests.oracles.window_model import (
+    PRIORITY,
+    Kept,
+    Path,
+    Retention,
+    Running,
+    Window,
+    common_tokens,
+    path_of,
+)
 
 Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None, int | None, tuple[int, ...] | None]
 """Id, namespace, tokens, how its blocks are to be kept, for how many tokens beyond what is reused it gets blocks, and
@@ -61,7 +70,10 @@ class Model:
         ahead_share: int = 16,
         levels: bool = False,
         cross: bool = False,
+        stops: dict[str, Kept] | None = None,
     ) -> None:
+        self.stops = stops or {}
+        """How the blocks of a sequence are kept that ends for one of these reasons."""
         self.size, self.reuse, self.partial = size, reuse, partial
         ahead = min(64, blocks[PRIMARY] // ahead_share)
         self.windows = [
@@ -364,13 +376,18 @@ class Model:
         for window in self.groups:
             window.unpin(number, self.stamp, self.now)
 
-    def end(self, request_id: Hashable, *, store: bool) -> None:
+    def end(self, request_id: Hashable, *, store: bool, stop: str | None = None) -> None:
         sequence = self.running.pop(request_id)
         self.stamp += 1
         for window in self.windows:
             if store:
                 window.store(request_id, sequence)
                 window.store_partial(request_id, sequence)
+            kept = self.stops.get(stop if stop in self.stops else "*")
+            if kept and not sequence.retention:
+                # Only a priority below the default is for the end of the prompt, and the output behind it.
+                blocks = sequence.prompt // self.size if kept[0] >= PRIORITY else None
+                window.keep_own(request_id, kept, blocks)
             window.end(request_id, self.stamp, self.now)
         if sequence.input and not any(each.input == sequence.input for each in self.running.values()):
             self.end_input(sequence.input, store=store)

@@ -118,6 +118,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
             ahead_share=AHEAD_SHARE,
             levels=settings.eviction_policy == "levels",
             cross=settings.cross_kv_cache_fraction is not None,
+            stops={
+                stop: (rule.priority, (rule.duration_ms or 0) * strategies.MS)
+                for stop, rule in settings.stop_retention.items()
+            },
         )
         self.model.now = self.ticks.now
 
@@ -324,12 +328,16 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert all(event.old_priority != event.priority == priority for event in updates)
 
     @precondition(lambda self: self.model.running)
-    @rule(data=st.data(), store=st.sampled_from([True, True, True, False]))
-    def remove(self, data: st.DataObject, store: bool) -> None:
+    @rule(
+        data=st.data(),
+        store=st.sampled_from([True, True, True, False]),
+        stop=st.sampled_from([None, *strategies.STOPS]),
+    )
+    def remove(self, data: st.DataObject, store: bool, stop: str | None) -> None:
         request_id = data.draw(st.sampled_from(list(self.model.running)))
         self.earlier = [*self.earlier[-7:], self.model.running[request_id].tokens]
-        self.model.end(request_id, store=store)
-        self.both("remove_sequence", request_id, store)
+        self.model.end(request_id, store=store, stop=stop)
+        self.both("remove_sequence", request_id, store, stop=stop)
 
     @precondition(lambda self: self.model.running)
     @rule()

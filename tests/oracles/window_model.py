@@ -275,6 +275,12 @@ class Window:
                 changed.append(entry)
         return changed
 
+    def keep_own(self, request_id: Hashable, kept: Kept, blocks: int | None) -> None:
+        """Of the first blocks that a sequence holds, the cached ones that nobody else does are kept otherwise."""
+        for entry in self.tables[request_id][:blocks]:
+            if isinstance(entry, tuple) and self.cached[entry].refs == 1:
+                self.cached[entry].priority, self.cached[entry].duration = kept
+
     def fork(self, parent: Hashable, child: Hashable, sequence: Running, new: int) -> None:
         """The child holds what is computed, and has so many blocks of its own for the rest: copies."""
         table, blocks = self.tables[parent], sequence.computed // self.size

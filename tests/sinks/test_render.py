@@ -209,6 +209,15 @@ def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
     assert render_event(preempted, Known(KEY_BYTES)).endswith("freed=0 why=preempted")
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown"), [("tool_calls", "tool_calls"), ("\x1b[31m", "'\\x1b[31m'"), ("", "''")]
+)
+def test_why_an_output_ended_is_told_if_it_is_known(stop: str, shown: str) -> None:
+    """In the engine's words, of which none reaches a terminal that would do something there."""
+    ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8, stop=stop)
+    assert render_event(ended, Known(KEY_BYTES)).endswith(f"freed=0 stop={shown}")
+
+
 def test_a_single_name_is_shown_once() -> None:
     """No range is shown where there is one block."""
     line = render_event(

@@ -40,6 +40,8 @@ NAMESPACES: tuple[Namespace, ...] = (
 EXTRA: Namespace = (None, None, None, True)
 IDS: tuple[str | int, ...] = (0, 1, 2, 3, "0", "1", "2")
 """0 and "0" are two requests."""
+STOPS = ("tool_calls", "stop", "length")
+"""Why outputs end."""
 LIMIT = 24
 """Tokens of the longest sequence."""
 Cached = dict[bytes, tuple[int, int, int, int, int]]
@@ -87,6 +89,9 @@ def configs(
         enable_partial_reuse=st.booleans(),
         secondary_offload_min_priority=st.sampled_from([0, 35, 35, 36]),
         eviction_policy=st.sampled_from(["lru", "levels"]),
+        stop_retention=st.sampled_from(
+            [{}, {"tool_calls": "60:2ms", "stop": 20}, {"stop": "29:1ms"}, {"*": "80:1ms", "stop": 36}]
+        ),
         max_pinned_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
         cross_kv_cache_fraction=st.none() if cross is None else cross,
     )
