@@ -44,7 +44,7 @@ from kvcache.cli.output import (
     stamp,
 )
 from kvcache.cli.times import Times, UpTo, span
-from kvcache.cli.traces import add_trace, as_log
+from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, printable, share
 
@@ -93,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, or that of the trace, and tell."""
     costs = Costs.of(args)
-    with as_log(args, out) as log:
-        return _audit(log, args, costs, out)
+    with as_log(args, out) as served:
+        return _audit(served, args, costs, out)
 
 
-def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> int:
+def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> int:
     if feed_log.is_feed_log(args.log):
         costs.refuse_for("a log of what engines told")
         return feed_log.audit(args, out)
@@ -108,7 +108,7 @@ def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> in
         return _audit_fleet(args, directory, costs, out)
     if args.engine != "processes":
         raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
-    reader = LogReader(log)
+    reader = LogReader(served.log)
     batches = UpTo(reader, args.until)
 
     def watched() -> Iterator[tuple[EventBatch, bool]]:
@@ -132,9 +132,11 @@ def _audit(log: Path, args: argparse.Namespace, costs: Costs, out: Output) -> in
     spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
     if args.json:
         memory = memory_json(Memory.of(audit, costs.model))
-        out.json({**to_json(audit), **spent.to_json(), "memory": memory, "end": end_json(end)})
+        own = {**spent.to_json(), "memory": memory, **reported_json(served.reported)}
+        out.json({**to_json(audit), **own, "end": end_json(end)})
     else:
         _show(args.log, audit, spent, Times(args.time, batches.first_ts), args.top, out)
+        show_reported(served.reported, out)
     return 0
 
 

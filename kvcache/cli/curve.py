@@ -36,8 +36,10 @@ from kvcache.cli.options import (
 )
 from kvcache.cli.output import Facts, Output, end_json, pick
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.traces import reported_in_words, reported_json
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
+from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.traces import TracePrompts
 
 _FEWEST = 8
@@ -137,8 +139,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("seconds of prefills need all blocks, not samples: leave --sample out")
     recorder = CurveRecorder(args.sample)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
+    reported = ReportedReuse()
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
-        prompts = _prompts(args, source, update)
+        prompts = _prompts(args, source, update, reported)
         for blocks in prompts:
             recorder.add(blocks)
     bounded, asked = (_in_blocks(sizes, prompts, costs) for sizes in (args.bound, args.sizes))
@@ -147,18 +150,23 @@ def run(args: argparse.Namespace, out: Output) -> int:
     found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans)
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
+    if reported.doubt is not None:
+        out.warning(reported.doubt)
     if found.logged is not None:
         out.note_end(found.logged.reader.end)
     if args.json:
-        of = {"trace": str(args.log)} if found.logged is None else {"log_id": open_log(args.log).log_id}
+        of_trace = {"trace": str(args.log), **reported_json(reported, played=False)}
+        of = of_trace if found.logged is None else {"log_id": open_log(args.log).log_id}
         out.json({**of, **to_json(found)})
     else:
         _show(args.log, found, out)
+        if (said := reported_in_words(reported)) is not None:
+            out.line(said)
     return 0
 
 
 def _prompts(
-    args: argparse.Namespace, source: Path, update: Callable[[int], None]
+    args: argparse.Namespace, source: Path, update: Callable[[int], None], reported: ReportedReuse
 ) -> LoggedPrompts | TracePrompts:
     if not source.exists():
         raise UsageError(f"{source} is not there: give a log directory, or a trace (`kvcache docs traces`)")
@@ -174,6 +182,7 @@ def _prompts(
         tokens_per_block=args.tokens_per_block or 64,
         shown=str(args.log),
         progress=update,
+        watch=reported.see,
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from kvcache.cli import config as settings
 from kvcache.cli.options import CONCURRENCY
-from kvcache.cli.output import Output, Update
+from kvcache.cli.output import Output
 from kvcache.cli.summary import RequestSizes, RunSource
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
@@ -22,8 +22,9 @@ from kvcache.phrases import printable
 from kvcache.record.outputs import open_log
 from kvcache.workload.clock import StepClock
 from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.summary import RunResult
-from kvcache.workload.traces import TraceRequest, read_trace
+from kvcache.workload.traces import BlockNumbers, TraceRequest, read_trace
 from kvcache.workload.waiting import WaitingLimits
 
 _SIZES = ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path")
@@ -35,12 +36,11 @@ def open_trace(
     stop: threading.Event,
     *,
     named: bool = False,
-    progress: Update = lambda _: None,
+    watch: Callable[[TraceRequest], None] = lambda _: None,
 ) -> RunSource:
     """The requests of `args.trace`, which errors call `shown`; `named`: their equal prompts must be known.
 
-    `progress` is called with the number of requests read so far. Raises OSError, TraceError, and UsageError if there
-    are none.
+    `watch` is called with each of them. Raises OSError, TraceError, and UsageError if there are none.
     """
     if args.trace.is_dir():
         raise UsageError(f"{args.trace} is a directory: a trace is a file (`kvcache docs traces`)")
@@ -53,16 +53,18 @@ def open_trace(
         shown=str(shown),
         named=named,
     )
-    sizes = RequestSizes.of(_counted(read(), progress), stop)
+    sizes = RequestSizes.of(_watched(read(), watch), stop)
     if not sizes.requests:
         raise UsageError(f"{shown} holds no requests")
     return RunSource(shown.name, read(), sizes)
 
 
-def _counted(requests: Iterator[TraceRequest], progress: Update) -> Iterator[TraceRequest]:
-    for number, request in enumerate(requests, 1):
+def _watched(
+    requests: Iterator[TraceRequest], watch: Callable[[TraceRequest], None]
+) -> Iterator[TraceRequest]:
+    for request in requests:
+        watch(request)
         yield request
-        progress(number)
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
@@ -107,27 +109,28 @@ def note_refused(result: RunResult, out: Output) -> None:
         out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
 
 
-def play_into(log: Path, args: argparse.Namespace, out: Output) -> None:
+def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse:
     """Play `args.trace` at its own times, with bookkeeping alone, and leave a log of it.
 
-    The log of equal requests in equal caches is equal. A note says how large the cache is. Raises what `open_trace`
-    raises, and UsageError for a trace that does not say which of its prompts begin alike.
+    Returns what the trace reports of its prompts. The log of equal requests in equal caches is equal. A note says how
+    large the cache is. Raises what `open_trace` raises, and UsageError for a trace that does not say which prompts
+    begin alike.
     """
     concurrency = args.concurrency or CONCURRENCY
-    with out.progress("reading") as update:
-        source = open_trace(args, args.log, threading.Event(), named=True, progress=update)
-    sizes = source.sizes
     # Nobody needs this log after a crash.
-    config = sized_config(None, given_sizes(args, ["log.fsync=never"]), sizes, concurrency)
+    sets = given_sizes(args, ["log.fsync=never"])
+    source, reported = _read(args, sets, out)
+    sizes = source.sizes
+    config = sized_config(None, sets, sizes, concurrency)
     require_room(config, sizes)
     inputs = (config.model_dump_json(), sizes.digest, concurrency)
     writer = open_log(log, config.log, log_id=sha256(repr(inputs).encode()).digest()[:16])
-    clock = StepClock(math.inf)
+    clock, options = StepClock(math.inf), DriveOptions(concurrency=concurrency)
     with (
         KVCacheManager(config, log=writer, substitutes=Substitutes(wall_ns=clock.wall_ns)) as manager,
         out.progress("playing", sizes.requests) as update,
     ):
-        engine = Engine(manager, source.requests, DriveOptions(concurrency=concurrency), clock=clock)
+        engine = Engine(manager, source.requests, options, clock=clock, watch=reported.watch)
         result = engine.run(progress=lambda step, done: update(done))
         blocks = " + ".join(f"{level:,}" for level in manager.layout.groups[0].num_blocks)
     if result.log_failure is not None:
@@ -137,3 +140,21 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> None:
         f"{printable(str(args.log))} is a trace: played at its own times through a cache of {blocks} blocks of "
         f"{config.tokens_per_block:,} tokens (--primary-blocks, --secondary-blocks, --tokens-per-block)"
     )
+    return reported
+
+
+def _read(args: argparse.Namespace, sets: Values, out: Output) -> tuple[RunSource, ReportedReuse]:
+    """The requests, and what they report."""
+    known = settings.read_settings(None, sets).values
+    numbers = BlockNumbers(int(known.get("tokens_per_block") or settings.RUN_DEFAULTS["tokens_per_block"]))
+    reported = ReportedReuse()
+    with out.progress("reading") as update:
+
+        def watch(request: TraceRequest) -> None:
+            _, blocks = numbers.of(request)
+            update(reported.see(request, blocks * numbers.tokens_per_block))
+
+        source = open_trace(args, args.log, threading.Event(), named=True, watch=watch)
+    if reported.doubt is not None:
+        out.warning(reported.doubt)
+    return source, reported

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log, or that of the trace, twice, and write the page."""
-    with as_log(args, out) as log:
-        return _write(log, args, out)
+    with as_log(args, out) as served:
+        return _write(served.log, args, out)
 
 
 def _write(log: Path, args: argparse.Namespace, out: Output) -> int:

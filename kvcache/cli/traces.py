@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.cli.options import add_cache_sizes, add_shared, add_trace_options, seekable
-from kvcache.cli.output import Output
+from kvcache.cli.output import Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.errors import UsageError
+from kvcache.phrases import count, share
+
+if TYPE_CHECKING:
+    from kvcache.workload.reported import ReportedReuse
 
 LOG_OR_TRACE = "a log directory, or a trace of requests (`kvcache docs traces`); -: one on stdin"
 
@@ -37,8 +42,15 @@ _OPTIONS = (
 )
 
 
+class Served(NamedTuple):
+    """A log, and where it is that of a trace what this reported itself."""
+
+    log: Path
+    reported: ReportedReuse | None = None
+
+
 @contextmanager
-def as_log(args: argparse.Namespace, out: Output) -> Iterator[Path]:
+def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     """Yield the log directory `args.log`, or that of a cache that has served the trace `args.log`.
 
     The latter is removed at the end. Raises UsageError for options of traces beside a log, and what
@@ -47,7 +59,7 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Path]:
     if not is_trace(args.log):
         if given := [name for name in _OPTIONS if getattr(args, name) is not None]:
             raise UsageError(f"--{given[0].replace('_', '-')} is for traces, and {args.log} is none")
-        yield args.log
+        yield Served(args.log)
         return
     # Other commands have no use for an engine.
     from kvcache.cli.playing import play_into
@@ -58,10 +70,66 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Path]:
         seekable(args.log) as source,
     ):
         log = Path(directory) / ("stdin" if str(args.log) == "-" else args.log.name)
-        play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
-        yield log
+        reported = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
+        yield Served(log, reported)
 
 
 def is_trace(path: Path) -> bool:
     """Whether it is a file, or a pipe, and so no log directory."""
     return str(path) == "-" or (path.exists() and not path.is_dir())
+
+
+# -- what a trace reports of its requests
+
+
+def show_reported(reported: ReportedReuse | None, out: Output) -> None:
+    """What the service had cached beside what was expected, by the hour; nothing where it did not say."""
+    if reported is None or not (hours := reported.hours):
+        return
+    rows = [
+        {
+            "hour": f"+{each.hour} h",
+            "requests": each.requests,
+            "prompt tokens": each.prompt_tokens,
+            "reported cached": each.reported,
+            "this cache": each.played,
+            "unlimited": each.unlimited,
+            "reported less this cache": f"{each.reported - each.played:+,}",
+            "of the prompts": f"{(each.reported - each.played) / each.prompt_tokens:+.1%}".replace("%", " %"),
+        }
+        for each in hours
+    ]
+    out.line()
+    out.table(rows, right=list(rows[0]))
+    out.line(
+        "this cache, unlimited: whole blocks that the cache above had, and one that has all that came before"
+    )
+
+
+def reported_in_words(reported: ReportedReuse) -> str | None:
+    """The same in one line, beside what no size of the cache exceeds; None where the service did not say."""
+    hours = reported.hours
+    if not (tokens := sum(each.prompt_tokens for each in hours)):
+        return None
+    cached, unlimited = sum(each.reported for each in hours), sum(each.unlimited for each in hours)
+    prompts = count(sum(each.requests for each in hours), "prompt")
+    return (
+        f"reported of {prompts}: {share(cached / tokens)} of their tokens were cached; an unlimited cache would have "
+        f"had {share(unlimited / tokens)} in whole blocks"
+    )
+
+
+def reported_json(reported: ReportedReuse | None, *, played: bool = True) -> dict[str, Any]:
+    """All of it, under its key, of a trace alone; `played`: through a cache."""
+    if reported is None:
+        return {}
+    ours, theirs = reported.tokens
+    lengths = pick(reported, requests="lengths", differing="other_lengths")
+    cached = {"cached_tokens": "played"} if played else {}
+    named = {"reported_tokens": "reported", "unlimited_tokens": "unlimited", **cached}
+    return {
+        "reported": {
+            "lengths": lengths | {"prompt_tokens": ours, "reported_tokens": theirs},
+            "hours": [pick(each, "hour", "requests", "prompt_tokens", **named) for each in reported.hours],
+        }
+    }

@@ -89,8 +89,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Play, compare, print."""
     axes, costs = [alternatives(text) for text in args.sets], Costs.of(args)
     trials = combinations(axes, _policies(args.policies))
-    with as_log(args, out) as log:
-        return _compare(log, args, out, trials, [axis[0][0] for axis in axes], costs)
+    with as_log(args, out) as served:
+        return _compare(served.log, args, out, trials, [axis[0][0] for axis in axes], costs)
 
 
 def _compare(

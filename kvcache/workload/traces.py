@@ -29,6 +29,7 @@ from __future__ import annotations
 import codecs
 import gzip
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -97,6 +98,10 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The conversation or agent's run of which it is a turn."""
     labels: dict[str, str] | None = None
     """Its ``agent``, ``tenant``, ``user`` and ``model``, as far as the trace has them."""
+    reported_length: int | None = None
+    """Tokens of the prompt, as the service counted them; None: the trace does not say."""
+    reported_cached: int | None = None
+    """Of these, the tokens that the service had cached."""
 
     @property
     def scope(self) -> str | None:
@@ -156,6 +161,39 @@ def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         yield lines.popleft()
 
 
+class BlockNumbers:
+    """Numbers of blocks: equal ones stand for equal blocks after equal blocks, of requests with one model and one salt.
+
+    Args:
+        tokens_per_block: The size of blocks where a trace has tokens; where it has ``hash_ids``, theirs is taken.
+
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self._numbers: dict[tuple[int, object], int] = {}
+        """By the number of the block before and what a block holds; a scope is before its first blocks."""
+
+    def of(self, request: TraceRequest) -> tuple[list[int], int]:
+        """The numbers of the full blocks that end before the prompt's last token; how many were known before."""
+        if request.tokens is None:
+            self.tokens_per_block = request.block_tokens
+            contents: Iterable[object] = request.hash_ids
+        else:
+            size, tokens = self.tokens_per_block, request.prompt()
+            contents = (
+                blake2b(tokens[at : at + size].tobytes(), digest_size=16).digest()
+                for at in range(0, len(tokens), size)
+            )
+        numbers, last = self._numbers, -1
+        path, before = list[int](), len(numbers)
+        for content in chain([request.scope], contents):
+            last = numbers.setdefault((last, content), len(numbers))
+            path.append(last)
+        blocks = path[1 : 1 + (request.input_length - 1) // self.tokens_per_block]
+        return blocks, bisect_left(blocks, True, key=lambda number: number >= before)
+
+
 class TracePrompts:
     """Iterates once over a trace: for each request the numbers of the full blocks that end before its last token.
 
@@ -167,6 +205,8 @@ class TracePrompts:
         path: A trace, as for `read_trace`, which also takes `block_tokens`, `tokenizer` and `shown`.
         tokens_per_block: The size of blocks where the trace has tokens; where it has ``hash_ids``, theirs is taken.
         progress: Called with the number of requests so far.
+        watch: Called with each request, and how many tokens of its prompt an unlimited cache would have by then, in
+            whole blocks.
 
     """
 
@@ -179,15 +219,14 @@ class TracePrompts:
         tokens_per_block: int = 64,
         shown: str | None = None,
         progress: Callable[[int], None] = lambda _: None,
+        watch: Callable[[TraceRequest, int], object] = lambda _request, _tokens: None,
     ) -> None:
-        self._shown, self._progress = str(path) if shown is None else shown, progress
+        self._shown, self._progress, self._watch = str(path) if shown is None else shown, progress, watch
         self._requests = read_trace(
             path, block_tokens=block_tokens, tokenizer=tokenizer, shown=shown, named=True
         )
-        self.tokens_per_block = tokens_per_block
+        self._numbers = BlockNumbers(tokens_per_block)
         self.requests = 0
-        self._numbers: dict[tuple[int, object], int] = {}
-        """By the number of the block before and what a block holds; a scope is before its first blocks."""
         self.lengths = array("q")
         """Tokens of each prompt."""
         self._times: tuple[int, int] | None = None
@@ -198,26 +237,19 @@ class TracePrompts:
         first, last = self._times or (0, 0)
         return (last - first) / 3.6e6 if last > first else None
 
+    @property
+    def tokens_per_block(self) -> int:
+        """The size of the blocks that are numbered."""
+        return self._numbers.tokens_per_block
+
     def __iter__(self) -> Iterator[list[int]]:
         for request in self._requests:
             self.requests += 1
             self.lengths.append(request.input_length)
             self._times = (request.timestamp if self._times is None else self._times[0]), request.timestamp
-            if request.tokens is None:
-                self.tokens_per_block = request.block_tokens
-                contents: Iterable[object] = request.hash_ids
-            else:
-                size, tokens = self.tokens_per_block, request.prompt()
-                contents = (
-                    blake2b(tokens[at : at + size].tobytes(), digest_size=16).digest()
-                    for at in range(0, len(tokens), size)
-                )
-            numbers, last = self._numbers, -1
-            path = list[int]()
-            for content in chain([request.scope], contents):
-                last = numbers.setdefault((last, content), len(numbers))
-                path.append(last)
-            yield path[1 : 1 + (request.input_length - 1) // self.tokens_per_block]
+            blocks, known = self._numbers.of(request)
+            self._watch(request, known * self.tokens_per_block)
+            yield blocks
             self._progress(self.requests)
         if not self.requests:
             raise UsageError(f"{self._shown} holds no requests")
@@ -442,8 +474,14 @@ def _time_of(text: str) -> datetime:
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: Length | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: Length | None = None
+    prompt_tokens: Length | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Response(msgspec.Struct):
@@ -493,13 +531,14 @@ class _OpenAILines:
         tokens = self._tokens(call)
         if not tokens:
             raise ValueError("the prompt is empty")
-        output = 0 if response.usage is None else response.usage.completion_tokens or 0
+        usage = response.usage or _Usage()
+        details = usage.prompt_tokens_details or _PromptDetails()
         time = logged.timestamp if logged.timestamp is not None else response.created
         about = call.metadata if isinstance(call.metadata, dict) else {}
         return TraceRequest(
             self._since_begin(time),
             len(tokens),
-            output,
+            usage.completion_tokens or 0,
             (),
             call.cache_salt,
             call.model,
@@ -508,6 +547,8 @@ class _OpenAILines:
             labels=_labels(
                 agent=about.get("agent"), tenant=about.get("tenant"), user=call.user, model=call.model
             ),
+            reported_length=usage.prompt_tokens,
+            reported_cached=details.cached_tokens,
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:
