@@ -13,6 +13,8 @@ Qwen-Bailian          ``chat_id``, ``timestamp`` (s), ``input_length``,         
 requests in OpenAI's  ``prompt_token_ids``, or ``messages`` (with ``tools``) and a       tokens
 form                  tokenizer; ``timestamp``, ``usage``; ``metadata``,
                       ``prompt_cache_key``, ``user``
+Dynamo's request      ``request_end`` records: ``request_received_ms``,                 ``input_sequence_hashes`` of
+traces                ``output_tokens``, ``replay``; ``model``, ``agent_context``        ``trace_block_size`` tokens
 Azure                 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``                   nothing: arrivals only
 ====================  ================================================================  ==============================
 
@@ -21,7 +23,8 @@ file, which is why real services can publish them. The last block is cut to the 
 has is found from the first lines: a line with a length L and N > 1 numbers allows sizes in [L / N, L / (N - 1)), among
 which is one power of two.
 
-Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB.
+Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB. But
+Dynamo writes requests as they end: those of a whole trace are in memory while they are put in the order of arrival.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -53,6 +56,7 @@ BAILIAN_BLOCK_TOKENS = 16
 _LOOKED_AT, _LOOKED_AT_BYTES = 200, 4 * 2**20
 """Lines, and about how many bytes, from which the size of blocks is found."""
 _SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power != TRACE_BLOCK_TOKENS))
+_MASK = 2**63 - 1
 _MAX_LENGTH = 2**31 - 1
 """Tokens are counted by int32 in many places; no sequence is that long."""
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -124,7 +128,7 @@ def read_trace(
     shown: str | None = None,
     named: bool = False,
 ) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace in file order, at most `limit`. Blank lines are skipped.
+    """Yield the requests of a trace in file order, Dynamo's by arrival; at most `limit`. Blank lines are skipped.
 
     A file may be compressed (gzip, zstd). `block_tokens`: how many tokens a number of ``hash_ids`` stands for; None:
     found from the first lines. `tokenizer`: a local directory, for prompts that are messages. `shown`: what errors call
@@ -149,11 +153,25 @@ def read_trace(
             raise UsageError(
                 f"{shown} has arrivals and lengths only: nobody can say which of its prompts begin alike"
             )
-        for at, line in islice(islice(chain(_drained(first), lines), parse.header_lines, None), limit):
-            try:
-                yield parse.request(line)
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise TraceError(shown, at, str(error)) from None
+        requests = _parsed(shown, parse, islice(chain(_drained(first), lines), parse.header_lines, None))
+        yield from islice(requests if parse.in_order else _by_arrival(requests), limit)
+
+
+def _parsed(shown: str, parse: _Parser, lines: Iterable[tuple[int, bytes]]) -> Iterator[TraceRequest]:
+    for at, line in lines:
+        try:
+            request = parse.request(line)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise TraceError(shown, at, str(error)) from None
+        if request is not None:
+            yield request
+
+
+def _by_arrival(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+    """In order, and with times from the first one on."""
+    ordered = sorted(requests, key=lambda request: request.timestamp)
+    for request in ordered:
+        yield msgspec.structs.replace(request, timestamp=request.timestamp - ordered[0].timestamp)
 
 
 def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -290,9 +308,11 @@ class _Parser(Protocol):
     """Makes requests of the lines of one trace, in their order."""
 
     header_lines: int
+    in_order: bool
+    """Whether that is the order in which requests came."""
 
-    def request(self, line: bytes) -> TraceRequest:
-        """Decode a line. Raises ValueError, of which a `msgspec.DecodeError` is one."""
+    def request(self, line: bytes) -> TraceRequest | None:
+        """Decode a line; None: it is about something else. Raises ValueError, as `msgspec.DecodeError` is one."""
 
 
 def _parser_of(
@@ -305,6 +325,8 @@ def _parser_of(
         fields = msgspec.json.decode(first, type=_Fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(path, number, str(error)) from None
+    if fields.is_dynamo:
+        return _DynamoLines()
     if fields.chat_id is not msgspec.UNSET:
         return _BailianLines(block_tokens or BAILIAN_BLOCK_TOKENS)
     if any(each is not msgspec.UNSET for each in (fields.messages, fields.prompt_token_ids, fields.request)):
@@ -315,10 +337,18 @@ def _parser_of(
 class _Fields(msgspec.Struct):
     """Fields that only one form has."""
 
+    schema: Any = None
+    event: Any = None
     chat_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     request: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_dynamo(self) -> bool:
+        """Whether it is a record of Dynamo's, by itself or in an envelope."""
+        schema = self.event.get("schema") if isinstance(self.event, dict) else self.schema
+        return isinstance(schema, str) and schema.startswith("dynamo.")
 
 
 class _Sizes(msgspec.Struct):
@@ -337,12 +367,15 @@ def _size_of_blocks(lines: Iterable[bytes]) -> int:
     return best
 
 
-def _check_blocks(input_length: int, hash_ids: Sequence[int], block_tokens: int) -> None:
+def _check_blocks(
+    input_length: int, hash_ids: Sequence[int], block_tokens: int, named: str = "hash_ids"
+) -> None:
     needed = -(-input_length // block_tokens)
     if len(hash_ids) != needed:
+        remedy = "; give --trace-block-size if the trace's blocks have another size" * (named == "hash_ids")
         raise ValueError(
-            f"hash_ids has {len(hash_ids)} entries, but input_length {input_length} needs {needed}, "
-            f"one per {block_tokens} tokens; give --trace-block-size if the trace's blocks have another size"
+            f"{named} has {len(hash_ids)} entries, but input_length {input_length} needs {needed}, "
+            f"one per {block_tokens} tokens{remedy}"
         )
 
 
@@ -362,7 +395,7 @@ class _MooncakeLine(msgspec.Struct):
 class _MooncakeLines:
     """Requests with blocks of any size."""
 
-    header_lines = 0
+    header_lines, in_order = 0, True
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -411,7 +444,7 @@ class _BailianLine(msgspec.Struct):
 class _BailianLines:
     """Turns of chats, whose times are seconds. Each names the one before; the first one's number is the session."""
 
-    header_lines = 0
+    header_lines, in_order = 0, True
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -432,6 +465,83 @@ class _BailianLines:
         )
 
 
+class _DynamoReplay(msgspec.Struct):
+    trace_block_size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
+    input_length: PromptLength
+    input_sequence_hashes: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+class _DynamoFinish(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _DynamoRequest(msgspec.Struct):
+    request_received_ms: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    output_tokens: Length | None = None
+    model: str | None = None
+    input_tokens: Length | None = None
+    cached_tokens: Length | None = None
+    replay: _DynamoReplay | None = None
+    finish_reason_metadata: _DynamoFinish | None = None
+
+
+class _DynamoContext(msgspec.Struct):
+    session_id: Any = None
+    trajectory_id: Any = None
+
+
+class _DynamoRecord(msgspec.Struct):
+    schema: Literal["dynamo.request.trace.v1", "dynamo.agent.trace.v1"]
+    event_type: str
+    agent_context: _DynamoContext | None = None
+    request: _DynamoRequest | None = None
+
+
+class _DynamoEnvelope(msgspec.Struct):
+    event: _DynamoRecord | None = None
+
+
+class _DynamoLines:
+    """Records of requests, each written when its request ends. Those of tools and of texts are passed over."""
+
+    header_lines, in_order = 0, False
+
+    def __init__(self) -> None:
+        self._envelopes = msgspec.json.Decoder(_DynamoEnvelope)
+        self._records = msgspec.json.Decoder(_DynamoRecord)
+        self._block_tokens: int | None = None
+
+    def request(self, line: bytes) -> TraceRequest | None:
+        """Decode a line."""
+        record = self._envelopes.decode(line).event or self._records.decode(line)
+        if record.event_type != "request_end":
+            return None
+        found = record.request or _DynamoRequest()
+        replay = found.replay
+        if replay is None:
+            raise ValueError("request.replay is missing: nobody can say how the prompt begins")
+        if found.request_received_ms is None:
+            raise ValueError("request.request_received_ms is missing: a trace says when requests came")
+        size, hashes = replay.trace_block_size, replay.input_sequence_hashes
+        if size != (self._block_tokens or size):
+            raise ValueError(f"request.replay.trace_block_size is {size}, and {self._block_tokens} before")
+        self._block_tokens = size
+        _check_blocks(replay.input_length, hashes, size, "request.replay.input_sequence_hashes")
+        context, finish = record.agent_context or _DynamoContext(), found.finish_reason_metadata
+        return TraceRequest(
+            found.request_received_ms,
+            replay.input_length,
+            found.output_tokens or 0,
+            tuple(number & _MASK for number in hashes),
+            model=found.model,
+            block_tokens=size,
+            stop=None if finish is None else _name(finish.finish_reason),
+            session=_name(context.trajectory_id) or _name(context.session_id),
+            reported_length=found.input_tokens,
+            reported_cached=found.cached_tokens,
+        )
+
+
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -443,7 +553,7 @@ class _AzureLengths(msgspec.Struct):
 class _AzureLines:
     """Arrivals and lengths. Each prompt is one of its own."""
 
-    header_lines = 1
+    header_lines, in_order = 1, True
 
     def __init__(self) -> None:
         self._begin: datetime | None = None
@@ -515,7 +625,7 @@ _MILLISECONDS = 1e11
 class _OpenAILines:
     """Calls of an interface such as OpenAI's, as proxies log them."""
 
-    header_lines = 0
+    header_lines, in_order = 0, True
 
     def __init__(self, tokenizer: str | Path | None) -> None:
         self._logged = msgspec.json.Decoder(_LoggedCall)

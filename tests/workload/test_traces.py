@@ -347,3 +347,86 @@ def test_first_lines_are_not_kept(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 10 * len(line)
     finally:
         tracemalloc.stop()
+
+
+def dynamo(received: int | None = 1000, hashes: list[int] | None = None, **more: object) -> dict[str, object]:
+    """A record as the documentation of Dynamo's request traces has it; without hashes as it can be of an agent."""
+    request: dict[str, object] = {"request_id": "r", "output_tokens": 4, **more}
+    if received is not None:
+        request["request_received_ms"] = received
+    if hashes is not None:
+        request = {"replay": replay(64, len(hashes) * 64 - 10) | {"input_sequence_hashes": hashes}} | request
+    record = {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "event_time_unix_ms": 5000}
+    return record | {"request": request}
+
+
+def replay(size: int, length: int) -> dict[str, object]:
+    return {"trace_block_size": size, "input_length": length, "input_sequence_hashes": [1]}
+
+
+TOOL = {
+    "schema": "dynamo.request.trace.v1",
+    "event_type": "tool_end",
+    "event_time_unix_ms": 7,
+    "event_source": "harness",
+    "agent_context": {"session_id": "s"},
+    "tool": {"tool_call_id": "c", "tool_class": "web_search"},
+}
+
+
+@pytest.mark.parametrize("in_envelopes", [True, False])
+def test_dynamo(tmp_path: Path, in_envelopes: bool) -> None:
+    """Records of requests by arrival, from the first one on, in envelopes as files have them or without; others are
+    passed over.
+    """
+    first = dynamo(1_777_000_000_000, [2**64 - 1, 7])
+    second = dynamo(1_777_000_000_250, [2**64 - 1, 8, 9], model="m", input_tokens=182, cached_tokens=64)
+    second |= {"agent_context": {"session_id": "s", "parent_session_id": "p"}, "event_source": "dynamo"}
+    second["request"] |= {"finish_reason_metadata": {"finish_reason": "tool_calls"}, "kv_hit_rate": 0.5}  # type: ignore[operator]
+    records = [TOOL, second, first]
+    lines = [{"timestamp": at, "event": each} if in_envelopes else each for at, each in enumerate(records)]
+    path = trace(tmp_path, *map(json.dumps, lines))
+    mask = 2**63 - 1
+    assert list(read_trace(path)) == [
+        TraceRequest(0, 118, 4, (mask, 7), block_tokens=64),
+        TraceRequest(
+            250,
+            182,
+            4,
+            (mask, 8, 9),
+            model="m",
+            block_tokens=64,
+            stop="tool_calls",
+            session="s",
+            reported_length=182,
+            reported_cached=64,
+        ),
+    ]
+    assert [request.timestamp for request in read_trace(path, limit=1)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (dynamo(), "request.replay is missing"),
+        (dynamo(None, [1]), "request.request_received_ms is missing"),
+        (
+            dynamo(1, [1]) | {"schema": "dynamo.request.trace.v2"},
+            "Invalid enum value 'dynamo.request.trace.v2'",
+        ),
+        (dynamo(1, [1, -2]), "Expected `int` >= 0 - at `$.request.replay.input_sequence_hashes[1]`"),
+        (dynamo(1, [1], replay=replay(16, 9)), "request.replay.trace_block_size is 16, and 64 before"),
+        (
+            dynamo(1, [1], replay=replay(64, 65)),
+            "has 1 entries, but input_length 65 needs 2, one per 64 tokens",
+        ),
+        (dynamo(1, [1], replay=replay(0, 9)), "`$.request.replay.trace_block_size`"),
+        (dynamo(1, []), "`$.request.replay.input_length`"),
+    ],
+)
+def test_dynamo_refuses(tmp_path: Path, record: dict[str, object], reason: str) -> None:
+    """What does not say how a prompt begins or when it came, and another version, with the line and the field."""
+    with pytest.raises(TraceError) as caught:
+        list(read_trace(trace(tmp_path, json.dumps(dynamo(1, [1])), json.dumps(record))))
+    assert caught.value.line == 2
+    assert reason in caught.value.reason
