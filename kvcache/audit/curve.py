@@ -45,6 +45,7 @@ from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, PoolShared, SequenceAdded
+from kvcache.audit.history import EpochClock
 from kvcache.audit.prefill import hours_between
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
@@ -99,6 +100,8 @@ class Reuses:
     def __init__(self) -> None:
         self.lengths = array("q")
         """Blocks of each prompt."""
+        self.times = array("q")
+        """When each came, in ns."""
         self._users, self._blocks = array("q"), array("q")
         """Of all spans, in order."""
         self._ends = array("q")
@@ -120,10 +123,11 @@ class Reuses:
             yield length, list(map(ReuseSpan, self._users[begin:end], self._blocks[begin:end]))
             begin = end
 
-    def add(self, blocks: Sequence[int]) -> None:
-        """The next prompt. Equal numbers must mean equal blocks behind equal blocks.
+    def add(self, blocks: Sequence[int], at: int = 0) -> None:
+        """The next prompt, and when it came: in ns, not before the one before it.
 
-        Raises `InconsistentBlocks` where it sees that they do not; nothing can be added then.
+        Equal numbers must mean equal blocks behind equal blocks. Raises `InconsistentBlocks` where it sees that they do
+        not; nothing can be added then.
         """
         last, now, begin, length = self._last, len(self.lengths), 0, len(blocks)
         while begin < length and (user := last.get(blocks[begin])) is not None:
@@ -138,6 +142,7 @@ class Reuses:
         if len(last) - known != length - begin:
             raise InconsistentBlocks(now, begin)
         self.lengths.append(length)
+        self.times.append(at)
         self._ends.append(len(self._users))
         self._taken.append(0)
 
@@ -384,6 +389,8 @@ class CurveRecorder:
         self.rate = rate
         self.prompts = 0
         self.block_requests = 0
+        self._first_at: int | None = None
+        self._last_at = 0
         seeds = range(seed, seed + samples) if rate < 1 else range(1)
         self._samples = [(each * _GOLDEN & _MASK64, Reuses()) for each in seeds]
         self._lowest = [1.0] * len(self._samples)
@@ -396,19 +403,36 @@ class CurveRecorder:
             raise UsageError("the bound needs all blocks, not samples: leave the sample rate out")
         return self._samples[0][1]
 
-    def add(self, blocks: Sequence[int]) -> None:
-        """The next prompt's full blocks, numbered from 0 to 2**64 - 1; raises `InconsistentBlocks` (see `Reuses`)."""
+    @property
+    def workloads(self) -> list[Reuses]:
+        """Each sample, as a workload; with a rate of 1 the whole one."""
+        return [reuses for _, reuses in self._samples]
+
+    @property
+    def seconds(self) -> float:
+        """From the first prompt to the last."""
+        return (self._last_at - (self._first_at or 0)) / 1e9
+
+    def add(self, blocks: Sequence[int], at: int = 0) -> None:
+        """The next prompt's full blocks, numbered from 0 to 2**64 - 1, and when it came, in ns.
+
+        One that comes before the one before it, as where a clock was set back, is taken to come with it. Raises
+        `InconsistentBlocks` (see `Reuses`).
+        """
         self.prompts += 1
         self.block_requests += len(blocks)
+        if self._first_at is None:
+            self._first_at = self._last_at = at
+        self._last_at = at = max(self._last_at, at)
         if self.rate == 1:
-            self._samples[0][1].add(blocks)
+            self._samples[0][1].add(blocks, at)
             return
         numbers = np.array(blocks, np.uint64)
         for index, (salt, reuses) in enumerate(self._samples):
             hashed = _hashed(numbers, salt)
             chosen = numbers[hashed < self.rate * _ALL]
             if len(chosen):
-                reuses.add(chosen.tolist())
+                reuses.add(chosen.tolist(), at)
             elif len(hashed) and not reuses.distinct:
                 self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
 
@@ -495,13 +519,17 @@ class LoggedPrompts:
         self.reused_primary = 0
         """Tokens in full blocks that the log's own cache served from primary."""
         self.reused_secondary = 0
+        self.at = 0
+        """When the prompt that was given last was admitted: wall-clock ns, shifted as those of `EpochClock`."""
         self._group = 0
         self.lengths = array("q")
         """Tokens of each prompt that was iterated over."""
         self._times = 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _, prompts in self.batches():
+        clock = EpochClock()
+        for batch, prompts in self.batches():
+            self.at = clock.of_batch(batch)
             for event, numbers in prompts:
                 self.lengths.append(event.num_tokens)
                 # The last token is computed in any case, so a block that it ends is never reused whole.

@@ -84,13 +84,17 @@ class EpochClock:
         self._latest = max(self._latest, shifted)
         return shifted
 
+    def of_batch(self, batch: EventBatch) -> int:
+        """The time of the next batch, with which an epoch may begin."""
+        if any(type(event) is EpochStarted for event in batch.events):
+            self.begin(batch.ts, batch.seq)
+        return self.of(batch.ts)
+
 
 def laid_out(batches: Iterable[EventBatch], clock: EpochClock) -> Iterator[EventBatch]:
     """The batches, with shifted times."""
     for batch in batches:
-        if any(type(event) is EpochStarted for event in batch.events):
-            clock.begin(batch.ts, batch.seq)
-        at = clock.of(batch.ts)
+        at = clock.of_batch(batch)
         yield batch if at == batch.ts else msgspec.structs.replace(batch, ts=at)
 
 

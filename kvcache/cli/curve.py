@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from kvcache.audit.curve import (
 )
 from kvcache.audit.memory import names_model
 from kvcache.audit.prefill import PrefillCost
+from kvcache.audit.timeouts import TIMEOUTS, TimeoutCurve
 from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import (
     SizeInBytes,
@@ -38,7 +39,7 @@ from kvcache.cli.output import Facts, Output, end_json, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import reported_in_words, reported_json
 from kvcache.errors import UsageError
-from kvcache.phrases import count, printable, share, size
+from kvcache.phrases import count, printable, share, size, span
 from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.traces import TracePrompts
 
@@ -63,6 +64,7 @@ class CurveFound:
     costs: Costs
     spans: SpanDistances | None
     """None: prefills have no formula."""
+    timeouts: TimeoutCurve
 
     @property
     def logged(self) -> LoggedPrompts | None:
@@ -129,6 +131,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default=(),
     )
+    option(
+        parser,
+        "--ttl",
+        "by how long a block may be idle before it is dropped, from a cache of any size, in place of the size",
+    )
     add_cost_options(parser)
 
 
@@ -143,11 +150,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
         prompts = _prompts(args, source, update, reported)
         for blocks in prompts:
-            recorder.add(blocks)
+            recorder.add(blocks, prompts.at)
     bounded, asked = (_in_blocks(sizes, prompts, costs) for sizes in (args.bound, args.sizes))
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in bounded}
     spans = None if costs.pricing is None else SpanDistances.of(recorder.reuses)
-    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans)
+    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans, TimeoutCurve.of(recorder))
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
     if reported.doubt is not None:
@@ -159,7 +166,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         of = of_trace if found.logged is None else {"log_id": open_log(args.log).log_id}
         out.json({**of, **to_json(found)})
     else:
-        _show(args.log, found, out)
+        (_show_timeouts if args.ttl else _show)(args.log, found, out)
         if (said := reported_in_words(reported)) is not None:
             out.line(said)
     return 0
@@ -212,6 +219,11 @@ def to_json(found: CurveFound) -> dict[str, Any]:
             }
             for blocks in _table_sizes(found)
         ],
+        "timeouts": [
+            {"seconds": seconds, "hits": hits, "hit_rate": rate, "lost_tokens": lost}
+            for seconds, hits, rate, lost in _timeouts(found)
+        ],
+        "covered_seconds": found.timeouts.seconds,
     }
 
 
@@ -288,6 +300,37 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
         )
     if found.bounds:
         out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
+
+
+def _timeouts(found: CurveFound) -> Iterator[tuple[int | None, int, float, int]]:
+    """(seconds, hits, hit rate, tokens that are reused without a timeout only), up to where there are none of these."""
+    curve, size = found.timeouts, found.prompts.tokens_per_block
+    most = curve.hits()
+    for seconds in TIMEOUTS:
+        if (hits := curve.hits(seconds)) == most:
+            break
+        yield seconds, hits, curve.hit_rate(seconds), (most - hits) * size
+    yield None, most, curve.hit_rate(), 0
+
+
+def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
+    out.heading(f"{printable(str(log))}: what its prompts would reuse, by how long idle blocks are kept")
+    covered = f"{span(found.timeouts.seconds)}: what comes again later is not in it"
+    out.facts([*_facts(found), ("covered", covered)])
+    out.line()
+    rows = [
+        {"timeout": "none" if seconds is None else span(seconds), "block hit rate": share(rate)}
+        | {"tokens lost": lost, "": "█" * round(rate * _BAR)}
+        for seconds, _, rate, lost in _timeouts(found)
+    ]
+    out.table(rows, right=["timeout", "block hit rate"])
+    out.line()
+    out.line(
+        "block hit rate: the part of the prompts' full blocks that is reused, in a cache of any size that drops"
+    )
+    out.line(
+        "what was in no prompt for longer than the timeout; tokens lost: those reused without a timeout only"
+    )
 
 
 def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:

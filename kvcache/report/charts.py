@@ -13,7 +13,7 @@ from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
 from kvcache.report.gathered import Bill, Gathered, Sample, Shelf
-from kvcache.report.given import GivenCurve
+from kvcache.report.given import GivenCurve, Timeout
 
 Chart = dict[str, Any]
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -92,6 +92,8 @@ def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
         drawn["prefixes"] = prefixes(audit.prefixes)
     if curve is not None:
         drawn["curve"] = curve_by_size(curve)
+        if len(curve.timeouts) > 1:
+            drawn["timeouts"] = hit_rates_by_timeout(curve.timeouts)
     return drawn
 
 
@@ -279,6 +281,27 @@ def curve_by_size(curve: GivenCurve) -> Chart:
     """Hit rates by size of the cache, and the sizes that have a name."""
     return hit_rates(
         [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes], curve.marks
+    )
+
+
+def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
+    """Hit rates by how long idle blocks are kept, and the one that no timeout exceeds as a line."""
+    points = sorted((each.seconds, round(each.hit_rate, 5)) for each in timeouts if each.seconds is not None)
+    seconds = [point[0] for point in points]
+    look = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"color": BLUE}}
+    drawn = _line(
+        "block hit rate", seconds, [rate for _, rate in points], "%{x:,} s: %{y:.1%}<extra></extra>", **look
+    )
+    most, line = (
+        max((each.hit_rate for each in timeouts), default=0.0),
+        {"width": 1, "dash": "dot", "color": "#888888"},
+    )
+    return chart(
+        [drawn],
+        {"type": "log", "title": {"text": "idle for at most so many seconds"}, **_ticks(seconds)},
+        {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
+        height=240,
+        shapes=[{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": line}],
     )
 
 

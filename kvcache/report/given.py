@@ -47,8 +47,15 @@ class Size(msgspec.Struct):
     best_hits: _Count | None = None
 
 
+class Timeout(msgspec.Struct):
+    """What is reused if blocks are dropped that were idle for so long; None: they never are."""
+
+    hit_rate: _Part
+    seconds: _Blocks | None = None
+
+
 class GivenCurve(msgspec.Struct):
-    """Hit rates by size."""
+    """Hit rates by size, and by how long idle blocks are kept."""
 
     command: ClassVar[str] = "curve"
     sizes: list[Size]
@@ -57,6 +64,7 @@ class GivenCurve(msgspec.Struct):
     block_requests: _Count = 0
     num_blocks: dict[Literal["primary", "secondary"], _Count] = {}
     knee: _Blocks | None = None
+    timeouts: list[Timeout] = []
 
     def __post_init__(self) -> None:
         """Refuse what no curve has."""

@@ -245,6 +245,8 @@ class TracePrompts:
         )
         self._numbers = BlockNumbers(tokens_per_block)
         self.requests = 0
+        self.at = 0
+        """When the prompt that was given last came, in ns since the start of the trace."""
         self.lengths = array("q")
         """Tokens of each prompt."""
         self._times: tuple[int, int] | None = None
@@ -265,6 +267,7 @@ class TracePrompts:
             self.requests += 1
             self.lengths.append(request.input_length)
             self._times = (request.timestamp if self._times is None else self._times[0]), request.timestamp
+            self.at = request.timestamp * 1_000_000
             blocks, known = self._numbers.of(request)
             self._watch(request, known * self.tokens_per_block)
             yield blocks

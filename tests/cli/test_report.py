@@ -31,7 +31,7 @@ from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
 from kvcache.replay import replay
 from kvcache.report import page as page_module
-from kvcache.report.charts import GROUPS, curve_by_size, hit_rates
+from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
 from kvcache.report.gathered import Phase, gather
 from kvcache.report.given import GivenCurve, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
@@ -504,6 +504,7 @@ CURVE = {
     "block_requests": 120,
     "num_blocks": {"primary": 100, "secondary": 100},
     "knee": 150,
+    "timeouts": [{"seconds": 60, "hit_rate": 0.2}, {"seconds": None, "hit_rate": 0.6}],
 }
 WHATIF = {
     "log": "x",
@@ -581,6 +582,10 @@ class TestBeside:
         assert [each["id"] for each in page.all("section")][-3:] == ["curve", "whatif", "requests"]
         hits, best = page.data["charts"]["curve"]["data"]
         assert (hits["x"], hits["y"], best["x"], best["y"]) == ([100, 200], [0.25, 0.5], [100], [0.5])
+        timeouts = page.data["charts"]["timeouts"]
+        assert [(each["x"], each["y"]) for each in timeouts["data"]] == [([60], [0.2])]
+        assert timeouts["layout"]["shapes"][0]["y0"] == 0.6
+        assert "without a timeout: 60.0 %." in page.text
         assert {"knee: 150 blocks; primary: 100 blocks; both levels: 200 blocks.", "2,000", "60.0 %"} <= set(
             page.text
         )
@@ -596,6 +601,9 @@ class TestBeside:
         [hits] = page.data["charts"]["curve"]["data"]
         assert hits["x"] == [size["blocks"] for size in curve["sizes"]]
         assert hits["y"] == [round(size["hit_rate"], 5) for size in curve["sizes"]]
+        idle = page.data["charts"].get("timeouts", {"data": []})["data"]
+        rates = [round(each["hit_rate"], 5) for each in curve["timeouts"][:-1]]
+        assert [each["y"] for each in idle] == [rates] * bool(rates)
         assert len(whatif["trials"]) == 2
         for trial in (whatif["recorded"], *whatif["trials"]):
             assert f"{trial['computed_tokens']:,}" in page.text
@@ -659,7 +667,8 @@ class TestBeside:
         try:
             if good is CURVE:
                 curve = understood(changed, GivenCurve, "x")
-                json.dumps(curve_by_size(curve), allow_nan=False).encode()
+                drawn = [curve_by_size(curve), hit_rates_by_timeout(curve.timeouts)]
+                json.dumps(drawn, allow_nan=False).encode()
                 sections.curve(curve).encode()
             else:
                 sections.whatif(understood(changed, WhatIf, "x")).encode()

@@ -1,8 +1,9 @@
-"""Hits by cache size: against a cache that is played block by block, and against all that any eviction could do."""
+"""Hits by cache size and by timeout: against caches that are played, and against all that any eviction could do."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,11 @@ from kvcache.audit.curve import (
     enough_for,
     measure,
 )
+from kvcache.audit.timeouts import TimeoutCurve
 from kvcache.errors import Unsupported, UsageError
+from kvcache.manager import Substitutes
 from kvcache.replay import Unreplayable
+from kvcache.workload.traces import TracePrompts
 from tests.support.seeds import seeds
 
 Blocks = tuple[int, ...]
@@ -505,6 +509,107 @@ class TestLog:
                 list(LoggedPrompts(write(tmp_path / str(number), lie)))
         with pytest.raises(UsageError, match="holds no cache yet"):
             list(LoggedPrompts(write(tmp_path / "none")))
+
+
+SECOND = 10**9
+
+
+def played_with_timeout(prompts: Prompts, times: list[int], timeout: float) -> int:
+    """Hits of a cache without bounds: what was idle for longer is dropped before each prompt is looked up."""
+    used: dict[int, int] = {}
+    hits = 0
+    for prompt, now in zip(prompts, times, strict=True):
+        used = {block: at for block, at in used.items() if now - at <= timeout * SECOND}
+        for block in prompt:
+            if block not in used:
+                break
+            hits += 1
+        used.update(dict.fromkeys(prompt, now))
+    return hits
+
+
+def timeouts_of(prompts: Prompts, times: list[int], rate: float = 1.0) -> TimeoutCurve:
+    recorder = CurveRecorder(rate)
+    for prompt, at in zip(prompts, times, strict=True):
+        recorder.add(prompt, at)
+    return TimeoutCurve.of(recorder)
+
+
+class TestTimeouts:
+    """Hits by how long idle blocks are kept."""
+
+    @pytest.mark.parametrize("seed", seeds(range(100), quick=15))
+    def test_equals_a_cache_that_is_played(self, seed: int) -> None:
+        """At timeouts between, at and beyond the times between prompts, of which some come at the same moment."""
+        random_ = random.Random(seed)
+        prompts = some_prompts(random_, random_.randint(1, 60), random_.choice((2, 3, 20)), 12)
+        now, times = 10**18, []
+        for _ in prompts:
+            now += random_.choice((0, SECOND, 7 * SECOND, random_.randrange(60 * SECOND)))
+            times.append(now)
+        curve = timeouts_of(prompts, times)
+        timeouts = [0, 1, 7, 8, 60, 3600, *(random_.random() * 200 for _ in range(8))]
+        assert {each: curve.hits(each) for each in timeouts} == {
+            each: played_with_timeout(prompts, times, each) for each in timeouts
+        }
+        assert curve.hits() == curve.hits(10**9) == played_with_timeout(prompts, times, math.inf)
+        assert curve.seconds == (times[-1] - times[0]) / SECOND
+        assert curve.block_requests == sum(map(len, prompts))
+
+    def test_by_hand(self) -> None:
+        """Three prompts: the shared block was used 5 s ago by the second, its own block 15 s ago by the first."""
+        curve = timeouts_of([[1, 2], [1, 3], [1, 2]], [0, 10 * SECOND, 15 * SECOND])
+        # The second hits 1 after 10 s; the third 1 after 5 s and 2 after 15 s.
+        assert [curve.hits(each) for each in (4.9, 5, 9, 10, 14, 15)] == [0, 1, 1, 2, 2, 3]
+        assert curve.hit_rate(10) == 2 / 6
+        assert [curve.quantile(each) for each in (0.1, 0.5, 0.9)] == [5.0, 10.0, 15.0]
+
+    def test_a_clock_that_is_set_back(self) -> None:
+        """What seems to come before the one before it is taken to come with it."""
+        assert timeouts_of([[1], [1], [1]], [10 * SECOND, 0, 11 * SECOND]).hits(1) == 2
+
+    def test_nothing_to_measure(self) -> None:
+        """No prompts, and prompts that share nothing."""
+        for prompts in ([], [[1], [2]]):
+            curve = timeouts_of(prompts, [0] * len(prompts))
+            assert (curve.hits(), curve.hit_rate(5), curve.quantile(0.5)) == (0, 0.0, None)
+
+    def test_samples_are_near(self) -> None:
+        """A part of the blocks tells nearly the same."""
+        random_ = random.Random(1)
+        prompts = some_prompts(random_, 3000, 30, 30)
+        times = [number * SECOND for number in range(len(prompts))]
+        exact, estimate = timeouts_of(prompts, times), timeouts_of(prompts, times, 0.2)
+        for timeout in (1, 10, 100, 1000, math.inf):
+            assert abs(exact.hit_rate(timeout) - estimate.hit_rate(timeout)) < 0.05
+        assert 0.1 < exact.hit_rate(100) < 0.2 < exact.hit_rate(1000) < exact.hit_rate()
+
+    def test_times_of_a_log(self, tmp_path: Path) -> None:
+        """Are those of the batches; where the clock begins again with an epoch, it goes on where it was."""
+        for times in ([100, 103, 110], [50, 51]):
+            now = iter([times[0], *times, times[-1]])
+            stamps = Substitutes(wall_ns=lambda now=now: next(now) * SECOND)  # type: ignore[misc]
+            with (
+                LogWriter(tmp_path / "log", resume=(tmp_path / "log").exists()) as log,
+                KVCacheManager(CONFIG, log=log, substitutes=stamps) as manager,
+            ):
+                manager.flush()
+                for number in range(len(times)):
+                    admitted(manager, f"{number}", list(range(13)))
+        prompts = LoggedPrompts(tmp_path / "log")
+        seen = [(prompts.at // SECOND, len(blocks)) for blocks in prompts]
+        assert seen == [(100, 3), (103, 3), (110, 3), (110, 3), (111, 3)]
+
+    def test_times_of_a_trace(self, tmp_path: Path) -> None:
+        """Are those of its requests, since the first."""
+        lines = (f'{{"timestamp": {at}, "prompt_token_ids": {[*range(17)]}}}' for at in (10, 12.5, 70))
+        (tmp_path / "trace").write_text("\n".join(lines))
+        prompts = TracePrompts(tmp_path / "trace", tokens_per_block=4)
+        assert [(prompts.at, len(blocks)) for blocks in prompts] == [
+            (0, 4),
+            (2_500_000_000, 4),
+            (60_000_000_000, 4),
+        ]
 
 
 TRACE = os.environ.get("MOONCAKE_TRACE")
