@@ -21,6 +21,10 @@ from kvcache.audit.groups import GroupTotals
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.errors import UsageError, shown
 
+MOST_END, _PART = 512, 8
+"""Tokens at the end of a prompt, and which part of a short one, that may be others in the next turn: what templates put
+before an answer, and in traces the rest of a block, whose number never comes again."""
+
 
 class TurnKind(StrEnum):
     """What a prompt is to the one of the turn before."""
@@ -132,7 +136,11 @@ class SessionTurns(HistoryListener):
             return TurnKind.FIRST
         if not history.tokens_recorded:
             return TurnKind.UNKNOWN
-        if np.array_equal(admission.ids[: len(before.ids)], before.ids):
+        both = min(len(admission.ids), len(before.ids))
+        differing = np.flatnonzero(admission.ids[:both] != before.ids[:both])
+        common = int(differing[0]) if len(differing) else both
+        end = before.num_tokens - min(MOST_END, before.num_tokens // _PART)
+        if (common + 1) * admission.tokens_per_block > end:
             return TurnKind.EXTENDS
         shorter = admission.num_tokens < before.num_tokens
         return TurnKind.COMPACTION if shorter else TurnKind.DIVERGES

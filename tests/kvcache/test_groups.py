@@ -195,8 +195,13 @@ class Chain:
         if before is None:
             return "first"
         prompt, old = array("i", self.event.tokens), array("i", before.event.tokens)
-        full = (len(old) - 1) // size * size
-        if len(prompt) > full and prompt[:full] == old[:full]:
+        first = 0  # of the first full block before a last token that is not in both
+        while (
+            first + size < min(len(prompt), len(old))
+            and prompt[first : first + size] == old[first : first + size]
+        ):
+            first += size
+        if first + size > len(old) - min(512, len(old) // 8):
             return "extends"
         return "compaction" if len(prompt) < len(old) else "diverges"
 
