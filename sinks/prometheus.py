@@ -2,7 +2,9 @@
 
 ``prometheus://:9090`` listens on all addresses, ``prometheus://127.0.0.1:9090`` only to its own machine. With
 ``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` to those only who have a certificate of that
-authority. Metrics hold no tokens, no names of blocks and no request ids; their names are in docs/monitoring.md.
+authority. With ``?label=tenant`` requests are counted by that label of theirs, too: the first 20 values, or as many as
+``label_values=`` says, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their
+names are in docs/monitoring.md.
 
 `BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
 lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The
@@ -22,7 +24,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
@@ -51,10 +53,46 @@ class _SlotTimes:
         self.stored, self.used = np.zeros(size, np.int64), np.zeros(size, np.int64)
 
 
+OTHERS = "other"
+"""Stands for all values of a label behind the first ones."""
+_LONGEST_VALUE = 256
+
+
+class LabelCounts(NamedTuple):
+    """Of the requests with one value of a label."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+
+
+class LabelMetrics:
+    """Counts requests by one of their labels, of which at most `values` values are told apart: those that come first.
+
+    So no counter ever goes down, and however many values clients think of, there are no more series.
+    """
+
+    def __init__(self, label: str, values: int) -> None:
+        self.label, self._values = label, values
+        self.counts: dict[str, LabelCounts] = {}
+        """By value, empty for requests without one."""
+
+    def admit(self, event: ev.SequenceAdded) -> None:
+        """Count a request."""
+        value = (event.labels or {}).get(self.label, "")[:_LONGEST_VALUE]
+        if value and value not in self.counts and len(self.counts.keys() - {"", OTHERS}) >= self._values:
+            value = OTHERS
+        requests, prompt_tokens, reused_tokens = self.counts.get(value, LabelCounts())
+        self.counts[value] = LabelCounts(
+            requests + 1, prompt_tokens + event.num_tokens, reused_tokens + event.reused
+        )
+
+
 class BlockMetrics:
     """Counters and ages; written by the sink's thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_label: LabelMetrics | None = None) -> None:
+        self.by_label = by_label
         self.prompt_tokens = self.requests = self.refused = self.finished = self.lost_batches = 0
         self.reused_tokens: Counter[str] = Counter()
         """By level, or ``partial``."""
@@ -137,6 +175,8 @@ class BlockMetrics:
         self.reused_tokens["primary"] += event.reused - event.reused_partial - secondary
         self.reused_tokens["secondary"] += secondary
         self.reused_tokens["partial"] += event.reused_partial
+        if self.by_label is not None:
+            self.by_label.admit(event)
 
     def _finish(self, event: ev.SequenceRemoved) -> None:
         self.finished += 1
@@ -221,6 +261,8 @@ class MetricsCollector:
     def collect(self) -> Iterator[Metric]:
         """All metrics as of now."""
         yield from self._of_requests()
+        if self._blocks.by_label is not None:
+            yield from self._of_labels(self._blocks.by_label)
         yield from self._of_blocks()
         yield from self._of_ages()
         if self._blocks.now:
@@ -251,6 +293,17 @@ class MetricsCollector:
         yield self._counter("prefix_cache_hits", text, hits, "level")
         text = "Batches of events that did not reach these metrics."
         yield self._counter("metrics_lost_batches", text, blocks.lost_batches)
+
+    def _of_labels(self, by_label: LabelMetrics) -> Iterator[Metric]:
+        counts = by_label.counts.copy()
+        texts = (
+            "Requests admitted, by a label of theirs.",
+            "Prompt tokens of admitted requests, by a label of theirs.",
+            "Prompt tokens that needed no computing, by a label of their requests.",
+        )
+        for at, (name, text) in enumerate(zip(LabelCounts._fields, texts, strict=True)):
+            values = {(by_label.label, value): each[at] for value, each in counts.items()}
+            yield self._counter(f"{name}_by_label", text, values, "label", "value")
 
     def _of_blocks(self) -> Iterator[Metric]:
         blocks = self._blocks
@@ -497,6 +550,8 @@ class PrometheusOptions(msgspec.Struct, frozen=True):
     certfile: str | None = None
     keyfile: str | None = None
     client_cafile: str | None = None
+    label: str | None = None
+    label_values: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
 
 
 class PrometheusSink(Sink):
@@ -510,7 +565,8 @@ class PrometheusSink(Sink):
 
     def __init__(self, host: str, port: int, options: PrometheusOptions, model: str) -> None:
         self._host, self._port, self._options = host, port, options
-        self._blocks = BlockMetrics()
+        by_label = None if options.label is None else LabelMetrics(options.label, options.label_values)
+        self._blocks = BlockMetrics(by_label)
         self.collector = MetricsCollector(self._blocks, model)
         self._server: MetricsServer | None = None
 

@@ -317,7 +317,10 @@ def test_without_a_manager_it_serves_what_events_say() -> None:
         ("prometheus://:9090/metrics2", "host and port only"),
         ("prometheus://:9090?certfile=a", "belong together"),
         ("prometheus://:9090?client_cafile=a", "certfile and keyfile as well"),
-        ("prometheus://:9090?interval=3", "known options: certfile, keyfile, client_cafile"),
+        (
+            "prometheus://:9090?interval=3",
+            "known options: certfile, keyfile, client_cafile, label, label_values",
+        ),
         ("prometheus://user:secret@:9090", "leave them out"),
     ],
 )
@@ -351,12 +354,42 @@ def test_https_with_client_certificates(tmp_path: Path) -> None:
             assert b"kvcache_requests_total" in answer.read()
 
 
+def test_requests_are_counted_by_a_label() -> None:
+    """The first values have numbers of their own, all others together, and requests without one."""
+    url = "prometheus://127.0.0.1:0?label=tenant&label_values=2"
+    tenants = ["a", None, 'b\n"', "c", "a", "other", "d", "a"]
+    naive: dict[str, list[int]] = {}
+    with KVCacheManager(cache(), sinks=[url]) as manager:
+        for number, tenant in enumerate(tenants):
+            labels = {"agent": "x"} if tenant is None else {"tenant": tenant, "agent": "y"}
+            admission = manager.add_sequence(number, [number % 2, 1, 2, 3, 4, 5, 6], labels=labels)
+            manager.store_context_blocks(number, 7)
+            manager.remove_sequence(number)
+            manager.flush()
+            shown = "" if tenant is None else tenant if tenant in ("a", 'b\n"') else "other"
+            counts = naive.setdefault(shown, [0, 0, 0])
+            for at, more in enumerate((1, 7, admission.reused_tokens)):
+                counts[at] += more
+        samples = settled(manager)
+    for at, name in enumerate(("requests", "prompt_tokens", "reused_tokens")):
+        found = {
+            dict(labels)["value"]: number
+            for (each, labels), number in samples.items()
+            if each == f"kvcache_{name}_by_label_total" and dict(labels)["label"] == "tenant"
+        }
+        assert found == {shown: counts[at] for shown, counts in naive.items()}
+    assert naive["other"][0] == 3
+    assert sum(counts[2] for counts in naive.values()) > 0
+
+
 # -- what stands in the docs
 
 
 def exported_names(tmp_path: Path) -> set[str]:
     """All names of a manager with a log, as they are scraped."""
-    with KVCacheManager(cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0"]) as manager:
+    with KVCacheManager(
+        cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0?label=tenant"]
+    ) as manager:
         serve_some(manager)
         return {name for name, _ in settled(manager)}
 
