@@ -39,10 +39,10 @@ def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
 
 def cache_bytes(config: KVCacheConfig, model: KVShape | None) -> tuple[int, int] | None:
     """What the levels of a cache take for its window with full attention; None: nobody knows."""
-    windows = Layout.of(config).windows
-    full = next((group for group in windows if group.kind == FULL), windows[-1])
     if model is None and not names_model(config.model_dump(mode="json")):
         return None
+    windows = Layout.of(config).windows
+    full = next((group for group in windows if group.kind == FULL), windows[-1])
     block = full.bytes_per_block if model is None else model.bytes_per_token * config.tokens_per_block
     primary, secondary = (blocks * block for blocks in full.num_blocks)
     return primary, secondary
