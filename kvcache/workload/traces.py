@@ -324,6 +324,8 @@ def _parser_of(
     number, first = lines[0]
     if first.startswith(_AZURE_HEADER[0].encode()):
         return _AzureLines()
+    if first.lstrip().startswith(b"["):
+        raise TraceError(path, number, "a JSON list: write its items one a line, as jq -c '.[]' FILE does")
     try:
         fields = msgspec.json.decode(first, type=_Fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -583,7 +585,9 @@ def _time_of(text: str) -> datetime:
     try:
         time = datetime.fromisoformat(text.strip())
     except ValueError:
-        raise ValueError("the time is not in the form of ISO 8601") from None
+        raise ValueError(
+            "the timestamp is neither a number nor in the form of ISO 8601, as 2026-05-01T10:00:00Z"
+        ) from None
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
@@ -710,6 +714,7 @@ class ChatTokenizer:
             )
         except Exception as error:  # noqa: BLE001 - whatever its files hold
             raise UsageError(f"{path} holds no tokenizer: {type(error).__name__}") from None
+        self._tokenizer.model_max_length = _MAX_LENGTH  # or it warns of prompts that are longer
         if self._tokenizer.chat_template is None:
             raise UsageError(
                 f"the tokenizer in {path} has no chat template, by which messages become a prompt"
