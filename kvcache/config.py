@@ -700,6 +700,13 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Whether blocks are compared with their checksums before they are brought back from the file of `secondary_path`.
     One that has changed is a failed copy: everything cached is dropped. Costs as much as its checksum when a block was
     written."""
+    copier: Literal["auto", "dma", "torch"] = "auto"
+    """What moves blocks between a GPU and host memory: lists of copies for the GPU's copy engines, or torch's copies, a
+    call for each stretch. auto: lists where the driver takes them, as `kvcache doctor` says."""
+    copy_pieces: Positive = 256
+    """With lists, the copies of one call of the driver."""
+    copy_bytes: Bytes = 64 * 1024 * 1024
+    """With lists, the bytes of one call of the driver: what the model copies itself comes between two of these."""
     window_shares: Annotated[
         Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
         BeforeValidator(rule_or_numbers),

@@ -25,10 +25,11 @@ try:
 except ImportError as error:
     raise ImportError("pools need torch: install kvcache[torch]") from error
 
+from cuda_ops.copier import Copier
 from cuda_ops.host_memory import pinned_zeros
-from cuda_ops.torch_copier import TorchCopier
 from events.types import PRIMARY, SECONDARY
 from kvcache.config import KVCacheConfig
+from kvcache.device.copying import copier_for
 from kvcache.device.memory import free_bytes
 from kvcache.device.secondary_file import SecondaryFile
 from kvcache.errors import ConfigError, NotEnoughMemory, Unsupported, UsageError
@@ -151,8 +152,11 @@ class Pools:
         layout: Layout,
         device: torch.device | str | None = None,
         secondary_path: str | os.PathLike[str] | None = None,
+        config: KVCacheConfig | None = None,
     ) -> None:
         """Allocate everything, with primary on `device` (None: the current GPU, else the host).
+
+        `config` says how blocks are copied; by default as its defaults say.
 
         With `secondary_path` the secondary level lies in this file, as `KVCacheConfig.secondary_path` says; what
         lies there already stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if
@@ -161,7 +165,7 @@ class Pools:
         """
         sizes = PoolSizes(layout, device)
         sizes.require_room(in_file=secondary_path is not None)
-        self.device, self.layout = sizes.device, layout
+        self.device, self.layout, self._config = sizes.device, layout, config
         self.bytes_primary, self.bytes_secondary = sizes.primary, sizes.secondary
         self.secondary_file: SecondaryFile | None = None
         """Where secondary lies, if that is a file. It is locked as long as these pools live, or until `close`."""
@@ -242,9 +246,12 @@ class Pools:
             byte = 0x7F if pool.primary.dtype == torch.int8 else 0xFF
             pool.primary.view(torch.uint8).index_fill_(0, index, byte)
 
-    def copier(self) -> TorchCopier:
-        """Create what moves blocks between the levels of these pools. Needed once."""
-        return TorchCopier(self.groups)
+    def copier(self) -> Copier:
+        """Create what moves blocks between the levels of these pools. Needed once.
+
+        Raises Unsupported if the config asks for a copier that there is not.
+        """
+        return copier_for(self.groups, self.device, self._config)
 
 
 def _checked_path(path: object) -> Path:

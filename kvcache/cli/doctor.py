@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from events.errors import NotALog
 from events.log.segments import holds_foreign_files, is_log
@@ -25,6 +25,9 @@ from kvcache.integrations.vllm.attached import KNOWN
 from kvcache.integrations.vllm.plugin import VARIABLE, register
 from kvcache.phrases import printable, size
 from sinks import known_schemes
+
+if TYPE_CHECKING:
+    import torch
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")
 _OF_EXTRAS = {
@@ -217,12 +220,22 @@ def _devices() -> Iterator[Finding]:
             else "this torch is built without CUDA"
         )
         yield Finding("device", "note", f"cpu; {reason}")
+        yield Finding("copies", "ok", "by torch, on the host: there is no GPU")
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         text = f"{device.name}, compute capability {device.major}.{device.minor}, {size(free)} of {size(total)} free"
         yield Finding(f"device cuda:{index}", "ok", f"{text}, CUDA {torch.version.cuda}")
+        yield _copies(f"copies cuda:{index}", torch.device("cuda", index))
+
+
+def _copies(what: str, device: torch.device) -> Finding:
+    """Which copier the pools of a cache there get, and why."""
+    from kvcache.device.copying import chosen
+
+    found = chosen(device)
+    return Finding(what, "note" if found.memcpy is None else "ok", found.why)
 
 
 def _limits() -> Iterator[Finding]:

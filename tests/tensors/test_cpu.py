@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +17,7 @@ from cuda_ops.copier import Copier, Copy, CopyFailed
 from cuda_ops.dma import CopyLimits, DmaCopier
 from cuda_ops.simulated import SimulatedGpu
 from cuda_ops.torch_copier import TorchCopier, copy_part_by_rows, copy_part_through_target_device
-
-LAYERS, TOKENS, DIM = 3, 4, 8
-BLOCKS = (6, 5)
-
-
-@dataclass
-class Storage:
-    levels: tuple[torch.Tensor, ...]
-    token_dim: int
-
-
-def storage(heads: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> Storage:
-    inner = (TOKENS, heads) if layout == "NHD" else (heads, TOKENS)
-    levels = []
-    for blocks in BLOCKS:
-        shape = (blocks, LAYERS, 2, *inner, DIM)
-        raw = torch.randint(0, 256, (*shape[:-1], DIM * dtype.itemsize), dtype=torch.uint8)
-        levels.append(raw.view(dtype))
-    return Storage(tuple(levels), 3 if layout == "NHD" else 4)
+from tests.support.engines.storage import BLOCKS, TOKENS, Storage, storage
 
 
 def content(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

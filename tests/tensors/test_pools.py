@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copy
+from cuda_ops.torch_copier import TorchCopier
 from events.log import LogWriter
 from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
@@ -267,3 +268,17 @@ def test_pools_are_made_of_a_layout_on_a_device_that_is_there() -> None:
         Pools(config)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'cpu', 'cuda'"):
         Pools(Layout.of(config), device="gpu")
+
+
+@pytest.mark.parametrize("copier", ["auto", "torch", "dma"])
+def test_what_copies_is_a_setting(copier: str) -> None:
+    """On the host there are torch's copies only, and another copier is refused by name."""
+    config = KVCacheConfig.model_validate(
+        {"max_sequence_length": 64, "tokens_per_block": 4, "primary_blocks": 8, "copier": copier}
+    )
+    pools = Pools(Layout.of(config), "cpu", config=config)
+    if copier == "dma":
+        with pytest.raises(Unsupported, match=r"copier=dma \(.*primary is on the cpu\).*auto or torch"):
+            pools.copier()
+    else:
+        assert isinstance(pools.copier(), TorchCopier)

@@ -7,7 +7,6 @@ it, with the copies held up on purpose.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,16 +25,11 @@ from cuda_ops.hazards import schedule
 from cuda_ops.simulated import SimulatedGpu
 from cuda_ops.streams import CopyStreams, EventTicket
 from cuda_ops.torch_copier import TorchCopier
+from tests.support.engines.storage import Storage, pair
 from tests.support.seeds import seeds
 
 SLOTS, ROWS, TOKENS, WIDTH = 4, 2, 3, 2
 Levels = list[npt.NDArray[np.uint8]]
-
-
-@dataclass
-class Storage:
-    levels: tuple[torch.Tensor, ...]
-    token_dim: int = 2
 
 
 class Program:
@@ -49,7 +43,7 @@ class Program:
         for _ in range(2):  # of one group
             raw = self.dice.randbytes(2 * SLOTS * ROWS * TOKENS * WIDTH)
             both = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, SLOTS, ROWS, TOKENS, WIDTH)
-            pools.append(Storage((both[0], both[1])))
+            pools.append(Storage((both[0], both[1]), 2))
         limits = CopyLimits(self.dice.choice([1, 3, 256]), self.dice.choice([5, 12, 1 << 20]))
         self.copier = dma.DmaCopier([pools], self.gpu, self.gpu, limits)
         self.memory: list[Levels] = [[level.numpy() for level in pool.levels] for pool in pools]
@@ -254,10 +248,6 @@ def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 # -- single cases
 
 
-def pair(source: int, target: int, levels: tuple[int, int], num_tokens: int | None = None) -> Copy:
-    return Copy(*levels, np.array([source], np.int32), np.array([target], np.int32), num_tokens)
-
-
 def test_both_directions_run_at_once() -> None:
     """A batch on one lane ends though an earlier one on the other lane is held up, if they share no slot."""
     program = Program(0)
@@ -319,7 +309,7 @@ def test_on_a_gpu_delayed_copies_arrive_where_they_are_waited_for(num_tokens: in
     shape = (8, 2, 16, 64)
     secondary = torch.randint(0, 256, shape, dtype=torch.uint8).pin_memory()
     primary = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-    copier = TorchCopier([[Storage((primary, secondary))]])
+    copier = TorchCopier([[Storage((primary, secondary), 2)]])
     expected = secondary[1].clone()
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # holds the compute stream, hence everything after it
     primary.fill_(7)

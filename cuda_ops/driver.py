@@ -1,0 +1,170 @@
+"""CUDA's driver by ctypes: copies in batches, and page-locking of host memory.
+
+Functions are looked up by the version of CUDA that fixes their arguments, never by name alone: what a plain name stands
+for changes with the driver. A batch runs after the earlier work of its stream (`srcAccessOrder` is STREAM), and reads
+no source before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuda_ops.dma import CopyPieces
+
+LIBRARY = "libcuda.so.1"
+INVALID_VALUE = 1
+NOT_SUPPORTED = 801
+_FOUND = 0
+_IN_STREAM_ORDER = 1
+_PORTABLE = 1
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation; ignored for page-locked and device memory."""
+
+    _fields_ = (("type", c_uint), ("id", c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", c_uint),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", c_uint),
+    )
+
+
+class _Symbol(NamedTuple):
+    """A function of the driver."""
+
+    name: str
+    version: int
+    """The first of CUDA with these arguments, as 12080."""
+    arguments: tuple[Any, ...]
+
+
+_BATCH = _Symbol(
+    "cuMemcpyBatchAsync",
+    12080,
+    # Targets, sources, sizes, count, attributes, where each begins, how many, which copy is wrong, stream.
+    (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, POINTER(c_size_t), c_void_p),
+)
+_ONE = _Symbol("cuMemcpyAsync", 4000, (c_uint64, c_uint64, c_size_t, c_void_p))
+_REGISTER = _Symbol("cuMemHostRegister", 6050, (c_void_p, c_size_t, c_uint))
+_UNREGISTER = _Symbol("cuMemHostUnregister", 4000, (c_void_p,))
+
+
+class DriverError(RuntimeError):
+    """The driver has refused something."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what}: CUDA error {code}")
+        self.code = code
+
+
+class Driver:
+    """See `cuda_ops.dma.Memcpy` for what copies."""
+
+    def __init__(self, library: Any) -> None:
+        """`library`: libcuda, as ctypes has it. Raises OSError if that has not what is needed."""
+        try:
+            self._look_up = library.cuGetProcAddress_v2
+        except AttributeError:
+            raise OSError("the driver is older than CUDA 12: it has no cuGetProcAddress_v2") from None
+        self._look_up.argtypes = (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int))
+        self._batch = self._find(_BATCH)
+        one, register, unregister = (self._find(each) for each in (_ONE, _REGISTER, _UNREGISTER))
+        if one is None or register is None or unregister is None:
+            raise OSError("the driver lacks cuMemcpyAsync, cuMemHostRegister or cuMemHostUnregister")
+        self._one, self._register, self._unregister = one, register, unregister
+        self._attributes = _Attributes(_IN_STREAM_ORDER)
+        self._first = c_size_t(0)
+        self.why_single = "" if self._batch else "the driver is older than CUDA 12.8"
+        """Why copies are made one by one; empty if they are not."""
+
+    def _find(self, symbol: _Symbol) -> Any:
+        found, status = c_void_p(), c_int(-1)
+        code = self._look_up(
+            symbol.name.encode(), ctypes.byref(found), symbol.version, 0, ctypes.byref(status)
+        )
+        if code or status.value != _FOUND or not found.value:
+            return None
+        return ctypes.CFUNCTYPE(c_int, *symbol.arguments)(found.value)
+
+    def probe(self, pieces: CopyPieces, stream: Any) -> None:
+        """Try a batch of copies, at the start: what this driver does not take are copies one by one from then on.
+
+        Raises DriverError if it does not take these either.
+        """
+        code = self._submit(pieces, stream)[0] if self._batch else 0
+        if code in (INVALID_VALUE, NOT_SUPPORTED):
+            self._batch, self.why_single = None, f"this driver refuses batches (CUDA error {code})"
+        if self._batch is None or code:
+            self.copy(pieces, stream)
+
+    def copy(self, pieces: CopyPieces, stream: Any) -> None:
+        """See `cuda_ops.dma.Memcpy`. Raises DriverError."""
+        if self._batch is None:
+            self._copy_singly(pieces, stream)
+            return
+        code, wrong = self._submit(pieces, stream)
+        if code == INVALID_VALUE:
+            # Not a driver that cannot, or `probe` would have noticed, but one that was asked for something wrong.
+            raise DriverError(f"cuMemcpyBatchAsync refuses {_described(pieces, wrong)}, which is a bug", code)
+        if code:
+            raise DriverError(f"cuMemcpyBatchAsync of {len(pieces.sizes)} copies", code)
+
+    def _submit(self, pieces: CopyPieces, stream: Any) -> tuple[int, int]:
+        """The driver's answer, and which copy it thinks is wrong."""
+        targets, sources, sizes = (np.ascontiguousarray(each, np.uint64) for each in pieces)
+        wrong = c_size_t(sizes.size)
+        code = self._batch(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            sizes.size,
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._first),
+            1,
+            ctypes.byref(wrong),
+            stream.cuda_stream,
+        )
+        return int(code), int(wrong.value)
+
+    def _copy_singly(self, pieces: CopyPieces, stream: Any) -> None:
+        for index, (target, source, size) in enumerate(zip(*(each.tolist() for each in pieces), strict=True)):
+            code = self._one(target, source, size, stream.cuda_stream)
+            if code:
+                raise DriverError(f"cuMemcpyAsync refuses {_described(pieces, index)}", code)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory, for all contexts. Raises DriverError."""
+        code = self._register(address, num_bytes, _PORTABLE)
+        if code:
+            raise DriverError(f"cuMemHostRegister of {num_bytes:,} bytes", code)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. Raises DriverError."""
+        code = self._unregister(address)
+        if code:
+            raise DriverError("cuMemHostUnregister", code)
+
+
+def _described(pieces: CopyPieces, index: int) -> str:
+    if not 0 <= index < pieces.sizes.size:
+        return f"a call of {pieces.sizes.size} copies"
+    target, source, size = (int(each[index]) for each in pieces)
+    return f"copy {index} of {pieces.sizes.size}, {size:,} bytes from {source:#x} to {target:#x}"
+
+
+@cache
+def load() -> Driver:
+    """The driver of this machine. Raises OSError, with the reason, where there is none that can be used."""
+    return Driver(ctypes.CDLL(LIBRARY))

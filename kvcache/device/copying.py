@@ -1,0 +1,44 @@
+"""Which copier moves the blocks of some pools, and why that one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cuda_ops.blocks import BlockStorage
+from cuda_ops.copier import Copier
+from cuda_ops.dma import CopyLimits, DmaCopier
+from cuda_ops.probe import Probed, probed
+from cuda_ops.streams import TorchGpu
+from cuda_ops.torch_copier import TorchCopier
+from kvcache.config import KVCacheConfig
+from kvcache.errors import Unsupported
+
+
+def chosen(device: torch.device, wanted: str = "auto") -> Probed:
+    """What copies to and from a device where `KVCacheConfig.copier` is `wanted`.
+
+    Raises `Unsupported` for ``dma`` where that is impossible.
+    """
+    if wanted == "torch":
+        return Probed(None, "torch's copies, as copier says")
+    found = (
+        probed(device)
+        if device.type == "cuda"
+        else Probed(None, f"torch's copies: primary is on the {device.type}")
+    )
+    if wanted == "dma" and found.memcpy is None:
+        raise Unsupported(f"copier=dma ({found.why})", "give auto or torch")
+    return found
+
+
+def copier_for(
+    groups: Sequence[Sequence[BlockStorage]], device: torch.device, config: KVCacheConfig | None
+) -> Copier:
+    """What moves the blocks of these pools, whose primary level is on `device`. Raises as `chosen`."""
+    memcpy = chosen(device, "auto" if config is None else config.copier).memcpy
+    if memcpy is None:
+        return TorchCopier(groups)
+    limits = CopyLimits() if config is None else CopyLimits(config.copy_pieces, config.copy_bytes)
+    return DmaCopier(groups, memcpy, TorchGpu(device), limits)
