@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,12 @@ def duration(seconds: float) -> str:
 def share(part: float) -> str:
     """A part of one, in percent."""
     return f"{part:.1%}".replace("%", " %")
+
+
+def few(number: float) -> str:
+    """A number with three digits that matter, without an exponent."""
+    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{number:,.{min(max(digits, 0), 9)}f}"
 
 
 def size(num_bytes: int) -> str:

@@ -30,7 +30,7 @@ from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.audit.turns import SessionTurns
 from kvcache.cli import feed_log, groups, times
-from kvcache.cli.costs import Costs, few, memory_facts, memory_json
+from kvcache.cli.costs import Costs, memory_facts, memory_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import (
     Facts,
@@ -46,7 +46,7 @@ from kvcache.cli.output import (
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
-from kvcache.phrases import count, iso, printable, share
+from kvcache.phrases import count, few, iso, printable, share
 
 _BARS = 24
 """Rows of the picture over time, at most."""

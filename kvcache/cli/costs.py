@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from kvcache.audit.prefill import PrefillCost, PrefillModel, Pricing
 from kvcache.audit.prefill_fit import FittedPrefill, fit, logged_samples, read_samples
 from kvcache.cli.output import Facts, Row
 from kvcache.errors import UsageError
-from kvcache.phrases import count, duration, printable, share, size
+from kvcache.phrases import count, duration, few, printable, share, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +162,6 @@ def _model_json(model: KVShape) -> dict[str, Any]:
 def cost_json(cost: PrefillCost | None) -> dict[str, Any] | None:
     """All of a cost."""
     return None if cost is None else asdict(cost)
-
-
-def few(number: float) -> str:
-    """A number with three digits that matter, without an exponent."""
-    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
-    return f"{number:,.{min(max(digits, 0), 9)}f}"
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from kvcache.audit import open_log
 from kvcache.audit.export import replacing
-from kvcache.cli.options import add_shared, option
+from kvcache.cli.costs import Costs
+from kvcache.cli.options import add_cost_options, add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
@@ -40,15 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("curve", "whatif"):
         add(f"--{name} FILE", f"what `kvcache {name} LOG --json` printed, as a section more", type=Path)
     add_trace(parser)
+    add_cost_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log, or that of the trace, twice, and write the page."""
+    costs = Costs.of(args)
     with as_log(args, out) as served:
-        return _write(served.log, args, out)
+        return _write(served.log, costs, args, out)
 
 
-def _write(log: Path, args: argparse.Namespace, out: Output) -> int:
+def _write(log: Path, costs: Costs, args: argparse.Namespace, out: Output) -> int:
     curve = _given(log, args.curve, GivenCurve, out)
     whatif = _given(log, args.whatif, WhatIf, out)
     # What is wrong with the place is said before a long log is read.
@@ -57,8 +60,18 @@ def _write(log: Path, args: argparse.Namespace, out: Output) -> int:
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
         out.progress("reading") as update,
     ):
-        page = report(log, curve=curve, whatif=whatif, progress=update, ended=out.note_end)
+        page = report(
+            log,
+            curve=curve,
+            whatif=whatif,
+            pricing=costs.pricing,
+            model=costs.model,
+            progress=update,
+            ended=out.note_end,
+        )
         new.write_text(page, encoding="utf-8", newline="\n")
+    for label, said in (*costs.prefill_facts(), *costs.model_facts()):
+        out.note(f"{label}: {said}" if label else said)
     out.note(f"{args.output}: {size(len(page.encode()))}")
     return 0
 

@@ -289,13 +289,13 @@ class Gathered:
         return max(map(sum, filled)), used, max(each.held for each in filled)
 
 
-def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
-    """Read a log; `progress` is called with the batches read, of both passes.
+def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> Gathered:
+    """Read a log; `progress` is called with the batches read, of both passes. `others` listen to the first one.
 
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
     totals, lanes, filling = AuditTotals(), Lanes(), Occupancy()
-    history = HistoryFold(totals, lanes, filling)
+    history = HistoryFold(totals, lanes, filling, *others)
     reader, clock = LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):
         history.fold(batch)

@@ -34,9 +34,54 @@ class OtherLog(UsageError):
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 _Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Positive = Annotated[float, msgspec.Meta(ge=0, le=2.0**62)]
 _Number = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 _Plain = bool | _Number | float | str | list[_Number | float | str] | None
 _Config = dict[str, _Plain | dict[str, _Plain]]
+
+
+class GivenCost(msgspec.Struct):
+    """What prefills take, and cost in each hour."""
+
+    gpu_hours: _Positive
+    saved_gpu_hours: _Positive
+    mean_seconds: _Positive | None = None
+    p95_seconds: _Positive | None = None
+    saved_per_hour: _Positive | None = None
+
+
+class GivenFormula(msgspec.Struct):
+    """Seconds of a prefill, and the money that the numbers are in."""
+
+    formula: str
+    currency: str | None = None
+
+
+class WithCosts(msgspec.Struct, kw_only=True):
+    """What may tell of costs."""
+
+    prefill_model: GivenFormula | None = None
+
+    @property
+    def cost_columns(self) -> list[str]:
+        """The names of what is told of them."""
+        if self.prefill_model is None:
+            return []
+        currency = self.prefill_model.currency
+        return ["prefill", "p95", "GPU-hours", "saved"] + [f"{currency} saved/h"] * (currency is not None)
+
+    def cost_values(self, cost: GivenCost | None) -> list[float | None]:
+        """The values for these columns: two are seconds."""
+        if cost is None:
+            return [None] * len(self.cost_columns)
+        values = [
+            cost.mean_seconds,
+            cost.p95_seconds,
+            cost.gpu_hours,
+            cost.saved_gpu_hours,
+            cost.saved_per_hour,
+        ]
+        return values[: len(self.cost_columns)]
 
 
 class Size(msgspec.Struct):
@@ -45,6 +90,8 @@ class Size(msgspec.Struct):
     blocks: _Blocks
     hit_rate: _Part
     best_hits: _Count | None = None
+    bytes: _Count | None = None
+    prefill: GivenCost | None = None
 
 
 class Timeout(msgspec.Struct):
@@ -54,7 +101,7 @@ class Timeout(msgspec.Struct):
     seconds: _Blocks | None = None
 
 
-class GivenCurve(msgspec.Struct):
+class GivenCurve(WithCosts):
     """Hit rates by size, and by how long idle blocks are kept."""
 
     command: ClassVar[str] = "curve"
@@ -98,13 +145,15 @@ class GivenTrial(msgspec.Struct):
     too_long: _Count = 0
     unserved: _Count = 0
     config: _Config = {}
+    cache_bytes: dict[Literal["primary", "secondary"], _Count] | None = None
+    prefill: GivenCost | None = None
 
     def settings(self) -> dict[str, Any]:
         """All of them by dotted names."""
         return dict(_flat(self.config))
 
 
-class WhatIf(msgspec.Struct):
+class WhatIf(WithCosts):
     """What was recorded, and what was tried."""
 
     command: ClassVar[str] = "whatif"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.util import find_spec
@@ -16,10 +17,13 @@ from events.log import LogEnd
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
 from kvcache.audit.explanation import tell
+from kvcache.audit.kv_shape import KVShape
+from kvcache.audit.memory import Memory
+from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, Pricing, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, verdict_on
 from kvcache.errors import UsageError
-from kvcache.phrases import count, describe_end, duration, is_whole, printable, share, since
+from kvcache.phrases import count, describe_end, duration, few, is_whole, printable, share, since, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of
 from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered, Progress, gather
 from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
@@ -38,23 +42,27 @@ def report(
     *,
     curve: Mapping[str, Any] | GivenCurve | None = None,
     whatif: Mapping[str, Any] | WhatIf | None = None,
+    pricing: Pricing | None = None,
+    model: KVShape | None = None,
     progress: Progress = lambda _: None,
     ended: Callable[[LogEnd], None] = lambda _: None,
 ) -> str:
     """The HTML of a page about what a log's cache did. It needs no network, and holds no tokens and no salts.
 
     `curve` and `whatif` are what `kvcache curve LOG --json` and `kvcache whatif LOG --json` print, and add a section
-    each. The log is read twice; `progress` is called with the batches read, `ended` with how the log ends. Raises
-    `UsageError` where plotly or jinja2 is not installed, where what is given is something else or about another log,
-    and what reading and replaying a log raise.
+    each. `pricing` says what prefills take, `model` what blocks do. The log is read twice; `progress` is called with
+    the batches read, `ended` with how the log ends. Raises `UsageError` where plotly or jinja2 is not installed, where
+    what is given is something else or about another log, and what reading and replaying a log raise.
     """
     plotly_js()
     templates(HOME)
     directory = Path(log)
     own_curve = _own(directory, curve, GivenCurve)
     own_whatif = _own(directory, whatif, WhatIf)
-    found = gather(directory, progress)
+    prefills = [] if pricing is None else [PrefillTotals(pricing.model)]
+    found = gather(directory, progress, *prefills)
     ended(found.end)
+    costs = Spending.of(found.audit, prefills, pricing, model)
     data = {
         "facts": facts(found),
         "charts": charts_of(found, own_curve),
@@ -72,6 +80,7 @@ def report(
         explanations=explanations,
         curve=own_curve,
         whatif=own_whatif,
+        costs=costs,
         data=data,
         colors=COLORS,
     )
@@ -84,6 +93,39 @@ def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
     own = understood(given, form, f"{form.command}=")
     refuse_other(open_log(log).log_id, own, f"{form.command}=")
     return own
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What the prefills and the blocks of a log take."""
+
+    pricing: Pricing | None
+    """None: no formula was given."""
+    seconds: PrefillSeconds
+    hours: float | None
+    """Of the log's time."""
+    memory: Memory | None
+    """None: no model is known."""
+
+    @classmethod
+    def of(
+        cls, audit: Audit, totals: list[PrefillTotals], pricing: Pricing | None, model: KVShape | None
+    ) -> Spending:
+        """What `totals` have added up beside the audit, if any did."""
+        seconds = totals[0].finish() if totals else PrefillSeconds()
+        hours = hours_between(audit.first_at, audit.last_at)
+        return cls(pricing, seconds, hours, Memory.of(audit, model))
+
+    @property
+    def cost(self) -> PrefillCost | None:
+        """Of all prefills."""
+        return None if self.pricing is None else self.seconds.cost(self.pricing, self.hours)
+
+    def spent(self, seconds: float) -> tuple[float, float | None]:
+        """GPU-hours of so many seconds, and their money in each hour."""
+        assert self.pricing is not None
+        gpu_hours = self.pricing.gpu_hours(seconds)
+        return gpu_hours, self.pricing.per_hour(gpu_hours, self.hours)
 
 
 # -- from templates
@@ -150,12 +192,14 @@ def templates(home: Path) -> Environment:
         "count": count,
         "describe_end": describe_end,
         "duration": duration,
+        "few": few,
         "is_whole": is_whole,
         "most_computed": most_computed,
         "n": lambda number: f"{number:,}",
         "part": lambda tokens, of: share(tokens / max(of, 1)),
         "setting": _setting,
         "since": since,
+        "size": size,
         "utc": lambda at: datetime.fromtimestamp(at // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
     return own

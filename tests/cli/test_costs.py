@@ -304,7 +304,7 @@ def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
         (("--model-config", "nowhere.json"), "nowhere.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["audit", "curve", "whatif"])
+@pytest.mark.parametrize("command", ["audit", "curve", "whatif", "report"])
 def test_what_makes_no_sense_is_refused(
     kvcache: Kvcache, twice: Path, command: str, options: tuple[str, ...], said: str
 ) -> None:
@@ -312,6 +312,7 @@ def test_what_makes_no_sense_is_refused(
     done = kvcache(command, twice, *options)
     assert (done.code, done.out) == (2, "")
     assert said in done.err
+    assert not Path("report.html").exists()
 
 
 def test_a_model_that_is_not_understood(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:

@@ -24,11 +24,14 @@ from events.log import LogReader
 from events.types import PRIMARY
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.explanation import explain_request
+from kvcache.audit.kv_shape import KVShape
+from kvcache.audit.prefill import PrefillModel, PrefillTotals, Pricing, hours_between
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
 from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
+from kvcache.phrases import duration, few
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
@@ -496,11 +499,14 @@ class TestCommand:
         assert list(tmp_path.iterdir()) == []
 
 
+COST = {"mean_seconds": 0.25, "p95_seconds": 1.5, "gpu_hours": 2.0, "saved_gpu_hours": 3.0}
+PREFILL = {"formula": "0 + 1 n + 0 n m", "currency": "EUR"}
 CURVE = {
     "sizes": [
-        {"blocks": 100, "hit_rate": 0.25, "best_hits": 60},
-        {"blocks": 200, "hit_rate": 0.5, "best_hits": None},
+        {"blocks": 100, "hit_rate": 0.25, "best_hits": 60, "bytes": 3 << 20, "prefill": COST},
+        {"blocks": 200, "hit_rate": 0.5, "best_hits": None, "bytes": None, "prefill": None},
     ],
+    "prefill_model": PREFILL,
     "block_requests": 120,
     "num_blocks": {"primary": 100, "secondary": 100},
     "knee": 150,
@@ -512,7 +518,10 @@ WHATIF = {
         "hit_rate": 0.4,
         "policy": None,
         "config": {"primary_blocks": 100, "log": {"fsync": "never"}},
+        "cache_bytes": {"primary": 1 << 30, "secondary": 2 << 30},
+        "prefill": COST | {"saved_per_hour": 4.25},
     },
+    "prefill_model": PREFILL,
     "trials": [
         {
             "hit_rate": 0.6,
@@ -522,6 +531,46 @@ WHATIF = {
         }
     ],
 }
+
+
+PRICING = Pricing(PrefillModel(0.004, 6e-5, 2e-10), gpus=2, price=2.5, currency="<EUR>")
+MODEL = KVShape("llama", "bfloat16", 32, 131_072)
+
+
+def test_what_prefills_cost(busy: Path, page: Page) -> None:
+    """The numbers are the audit's, of each reason, too; without a formula there is no such section."""
+    totals = PrefillTotals(PRICING.model)
+    audit = audit_batches(((batch, True) for batch in LogReader(busy)), totals)
+    seconds, hours = totals.finish(), hours_between(audit.first_at, audit.last_at)
+    cost = seconds.cost(PRICING, hours)
+    html = report(busy, pricing=PRICING, model=MODEL)
+    assert "<EUR>" not in html
+    priced = Page(html)
+    assert [each["id"] for each in priced.all("section")][1:3] == ["misses", "costs"]
+    assert "costs" not in [each["id"] for each in page.all("section")]
+    said = " ".join("".join(priced.text).split())
+    assert cost.mean_seconds is not None
+    assert cost.cost_per_hour is not None
+    assert cost.saved_per_hour is not None
+    for text in (
+        f"time to prefill{duration(cost.mean_seconds)}",
+        f"GPU-hours of prefills{few(cost.gpu_hours)}{few(cost.cost_per_hour)} <EUR> per hour",
+        f"GPU-hours saved by reuse{few(cost.saved_gpu_hours)}{few(cost.saved_per_hour)} <EUR> per hour",
+        f"GPU-hours lost{few(PRICING.gpu_hours(seconds.evicted))}to evictions; ",
+        "primary160.0 MiB",
+        "secondary40.0 MiB",
+    ):
+        assert text in said
+    for reason in Reason:
+        if audit.reasons[reason]:
+            assert few(PRICING.gpu_hours(float(seconds.by_reason[reason]))) in priced.text
+
+
+def test_memory_alone(busy: Path) -> None:
+    """Bytes need no formula."""
+    said = report(busy, model=MODEL)
+    assert "160.0 MiB" in said
+    assert "time to prefill" not in said
 
 
 def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
@@ -590,6 +639,8 @@ class TestBeside:
             page.text
         )
         assert "primary_blocks" in page.text
+        costs = ("3.0 MiB", "250.0 ms", "1.50 s", "2.00", "3.00", "4.25", "1.0 GiB + 2.0 GiB", "EUR saved/h")
+        assert set(costs) <= set(page.text)
         assert page.text.count("log.fsync") == 1, "only among the settings of the cache"
 
     def test_they_take_what_the_commands_print(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
@@ -714,10 +765,11 @@ class TestBrowser:
             assert browser.errors == []
             assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data", "about"}
 
-    def test_it_fits_every_window(self, html: str, tmp_path: Path) -> None:
+    def test_it_fits_every_window(self, busy: Path, tmp_path: Path) -> None:
         """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
         file = tmp_path / "page.html"
-        file.write_text(html, encoding="utf-8")
+        priced = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL)
+        file.write_text(priced, encoding="utf-8")
         with Browser(program("chromium"), tmp_path / "profile") as browser:
             for dark in (False, True):
                 for width in (1280, 390):
