@@ -7,6 +7,7 @@ told beside what an engine gets, and a file that `run` accepts is accepted here,
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return 0
     values = config.model_dump()
     rows = [
-        {"setting": name, "value": "(missing)" if name in missing else _spelled(look_up(values, name))}
+        {"setting": name, "value": "(missing)" if name in missing else spelled(look_up(values, name))}
         | {"from": _origin(name, sources) or _default(name, derived.get(name))}
         for name in fields_of(KVCacheConfig)
     ]
@@ -101,14 +102,20 @@ def _origin(name: str, sources: Sources) -> str | None:
 def _default(name: str, derived: str | None) -> str:
     """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
     own = look_up(RUN_DEFAULTS, name)
-    in_run = derived if derived is not None else None if own is ... else _spelled(own)
+    in_run = derived if derived is not None else None if own is ... else spelled(own)
     default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
     return default if in_run is None else f"{default} ({in_run} in run)"
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
+    """A setting as tables show it, and as it can be given."""
     if value is None:
         return "none"
+    if isinstance(value, dict) and "priority" in value:
+        lasts = value["duration_ms"]
+        return f"{value['priority']}" + (f":{lasts / 1000:.10g}s" if lasts else "")
+    if isinstance(value, dict):
+        return json.dumps({stop: spelled(rule) for stop, rule in value.items()})
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -276,7 +276,7 @@ class _Run:
 
                 self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path, self._config)
                 self._copier = TimedCopier(self._pools.copier(), sizes.layout)
-            clock = Substitutes(wall_ns=self._clock.wall_ns)
+            clock = Substitutes(wall_ns=self._clock.wall_ns, monotonic_ns=self._clock.trace_ns)
             options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "substitutes": clock}
             if self._config.secondary_path is None:
                 return KVCacheManager(self._config, pools=self._pools, log=log, **options)

@@ -18,7 +18,7 @@ from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import cache_bytes
 from kvcache.audit.prefill import PrefillCost
 from kvcache.cli import messages
-from kvcache.cli.config import parse_sets
+from kvcache.cli.config import parse_sets, spelled
 from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
@@ -185,13 +185,13 @@ def _play(
 
 
 def alternatives(text: str) -> list[tuple[str, str]]:
-    """The values of one ``--set``, each with its field; commas inside brackets belong to a value."""
+    """The values of one ``--set``, each with its field; commas inside brackets and braces belong to a value."""
     name, equals, values = text.partition("=")
     if not equals or not name:
         raise UsageError(f"--set {text}: write FIELD=VALUE,VALUE, as in --set primary_blocks=1000,2000")
     found, depth = [""], 0
     for letter in values:
-        depth += (letter == "[") - (letter == "]")
+        depth += (letter in "[{") - (letter in "]}")
         if letter == "," and not depth:
             found.append("")
         else:
@@ -285,7 +285,9 @@ def _setting(row: TrialRow, name: str) -> str:
     value = look_up(row.outcome.config.model_dump(), name)
     if isinstance(value, tuple):
         return "[" + ",".join(map(str, value)) + "]"
-    return "-" if value is None else str(value)
+    if isinstance(value, dict):
+        return spelled(value)
+    return "-" if value is None or value is ... else str(value)
 
 
 def _part(part: float | None) -> str:

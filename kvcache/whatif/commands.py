@@ -200,6 +200,7 @@ class Remove:
     handle: int
     store: bool
     why: EndReason = EndReason.FINISHED
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,8 @@ class RecordedBatch:
     events: tuple[AnyEvent, ...]
     commands: tuple[Command, ...]
     clock: int = 0
-    """The last time that the log has told by its end: all that is played of it happens then."""
+    """The last time that the log has told by its end, or when it was written, counted from the cache's creation: all
+    that is played of it happens then."""
     ts: int = 0
     """Its wall clock, in ns."""
 
@@ -286,7 +288,8 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
     """
     commands = _Commands(str(log))
     for batch in LogReader(Path(log)) if reader is None else reader:
-        yield RecordedBatch(batch.seq, batch.events, commands.of(batch), commands.state.clock, batch.ts)
+        played = commands.of(batch)
+        yield RecordedBatch(batch.seq, batch.events, played, commands.clock(batch), batch.ts)
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedPrompt]]:
@@ -325,6 +328,8 @@ class _Commands:
         """Sequences that got slots for tokens to come."""
         self._storing: frozenset[int] = frozenset()
         """Sequences of which the last command stores blocks."""
+        self._created_at = 0
+        """What the wall clock showed when the cache was created."""
         self._bare: int | None = None
         """A sequence of which blocks were stored that no command has accounted for so far."""
         self._readers: dict[type, Callable[[Any], None]] = {
@@ -349,10 +354,16 @@ class _Commands:
             ev.TransferLanded: lambda _: self._add(Poll()),
         }
 
+    def clock(self, batch: ev.EventBatch) -> int:
+        """When a batch that was read is played."""
+        return self.state.clock or max(0, batch.ts - self._created_at)
+
     def of(self, batch: ev.EventBatch) -> tuple[Command, ...]:
         """The commands that made a batch, in order."""
-        self._commands = []
+        self._commands, before = [], self.state.created
         self._replayed.fold(batch, verify=False, before=self._read)
+        if self.state.created is not before:
+            self._created_at = batch.ts
         with fitting(batch.seq):
             self._settle()
         self._storing = frozenset()
@@ -499,7 +510,7 @@ class _Commands:
         store = bool(self._engine) or not self._unstored.any_of(self.state.sequences[event.handle])
         if store and self._bare == event.handle:
             self._bare = None  # the end itself has stored these blocks
-        self._add(Remove(event.handle, store, event.why))
+        self._add(Remove(event.handle, store, event.why, event.stop))
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         """One event tells of a row of a sequence's blocks; the call may have been about more that had the priority."""

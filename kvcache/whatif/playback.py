@@ -330,11 +330,11 @@ class Playback:
             case Prioritize():
                 manager.set_priority(handle, step.priority, start=step.start, stop=step.stop)
             case _:
-                self._end(request, store=step.store, why=step.why)
+                self._end(request, step)
                 self._may_admit = True
 
-    def _end(self, request: Played, *, store: bool = True, why: EndReason = EndReason.FINISHED) -> None:
-        self.manager.remove_sequence(request.handle, store, why=why)
+    def _end(self, request: Played, end: Remove) -> None:
+        self.manager.remove_sequence(request.handle, end.store, why=end.why, stop=end.stop)
         del self._running[request.handle]
         self._late.pop(request.handle, None)
 
@@ -383,14 +383,14 @@ class Playback:
         if not self._is_short_enough(request.prompt):
             self._cut_short(request)
             return False
-        self._end(request, why=EndReason.PREEMPTED)
+        self._end(request, Remove(request.handle, store=True, why=EndReason.PREEMPTED))
         return True
 
     def _cut_short(self, request: Played) -> None:
         """End a request for good before its end."""
         self.tally.cut_short += 1
         self._cut_off.add(request.prompt.request_id)
-        self._end(request)
+        self._end(request, Remove(request.handle, store=True))
         self._may_admit = True
 
     def _sequence(self, handle: int) -> Sequence:

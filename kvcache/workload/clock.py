@@ -66,8 +66,12 @@ class StepClock:
     def wall_ns(self) -> int:
         """Return the wall clock's nanoseconds."""
         if self.speed is None or math.isinf(self.speed):
-            return START_NS + min(self.now_ms * _MS, _FOREVER_NS)
+            return START_NS + self.trace_ns()
         return self._real_ns()
+
+    def trace_ns(self) -> int:
+        """Return nanoseconds of the trace's time, in which a `Retention` is over."""
+        return min(self.now_ms * _MS, _FOREVER_NS)
 
     def has_arrived(self, timestamp_ms: int) -> bool:
         """Tell whether a request is there. Without a speed arrival times only order the requests."""

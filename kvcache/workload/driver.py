@@ -371,7 +371,8 @@ class Engine:
         """End requests; what they computed stays reusable."""
         for running in ended:
             with self._times.timed():
-                self._manager.remove_sequence(running.request_id)
+                stop = running.waiting.stop if running.finished else None
+                self._manager.remove_sequence(running.request_id, stop=stop)
             del self._running[running.request_id]
             self._result.requests += running.finished
             self._result.output_tokens += running.sampled

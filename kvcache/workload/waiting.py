@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from kvcache.config import KVCacheConfig
-from kvcache.inputs import Request
+from kvcache.inputs import LONGEST_STOP, Request
 from kvcache.layout import Layout
 from kvcache.workload.clock import StepClock
 from kvcache.workload.tokens import Int32s, output_tokens
@@ -64,6 +64,8 @@ class Waiting:
     """Blocks it holds at its end if nothing is shared."""
     arrival_ms: int
     """Time of the trace."""
+    stop: str | None = None
+    """Why its output ends, in the trace's words."""
 
     def after(self, sampled: int) -> Waiting:
         """The same request when so many outputs were generated: they belong to its prompt."""
@@ -71,7 +73,7 @@ class Waiting:
             return self
         tokens = np.concatenate([np.asarray(self.request.tokens), self.outputs[:sampled]])
         request = replace(self.request, tokens=tokens)
-        return Waiting(request, self.outputs[sampled:], self.blocks_to_completion, self.arrival_ms)
+        return replace(self, request=request, outputs=self.outputs[sampled:])
 
 
 class Line(ABC):
@@ -161,4 +163,5 @@ class WaitingLine(Line):
         admitted = Request(
             index, prompt, cache_salt=request.scope, session=request.session, labels=request.labels
         )
-        self._ready.append(Waiting(admitted, outputs, blocks, request.timestamp))
+        stop = None if request.stop is None else request.stop[:LONGEST_STOP]
+        self._ready.append(Waiting(admitted, outputs, blocks, request.timestamp, stop))

@@ -178,6 +178,52 @@ class TestResult:
         assert found(kvcache(*args, "--jobs", 2)) == found(kvcache(*args, "--jobs", 1))
 
 
+def agents_trace(path: Path, tool_ms: int) -> Path:
+    """A session that waits for a tool for so long, while others that are over fill a cache of 12 blocks."""
+    first = {
+        "timestamp": 0,
+        "input_length": 2058,
+        "output_length": 2,
+        "hash_ids": [0, 1, 2, 3, 4],
+        "stop": "tool_use",
+    }
+    others = [
+        first | {"timestamp": at, "input_length": 1034, "hash_ids": [n, n + 1, n + 2], "stop": "end_turn"}
+        for begin, at in ((10, 100), (200, tool_ms - 500))
+        for n in range(begin, begin + 90, 10)
+    ]
+    again = first | {"timestamp": tool_ms, "hash_ids": [0, 1, 2, 3, 5], "stop": "end_turn"}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (first, *others, again)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tool_ms", "reused"), [(3_000, [0, 2048, 2048, 2048, 2048]), (70_000, [0, 0, 2048, 2048, 0])]
+)
+def test_rules_for_stop_reasons(kvcache: Kvcache, tmp_path: Path, tool_ms: int, reused: list[int]) -> None:
+    """A run records the trace's reasons; each rule says what it would have done, with times of the trace."""
+    trace = agents_trace(tmp_path / "trace.jsonl", tool_ms)
+    size = ("--tokens-per-block", 512, "--primary-blocks", 12, "--secondary-blocks", 0)
+    run = ("run", trace, "--no-pools", *size, "--concurrency", 1, "-q", "--log")
+    assert kvcache(*run, tmp_path / "log").code == 0
+    rules = ("--set", "stop_retention.tool_use=none,60:1min,60", "--no-bound", "--jobs", 1)
+    done = found(kvcache("whatif", tmp_path / "log", *rules, "--json"))
+    whole = ("--set", 'stop_retention={"tool_use": 36, "end_turn": 20},{"*": "60:60s", "end_turn": 35}')
+    other = found(kvcache("whatif", tmp_path / "log", *whole, *rules[2:], "--json"))
+    assert [each["reused_tokens"] for each in (*done["trials"], *other["trials"])] == reused
+    assert done["recorded"]["reused_tokens"] == 0
+    lines = [line.split() for line in kvcache("whatif", tmp_path / "log", *rules).out.splitlines()]
+    assert lines[1][0] == "stop_retention.tool_use"
+    assert [line[1] for line in lines[2:6]] == ["-", "-", "60:60s", "60"]
+    # And a run with the rule does it.
+    ruled = ("--set", "stop_retention.tool_use=60:1min")
+    assert kvcache(*run, tmp_path / "ruled", *ruled).code == 0
+    [again] = found(kvcache("whatif", tmp_path / "ruled", "--jobs", 1, "--json"))["trials"]
+    assert again["reused_tokens"] == reused[1]
+    shown = kvcache("events", tmp_path / "log", "--type", "SequenceRemoved").out.splitlines()
+    assert [line.split()[-1] for line in shown] == ["stop=tool_use"] + ["stop=end_turn"] * 19
+
+
 @pytest.mark.parametrize("size", [pytest.param("8", marks=pytest.mark.long), "16"])
 def test_every_policy_plays_chats(kvcache: Kvcache, log: Path, size: str) -> None:
     """Prefixes that branch, with a secondary level that is too small: nothing comes out above the bound."""
@@ -203,6 +249,10 @@ class TestChoice:
         assert alternatives("primary_blocks=[5,6], 7") == [
             ("primary_blocks", "[5,6]"),
             ("primary_blocks", "7"),
+        ]
+        assert alternatives('stop_retention={"a": 5, "b": 6},{}') == [
+            ("stop_retention", '{"a": 5, "b": 6}'),
+            ("stop_retention", "{}"),
         ]
 
     def test_every_combination(self) -> None:

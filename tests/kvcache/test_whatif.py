@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from events import types as ev
@@ -21,7 +22,7 @@ from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError, OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.recorder import Recorder
 from kvcache.whatif.commands import Compute, RecordedPrompt, Remove, Unplayable, prompts, recorded
 from kvcache.whatif.playback import Playback, Played, Tally
@@ -42,16 +43,27 @@ class Program:
     """
 
     def __init__(
-        self, manager: KVCacheManager, seed: int, *, branches: bool = False, ahead: bool = False
+        self,
+        manager: KVCacheManager,
+        seed: int,
+        *,
+        branches: bool = False,
+        ahead: bool = False,
+        ticks: strategies.Ticks | None = None,
+        plain: bool = False,
     ) -> None:
         self._manager, self._rng, self._branches, self._ahead = manager, random.Random(seed), branches, ahead
+        self._ticks = ticks or strategies.Ticks()
+        """The manager's time, which goes on between two batches."""
+        self._plain = plain
+        """Whether it does nothing of which a log has only what came of it."""
         self._running: list[int] = []
         self._next = 0
         self._prompts: list[tuple[Any, list[Any]]] = []
 
     def run(self, steps: int) -> None:
         calls = [self._add] * 4 + [self._compute] * 4 + [self._append] * 4 + [self._remove] * 3
-        calls += [self._prioritize, self._flush, self._flush]
+        calls += [self._prioritize] * (not self._plain) + [self._flush, self._flush]
         calls += [self._fork, self._fork, self._draft, self._rewind, self._rewind] * self._branches
         calls += [self._reserve] * 4 * self._ahead
         for _ in range(steps):
@@ -153,7 +165,10 @@ class Program:
     def _remove(self) -> None:
         if self._running:
             request_id = self._running.pop(self._rng.randrange(len(self._running)))
-            self._manager.remove_sequence(request_id, store=self._rng.random() < 0.7)
+            stop = self._rng.choice((None, *strategies.STOPS))
+            self._manager.remove_sequence(
+                request_id, store=self._plain or self._rng.random() < 0.7, stop=stop
+            )
 
     def _prioritize(self) -> None:
         if self._running:
@@ -164,6 +179,7 @@ class Program:
 
     def _flush(self) -> None:
         self._manager.flush()
+        self._ticks.now += self._rng.choice((0, 0, strategies.MS))
 
 
 def told(event: Any) -> Any:
@@ -181,7 +197,9 @@ def told(event: Any) -> Any:
         case ev.BlocksReturned():
             return "returned", event.group, event.slots
         case ev.SequenceRemoved():
-            return "ended", event.stored, event.freed, event.num_tokens, event.computed
+            return "ended", event.stored, event.freed, event.num_tokens, event.computed, event.stop
+        case ev.BlocksUpdated() if event.why != ev.UpdateReason.SET:  # one call may be played as several
+            return "updated", event.group, event.level, event.slots, event.priority, event.duration, event.why
     return None
 
 
@@ -206,13 +224,52 @@ def test_random_logs_play_again_as_they_were(
 ) -> None:
     """Under a log's own settings each request reuses what it did, and the same blocks are evicted in the same order."""
     with TemporaryDirectory() as parent:
-        log = strategies.log_directory(parent)
-        with KVCacheManager(config, log=log) as manager:
-            Program(manager, seed, branches=branches, ahead=ahead).run(80)
+        log, ticks = strategies.log_directory(parent), strategies.Ticks()
+        with KVCacheManager(config, log=log, substitutes=Substitutes(monotonic_ns=ticks)) as manager:
+            Program(manager, seed, branches=branches, ahead=ahead, ticks=ticks).run(80)
         then, now, counted, tally = play_again(log)
     assert now == then
     counted.waited = 0  # requests that were refused and never admitted have left no tokens
     assert tally == counted
+
+
+RULES = {"tool_calls": "60:3ms", "stop": 20, "*": 40}
+
+
+@given(strategies.configs(), st.integers(0, 10**9))
+def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConfig, seed: int) -> None:
+    """On a log that was recorded without: it has the reasons, and the times of its batches."""
+    heard: list[list[Any]] = []
+    with TemporaryDirectory() as parent:
+        log = strategies.log_directory(parent)
+        for rules in ({}, RULES):
+            ticks = strategies.Ticks()
+            set_otherwise = KVCacheConfig(**config.model_dump() | {"stop_retention": rules})
+            substitutes = Substitutes(wall_ns=partial(_wall_ns, ticks), monotonic_ns=ticks)
+            with KVCacheManager(
+                set_otherwise, log=None if rules else log, substitutes=substitutes
+            ) as manager:
+                heard.append([])
+                manager.bus.subscribe(lambda event: heard[-1].append(told(event)))
+                Program(manager, seed, ticks=ticks, plain=True).run(80)
+                manager.flush()  # at the time of the end, which is in the log, too
+        now: list[Any] = []
+        trial = Trial({"stop_retention": RULES})
+        playback = Playback(trial.settings, hear=lambda event: now.append(told(event)))
+        for batch in recorded(log):
+            playback.play(batch)
+        playback.finish()
+    without, live, played = ([each for each in events if each] for events in (*heard, now))
+    assume(_ends(without) == _ends(live))  # else other requests have fitted
+    assert played == live
+
+
+def _wall_ns(ticks: strategies.Ticks) -> int:
+    return 10**18 + ticks.now
+
+
+def _ends(events: list[Any]) -> list[tuple[int, str | None]]:
+    return [(each[3], each[5]) for each in events if each[0] == "ended"]
 
 
 def log_of(parent: Path, config: KVCacheConfig, program: Any) -> Path:

@@ -64,6 +64,7 @@ def test_without_speed_no_step_is_earlier_than_its_requests() -> None:
     clock.reach(900)
     clock.advance(threading.Event())
     assert clock.wall_ns() == START_NS + 1_020 * MS
+    assert clock.trace_ns() == 1_020 * MS
     clock.reach(2**63 - 1)
     assert START_NS < clock.wall_ns() < 2**63
 
