@@ -45,6 +45,7 @@ from kvcache.inputs import (
     checked_integer,
     checked_natural,
     checked_request_id,
+    checked_stop,
     checked_text,
     listed,
     pack_counts,
@@ -430,9 +431,17 @@ class Recorder(EventSourced):
 
     @exclusive
     def ended(
-        self, request_id: RequestId, why: Literal["finished", "preempted", "aborted"] = "finished"
+        self,
+        request_id: RequestId,
+        why: Literal["finished", "preempted", "aborted"] = "finished",
+        *,
+        stop: str | None = None,
     ) -> None:
-        """A request has released all its blocks: those that are cached stay cached, the others are free."""
+        """A request has released all its blocks: those that are cached stay cached, the others are free.
+
+        `stop` says why its output ended, in words of the engine's own of at most 64 characters, as ``length``.
+        """
+        stop = None if stop is None else checked_stop(stop)
         reason, sequence = checked_choice(why, ev.EndReason, "why"), self._running.sequence(request_id)
         table, shared = sequence.tables[0], self._group.shared
         own = table[sequence.path_ends[0].end :][::-1]
@@ -448,6 +457,7 @@ class Recorder(EventSourced):
                     num_tokens=sequence.num_tokens,
                     computed=sequence.computed,
                     why=reason,
+                    stop=stop,
                 )
             )
             self._ids.release(sequence.handle, table)

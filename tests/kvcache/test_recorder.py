@@ -643,8 +643,8 @@ STORY: list[tuple[Call, list[str]]] = [
     (lambda r: r.evicted([5], "b"), ["BlocksRemoved", "primary blocks=1", "why=capacity for request=b"]),
     (lambda r: r.evicted([4]), []),  # of which 7 is a copy
     (
-        lambda r: r.ended("b", "preempted"),
-        ["SequenceRemoved", "tokens=9 computed=8 stored=2 freed=1 why=preempted"],
+        lambda r: r.ended("b", "preempted", stop="length"),
+        ["SequenceRemoved", "tokens=9 computed=8 stored=2 freed=1 why=preempted stop=length"],
     ),
     (lambda r: r.moved([7], [1]), ["BlocksMoved", "primary->secondary blocks=1", "why=offload transfer=1"]),
     (

@@ -575,8 +575,8 @@ def test_aborted_and_preempted_requests(make: Make, tmp_path: Path) -> None:
         assert attached(scheduler).recorder.stats().batches == before + 1
     scheduler.shutdown()
     events = [each for batch in LogReader(tmp_path / "log") for each in batch.events]
-    ends = [each.why for each in events if isinstance(each, SequenceRemoved)]
-    assert ends == [EndReason.PREEMPTED, EndReason.ABORTED, EndReason.FINISHED]
+    ends = [(each.why, each.stop) for each in events if isinstance(each, SequenceRemoved)]
+    assert ends == [(EndReason.PREEMPTED, None), (EndReason.ABORTED, "abort"), (EndReason.FINISHED, "stop")]
 
 
 def test_images_are_told_apart(make: Make, tmp_path: Path) -> None:

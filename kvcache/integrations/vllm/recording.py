@@ -21,6 +21,14 @@ from kvcache.integrations.vllm.groups import HASH_END, FurtherGroup
 
 _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
+_STOPS = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_LENGTH_CAPPED": "length",
+    "FINISHED_ABORTED": "abort",
+    "FINISHED_ERROR": "error",
+    "FINISHED_REPETITION": "repetition",
+}
+"""Its finish reasons, by the status of a request."""
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
 _LONGEST_NAME, _LONGEST_SESSION = 512, 191
@@ -199,8 +207,9 @@ class Recording:
         for group in self._groups:
             group.end(running.id)
         # It is preempted before its status says so.
-        bad = request.status.name in _BAD_ENDS
-        self._end(running, _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED)
+        status = request.status.name
+        bad, stop = status in _BAD_ENDS, _STOPS.get(status)
+        self._end(running, _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED, stop)
         if not self._running:
             # There may be no further step for long.
             self.recorder.flush()
@@ -379,11 +388,11 @@ class Recording:
         self._append([self._names.index(running.name)])
         self._store(running)
 
-    def _end(self, running: _RecordedRequest, why: str) -> None:
+    def _end(self, running: _RecordedRequest, why: str, stop: str | None = None) -> None:
         for requests in (self._prefilling, self._loading, self._running):
             requests.pop(running.id, None)
         self._look_anew()
-        self.recorder.ended(running.name, why)  # type: ignore[arg-type]
+        self.recorder.ended(running.name, why, stop=stop)  # type: ignore[arg-type]
 
     def _embeddings(self, request: Any) -> list[MultimodalItem]:
         """What stands for a prompt that is given as embeddings: an item for each block of it."""
