@@ -47,8 +47,8 @@ from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
 
 EVICT_AHEAD_SHARE = 16
-"""Blocks that are evicted ahead (`EvictionOrder.ahead`) are at most this part of the primary slots, so that a small
-cache does not lose what it could still reuse."""
+"""Blocks that are evicted ahead (`evict_ahead`) are at most this part of the primary slots, so that a small cache does
+not lose what it could still reuse."""
 _KEPT_NUMBERS = 1 << 36
 """Transfer ids that are kept for sequences that run when admission ends."""
 
@@ -78,7 +78,6 @@ class BlockManager:
         self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
         """Those that the epoch does not have any more."""
         order = order or ORDERS[config.eviction_policy]
-        self._ahead = order.ahead
         self._stop_retention: dict[str | None, Kept] = {
             stop: Kept(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
             for stop, rule in config.stop_retention.items()
@@ -446,7 +445,7 @@ class BlockManager:
             for window in self.windows:
                 if needed > len(window.primary.blank):
                     size, left = window.primary.size, window.primary.available
-                    ahead = min(self._ahead, size // EVICT_AHEAD_SHARE, left)
+                    ahead = min(self._config.evict_ahead, size // EVICT_AHEAD_SHARE, left)
                     window.free_up(max(needed, ahead), growing[0].handle)
         for window in self.windows:
             window.events.allocate(handles, window.primary.peek(needed), blocks, why)

@@ -42,11 +42,6 @@ _Entry = tuple[Any, int, int]
 class EvictionOrder(Watcher, ABC):
     """Names the next victims; made for the state of one window, whose changes it watches from then on."""
 
-    ahead = 64
-    """Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting
-    one or two of its own. With 32 sequences in a full cache a step takes 84 us without, 68 with 8, 64 with 32, 59 with
-    64 and 57 with 256 (with a secondary level 130, 86, 80, 60 and 59)."""
-
     needs_names = False
     """Whether it asks for runs that have keys, by which it tells contents apart."""
 

@@ -31,7 +31,7 @@ from events.types import (
     SequenceRemoved,
 )
 from kvcache.config import KVCacheConfig
-from kvcache.decide.eviction_order import ORDERS, EvictionOrder
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.errors import OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.sequence import Sequence
 from kvcache.inputs import Request
@@ -189,11 +189,6 @@ Settings = Callable[[KVCacheConfig], KVCacheConfig]
 """What a cache is made with instead of the recorded settings."""
 
 
-def _at_need(order: type[EvictionOrder]) -> type[EvictionOrder]:
-    """The order for an engine that decides itself, as these do: nothing is evicted before its slot is taken."""
-    return type(order.__name__, (order,), {"ahead": 1})
-
-
 def unchanged(config: KVCacheConfig) -> KVCacheConfig:
     """The recorded settings."""
     return config
@@ -299,13 +294,14 @@ class Playback:
     def _create(self, command: Create) -> None:
         self.finish()
         # Names are for orders that tell contents apart; the log is not ours to write.
-        config, order = self._settings(command.config), self._order
-        if command.engine:
-            order = _at_need(order or ORDERS[config.eviction_policy])
+        config = self._settings(command.config)
         block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
-        quiet = config.model_copy(update={"block_hash": block_hash, "event_buffer_max_size": 0})
+        quiet = {"block_hash": block_hash, "event_buffer_max_size": 0}
+        if command.engine:
+            quiet["evict_ahead"] = 0  # as engines do that decide themselves
         self._manager = manager = KVCacheManager(
-            quiet, substitutes=Substitutes(eviction_order=order, monotonic_ns=lambda: self._clock)
+            config.model_copy(update=quiet),
+            substitutes=Substitutes(eviction_order=self._order, monotonic_ns=lambda: self._clock),
         )
         manager.bus.subscribe(self.tally.follow, SequenceAdded, SequenceRemoved, BlocksMoved, BlocksRemoved)
         if self._hear is not None:

@@ -151,9 +151,9 @@ def test_source_of_a_copy_is_spared_but_not_what_hangs_behind_it() -> None:
     assert manager.count_reusable([0, 0, 0, 1, 0]) == 1
 
 
-def decode_into_a_full_cache(primary_blocks: int) -> tuple[KVCacheManager, list[int]]:
+def decode_into_a_full_cache(primary_blocks: int, evict_ahead: int = 64) -> tuple[KVCacheManager, list[int]]:
     """One sequence decodes beside old prompts that fill the cache; how many blocks each step evicts."""
-    manager = cache(primary_blocks=primary_blocks)
+    manager = cache(primary_blocks=primary_blocks, evict_ahead=evict_ahead)
     manager.add_sequence("decoding", [1])
     for number in range(primary_blocks - 1):
         run(manager, [2 + number, 1])
@@ -176,6 +176,12 @@ def test_decoding_evicts_ahead() -> None:
 def test_decoding_in_a_small_cache_evicts_what_it_needs() -> None:
     """Where a sixteenth of the cache is no block, each step evicts what it takes itself."""
     assert decode_into_a_full_cache(15)[1] == [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 1] * 5), (2, [0, 2, 0, 0, 0, 2, 0, 0, 0, 2])])
+def test_how_far_decoding_evicts_ahead_is_a_setting(ahead: int, expected: list[int]) -> None:
+    """0: each step evicts what it takes itself."""
+    assert decode_into_a_full_cache(64, ahead)[1] == expected
 
 
 def test_longer_block_supersedes_a_shorter_one() -> None:

@@ -68,6 +68,7 @@ class Model:
         partial: bool = True,
         offload_from: int = 30,
         ahead_share: int = 16,
+        evict_ahead: int = 64,
         levels: bool = False,
         cross: bool = False,
         stops: dict[str, Kept] | None = None,
@@ -75,7 +76,7 @@ class Model:
         self.stops = stops or {}
         """How the blocks of a sequence are kept that ends for one of these reasons."""
         self.size, self.reuse, self.partial = size, reuse, partial
-        ahead = min(64, blocks[PRIMARY] // ahead_share)
+        ahead = min(evict_ahead, blocks[PRIMARY] // ahead_share)
         self.windows = [
             Window(
                 size,

@@ -116,6 +116,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             partial=settings.enable_partial_reuse,
             offload_from=settings.secondary_offload_min_priority,
             ahead_share=AHEAD_SHARE,
+            evict_ahead=settings.evict_ahead,
             levels=settings.eviction_policy == "levels",
             cross=settings.cross_kv_cache_fraction is not None,
             stops={

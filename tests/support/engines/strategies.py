@@ -92,6 +92,7 @@ def configs(
         stop_retention=st.sampled_from(
             [{}, {"tool_calls": "60:2ms", "stop": 20}, {"stop": "29:1ms"}, {"*": "80:1ms", "stop": 36}]
         ),
+        evict_ahead=st.sampled_from([64, 64, 2, 0]),
         max_pinned_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
         cross_kv_cache_fraction=st.none() if cross is None else cross,
     )
