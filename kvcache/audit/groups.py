@@ -16,6 +16,7 @@ from events.types import Namespace, RemoveReason
 from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
 from kvcache.audit.contents import NOWHERE, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
+from kvcache.audit.prefill import PrefillModel, seconds_by_reason
 from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.errors import UsageError, shown
 
@@ -65,6 +66,10 @@ class GroupTotals:
     requests: int = 0
     reasons: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by `Reason`."""
+    spent_seconds: float = 0.0
+    """Of its prefills; what was to be loaded from outside is taken to have come."""
+    saved_seconds: float = 0.0
+    """What they would have taken besides without reuse."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,11 +103,12 @@ class RequestGroups(HistoryListener):
 
     Args:
         by: One of `DIMENSIONS`. Raises `UsageError` for another one.
+        model: What prefills take; None: their seconds are not added up.
 
     """
 
-    def __init__(self, by: str) -> None:
-        self.by, self._rule = by, _rule(by)
+    def __init__(self, by: str, model: PrefillModel | None = None) -> None:
+        self.by, self._rule, self._model = by, _rule(by), model
         self.totals: dict[Key, GroupTotals] = {}
         """Those that have admitted requests."""
         self.evicted_blocks: Counter[tuple[Key, Key]] = Counter()
@@ -154,6 +160,10 @@ class RequestGroups(HistoryListener):
             totals = self.totals.setdefault(key, GroupTotals())
             totals.requests += 1
             totals.reasons += admission.counts
+            if self._model is not None:
+                seconds = seconds_by_reason(self._model, admission)
+                totals.spent_seconds += self._model.start + float(seconds[Reason.EXTERNAL + 1 :].sum())
+                totals.saved_seconds += float(seconds[: Reason.PARTIAL + 1].sum())
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
         """A branch is of its parent's group."""
@@ -211,4 +221,5 @@ class RequestGroups(HistoryListener):
         if not rest:
             return None
         reasons = np.sum([each.reasons for each in rest], axis=0)
-        return GroupTotals(sum(each.requests for each in rest), reasons)
+        spent, saved = sum(each.spent_seconds for each in rest), sum(each.saved_seconds for each in rest)
+        return GroupTotals(sum(each.requests for each in rest), reasons, spent, saved)

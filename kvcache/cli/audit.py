@@ -25,12 +25,12 @@ from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
 from kvcache.audit.groups import DIMENSIONS, RequestGroups
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, hours_between
+from kvcache.audit.prefill import PrefillSeconds, PrefillTotals, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.audit.turns import SessionTurns
 from kvcache.cli import feed_log, groups, times
-from kvcache.cli.costs import Costs, memory_facts, memory_json
+from kvcache.cli.costs import AuditCosts, Costs, memory_facts, memory_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import (
     Facts,
@@ -46,7 +46,7 @@ from kvcache.cli.output import (
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
-from kvcache.phrases import count, few, iso, printable, share
+from kvcache.phrases import count, iso, printable, share
 
 _BARS = 24
 """Rows of the picture over time, at most."""
@@ -117,19 +117,20 @@ def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) 
                 update(batch.seq)
                 yield batch, counts
 
-    by = None if args.by is None else RequestGroups(args.by)
+    model = None if costs.pricing is None else costs.pricing.model
+    by = None if args.by is None else RequestGroups(args.by, model)
     turns = SessionTurns()
-    totals = [] if costs.pricing is None else [PrefillTotals(costs.pricing.model)]
+    totals = [] if model is None else [PrefillTotals(model)]
     others = [] if by is None else [by, turns] if args.by == "session" else [by]
     audit = audit_batches(watched(), *totals, top=args.top, others=others)
     if audit.first_batch < 0:
         raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
-    if by is not None:
-        _show_groups(by, turns, audit, (Times(args.time, batches.first_ts), end), args, out)
-        return 0
     spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
+    if by is not None:
+        _show_groups(by, turns, audit, spent, (Times(args.time, batches.first_ts), end), args, out)
+        return 0
     if args.json:
         memory = memory_json(Memory.of(audit, costs.model))
         own = {**spent.to_json(), "memory": memory, **reported_json(served.reported)}
@@ -144,6 +145,7 @@ def _show_groups(
     by: RequestGroups,
     turns: SessionTurns,
     audit: Audit,
+    spent: AuditCosts,
     when: tuple[Times, LogEnd | None],
     args: argparse.Namespace,
     out: Output,
@@ -152,58 +154,12 @@ def _show_groups(
     of_sessions, (times_of, end) = args.by == "session", when
     if args.json:
         sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
-        sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top)
+        sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top, spent)
         sums |= {"turns": groups.turns_json(turns)} if of_sessions else {}
-        out.json(sums | {"end": end_json(end)})
+        out.json(sums | spent.to_json() | {"end": end_json(end)})
     else:
-        groups.show(args.log, by, audit, args.top, times_of, out)
+        groups.show(args.log, by, audit, args.top, times_of, spent, out)
         groups.show_turns(turns, out)
-
-
-@dataclass(frozen=True, slots=True)
-class AuditCosts:
-    """What the prefills of a log, or of several, take."""
-
-    costs: Costs
-    seconds: PrefillSeconds | None
-    """None: no prefill model was given."""
-    hours: float | None
-    """Of the logs' time."""
-
-    @property
-    def cost(self) -> PrefillCost | None:
-        """Of all of them."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        return None if pricing is None or seconds is None else seconds.cost(pricing, self.hours)
-
-    def facts(self) -> Facts:
-        """What they cost, and what of that is lost."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        if pricing is None or seconds is None:
-            return
-        yield from self.costs.prefill_facts()
-        yield from self.costs.cost_facts(self.cost)
-        for lost, why in ((seconds.evicted, "evicted"), (seconds.lost, "cleared or lost")):
-            if lost:
-                spent = pricing.gpu_hours(lost)
-                money = pricing.per_hour(spent, self.hours)
-                per_hour = "" if money is None else f", {few(money)} {self.costs.currency} per hour"
-                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on what had been {why}"
-
-    def cells(self, reason: Reason) -> Row:
-        """What the tokens of a reason take, or would have taken."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        if pricing is None or seconds is None:
-            return {}
-        spent = pricing.gpu_hours(float(seconds.by_reason[reason]))
-        money = pricing.per_hour(spent, self.hours)
-        return {"GPU-hours": few(spent)} | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        prefill = None if pricing is None or seconds is None else seconds.to_json(pricing, self.hours)
-        return {**self.costs.to_json(self.hours), "prefill": prefill}
 
 
 def hours_of(audits: Sequence[Audit]) -> float | None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillCost, PrefillModel, Pricing
+from kvcache.audit.prefill import PrefillCost, PrefillModel, PrefillSeconds, Pricing
 from kvcache.audit.prefill_fit import FittedPrefill, fit, logged_samples, read_samples
+from kvcache.audit.reasons import Reason
 from kvcache.cli.output import Facts, Row
 from kvcache.errors import UsageError
 from kvcache.phrases import count, duration, few, printable, share, size
@@ -134,6 +135,70 @@ class Costs:
             "prefill_model": None if pricing is None else pricing.to_json(hours) | {"fit": _fit_json(fitted)},
             "model": None if model is None else _model_json(model),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCosts:
+    """What the prefills of a log, or of several, take."""
+
+    costs: Costs
+    seconds: PrefillSeconds | None
+    """None: no prefill model was given."""
+    hours: float | None
+    """Of the logs' time."""
+
+    @property
+    def cost(self) -> PrefillCost | None:
+        """Of all of them."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        return None if pricing is None or seconds is None else seconds.cost(pricing, self.hours)
+
+    def facts(self) -> Facts:
+        """What they cost, and what of that is lost."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        if pricing is None or seconds is None:
+            return
+        yield from self.costs.prefill_facts()
+        yield from self.costs.cost_facts(self.cost)
+        for lost, why in ((seconds.evicted, "evicted"), (seconds.lost, "cleared or lost")):
+            if lost:
+                spent = pricing.gpu_hours(lost)
+                money = pricing.per_hour(spent, self.hours)
+                per_hour = "" if money is None else f", {few(money)} {self.costs.currency} per hour"
+                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on what had been {why}"
+
+    def cells(self, reason: Reason) -> Row:
+        """What the tokens of a reason take, or would have taken."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        if pricing is None or seconds is None:
+            return {}
+        spent = pricing.gpu_hours(float(seconds.by_reason[reason]))
+        money = pricing.per_hour(spent, self.hours)
+        return {"GPU-hours": few(spent)} | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        pricing, seconds = self.costs.pricing, self.seconds
+        prefill = None if pricing is None or seconds is None else seconds.to_json(pricing, self.hours)
+        return {**self.costs.to_json(self.hours), "prefill": prefill}
+
+    def of_group(self, spent_seconds: float, saved_seconds: float) -> Row:
+        """Cells for some of the requests."""
+        found = self.of_group_json(spent_seconds, saved_seconds)
+        if found is None:
+            return {}
+        row = {"GPU-hours": few(found["gpu_hours"]), "saved": few(found["saved_gpu_hours"])}
+        money = found["cost_per_hour"]
+        return row | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
+
+    def of_group_json(self, spent_seconds: float, saved_seconds: float) -> dict[str, Any] | None:
+        """What some of the requests take and save."""
+        if (pricing := self.costs.pricing) is None:
+            return None
+        spent, saved = pricing.gpu_hours(spent_seconds), pricing.gpu_hours(saved_seconds)
+        money = pricing.per_hour(spent, self.hours), pricing.per_hour(saved, self.hours)
+        per_hour = dict(zip(("cost_per_hour", "saved_per_hour"), money, strict=True))
+        return {"gpu_hours": spent, "saved_gpu_hours": saved, **per_hour}
 
 
 def _fitted(args: argparse.Namespace) -> FittedPrefill:

@@ -11,6 +11,7 @@ from kvcache.audit.groups import CacheShares, GroupTotals, Key, RequestGroups
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 from kvcache.audit.totals import Audit
 from kvcache.audit.turns import SessionTurns, TurnKind
+from kvcache.cli.costs import AuditCosts
 from kvcache.cli.output import Output, Row, stamp
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
@@ -99,7 +100,9 @@ class GroupsView:
         return sorted(pairs, key=lambda pair: (-pair[3], -pair[2], str(pair[:2])))
 
 
-def show(log: Path, groups: RequestGroups, audit: Audit, top: int, when: Times, out: Output) -> None:
+def show(
+    log: Path, groups: RequestGroups, audit: Audit, top: int, when: Times, spent: AuditCosts, out: Output
+) -> None:
     """For people."""
     view = GroupsView(groups, audit, top)
     out.heading(
@@ -110,15 +113,17 @@ def show(log: Path, groups: RequestGroups, audit: Audit, top: int, when: Times, 
         [
             ("requests", f"{audit.requests:,} admitted, in {count(len(groups.totals), 'group')}"),
             ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {part}"),
+            *spent.facts(),
         ]
     )
     out.line()
-    out.table(_rows(view), right=["reused", "of the cache"])
+    rows = _rows(view, spent)
+    out.table(rows, right=list(rows[0])[1:] if rows else ())
     _show_pairs(view, top, out)
     _show_shares(view, when, out)
 
 
-def _rows(view: GroupsView) -> list[Row]:
+def _rows(view: GroupsView, spent: AuditCosts) -> list[Row]:
     suffered, caused = view.evictions()
     groups = [(key, view.groups.totals[key], False) for key in view.named]
     if view.rest is not None:
@@ -140,6 +145,7 @@ def _rows(view: GroupsView) -> list[Row]:
                 "blocks evicted": view.part(suffered, key, rest=rest),
                 "evicted for it": view.part(caused, key, rest=rest),
                 "of the cache": share(view.part(view.shares, key, rest=rest)),
+                **spent.of_group(totals.spent_seconds, totals.saved_seconds),
             }
         )
     return rows
@@ -199,7 +205,7 @@ def show_turns(turns: SessionTurns, out: Output) -> None:
 # -- for programs
 
 
-def to_json(groups: RequestGroups, audit: Audit, top: int) -> dict[str, Any]:
+def to_json(groups: RequestGroups, audit: Audit, top: int, spent: AuditCosts) -> dict[str, Any]:
     """The groups with the most prompt tokens, those others as one, and evictions between all of these."""
     view = GroupsView(groups, audit, top)
     suffered, caused = view.evictions()
@@ -210,6 +216,7 @@ def to_json(groups: RequestGroups, audit: Audit, top: int) -> dict[str, Any]:
             "evicted_blocks": view.part(suffered, key, rest=rest),
             "evicted_for_it_blocks": view.part(caused, key, rest=rest),
             "cache_share": view.part(view.shares, key, rest=rest),
+            "prefill": spent.of_group_json(totals.spent_seconds, totals.saved_seconds),
         }
 
     others = len(groups.totals) - len(view.named)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache import KVCacheConfig, KVCacheManager, Recorder
+from kvcache import KVCacheConfig, KVCacheManager, Recorder, Request
 from kvcache.manager import Substitutes
 from tests.support.answers import assert_documented
 from tests.support.commands import Kvcache
@@ -117,6 +117,32 @@ class TestAudit:
         # 96 seconds of 2 GPUs are 0.0533 hours, 3 EUR each, within the log's hour.
         out = kvcache("audit", log, *FORMULA, *PRICE).out
         assert "lost             0.0533 GPU-hours, 0.160 EUR per hour, on what had been evicted" in out
+
+    def test_by_group(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Tenant a computes what b reuses: 120.5 and 24.5 seconds; the others, one of c, take 120.5."""
+        now = [1_790_000_000 * 10**9]
+        config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=8)
+        own = Substitutes(wall_ns=lambda: now[0])
+        with KVCacheManager(config, log=tmp_path / "log", substitutes=own) as manager:
+            for tenant, first in (("a", 0), ("b", 0), ("c", 100)):
+                request = Request(tenant, list(range(first, first + 13)), labels={"tenant": tenant})
+                manager.add_sequences([request])
+                manager.store_context_blocks(tenant, 13)
+                manager.remove_sequence(tenant)
+                manager.flush()
+            now[0] += HALF_AN_HOUR
+        said = answer(kvcache, "audit", tmp_path / "log", "--by", "tenant", "--top", 2, *FORMULA, *PRICE)
+        whole = {"turns": [], "prefill": 0, "prefill_model": 0}
+        assert_documented("audit --by", said | whole)
+        groups = [*said["groups"], said["others"]]
+        seconds = [each["prefill"]["gpu_hours"] * 1800 for each in groups]
+        assert seconds == pytest.approx([120.5, 24.5, 120.5])
+        assert [each["prefill"]["saved_gpu_hours"] * 1800 for each in groups] == pytest.approx([0, 96, 0])
+        for name in ("gpu_hours", "saved_gpu_hours", "cost_per_hour", "saved_per_hour"):
+            assert sum(each["prefill"][name] for each in groups) == pytest.approx(said["prefill"][name])
+        out = kvcache("audit", tmp_path / "log", "--by", "tenant", *FORMULA, *PRICE).out
+        [row] = [line for line in out.splitlines() if line.split()[:2] == ["b", "1"]]
+        assert row.split()[-3:] == ["0.0136", "0.0533", "0.0817"]
 
     def test_workers_together(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Of several logs each one's, and those of all: time is from the first of all batches to the last."""
