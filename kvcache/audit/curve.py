@@ -520,20 +520,23 @@ class LoggedPrompts:
         """Tokens in full blocks that the log's own cache served from primary."""
         self.reused_secondary = 0
         self.at = 0
-        """When the prompt that was given last was admitted: wall-clock ns, shifted as those of `EpochClock`."""
+        """When the batch that was read last was made: wall-clock ns, shifted as those of `EpochClock`."""
         self._group = 0
         self.lengths = array("q")
         """Tokens of each prompt that was iterated over."""
         self._times = 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        clock = EpochClock()
-        for batch, prompts in self.batches():
-            self.at = clock.of_batch(batch)
+        for _, numbers in self.numbered():
+            yield numbers
+
+    def numbered(self) -> Iterator[LoggedPrompt]:
+        """Iterate likewise: each admission with its numbers."""
+        for _, prompts in self.batches():
             for event, numbers in prompts:
                 self.lengths.append(event.num_tokens)
                 # The last token is computed in any case, so a block that it ends is never reused whole.
-                yield numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block]
+                yield LoggedPrompt(event, numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block])
 
     @property
     def state(self) -> CacheState:
@@ -542,7 +545,9 @@ class LoggedPrompts:
 
     def batches(self) -> Iterator[tuple[EventBatch, list[LoggedPrompt]]]:
         """Iterate likewise, by batch: each one, and its admissions whose tokens are known."""
+        clock = EpochClock()
         for batch in self.reader:
+            self.at = clock.of_batch(batch)
             self._replayed.fold(batch, verify=False)
             with fitting(batch.seq):
                 prompts = self._read(batch)

@@ -79,7 +79,7 @@ class CurveFound:
     @property
     def bytes_per_block(self) -> int | None:
         """None: no model is known."""
-        return _bytes_per_block(self.prompts, self.costs)
+        return bytes_per_block(self.prompts, self.costs)
 
     def cost(self, blocks: int) -> PrefillCost | None:
         """What the prefills take if the cache has so many blocks; None: nobody knows."""
@@ -89,7 +89,8 @@ class CurveFound:
         return self.costs.pricing.of_prompts(self.prompts.lengths, reused, self.prompts.hours)
 
 
-def _bytes_per_block(prompts: LoggedPrompts | TracePrompts, costs: Costs) -> int | None:
+def bytes_per_block(prompts: LoggedPrompts | TracePrompts, costs: Costs) -> int | None:
+    """K and V of a block of the model that is given, or else of the log's; None: no model is known."""
     if costs.model is not None:
         return costs.model.bytes_per_token * prompts.tokens_per_block
     if isinstance(prompts, LoggedPrompts) and names_model(prompts.config):
@@ -431,7 +432,7 @@ def _in_blocks(
     """The sizes, those that are in bytes as the blocks that fit."""
     if not any(isinstance(each, SizeInBytes) for each in sizes):
         return sizes
-    block = _bytes_per_block(prompts, costs)
+    block = bytes_per_block(prompts, costs)
     if block is None:
         raise UsageError("how many bytes a block has is not known: give sizes in blocks, or --model-config")
     blocks = tuple(each // block if isinstance(each, SizeInBytes) else each for each in sizes)

@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": "why a request reused what it did, and computed the rest",
     "audit": "why prompt tokens were computed, over all requests",
     "top": "what a cache does now, from the log that it is writing",
+    "advise": "what to do about a cache, from its log or from a trace",
     "curve": "what a log's prompts would reuse in a smaller or larger cache",
     "export": "a log as tables: Parquet, CSV, JSON lines, SQLite",
     "whatif": "the requests of a log under other settings and orders of eviction",

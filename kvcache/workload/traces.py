@@ -263,6 +263,11 @@ class TracePrompts:
         return self._numbers.tokens_per_block
 
     def __iter__(self) -> Iterator[list[int]]:
+        for _, numbers in self.numbered():
+            yield numbers
+
+    def numbered(self) -> Iterator[tuple[TraceRequest, list[int]]]:
+        """Iterate likewise: each request, and the numbers of its blocks."""
         for request in self._requests:
             self.requests += 1
             self.lengths.append(request.input_length)
@@ -270,7 +275,7 @@ class TracePrompts:
             self.at = request.timestamp * 1_000_000
             blocks, known = self._numbers.of(request)
             self._watch(request, known * self.tokens_per_block)
-            yield blocks
+            yield request, blocks
             self._progress(self.requests)
         if not self.requests:
             raise UsageError(f"{self._shown} holds no requests")

@@ -1,0 +1,441 @@
+"""What to do about a cache, from a log or a trace of its requests: each piece of advice with what it would save.
+
+A piece of advice is worth it if it saves `WORTH` of all prompt tokens, or loses as much. Those that a log is too short
+for are left out, and how long it should be is said. Docs: advise.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from events.log import LogReader
+from kvcache.audit.curve import CurveRecorder, HitCurve, LoggedPrompts
+from kvcache.audit.history import HistoryFold
+from kvcache.audit.losses import LossCounter, SharedPrefix, SharedPrefixes
+from kvcache.audit.timeouts import TIMEOUTS, TimeoutCurve
+from kvcache.audit.totals import WORTH
+from kvcache.audit.volatile import PromptSample, VolatileCount
+from kvcache.errors import UsageError
+from kvcache.phrases import count, share, span
+from kvcache.workload.traces import TracePrompts, TraceRequest
+
+Topic = Literal["volatile", "size", "primary", "host", "ttl", "pin", "running", "tenant"]
+FEWEST = 100
+"""Requests, below which nothing is said."""
+_LATE = 0.05
+"""If this part of the reuses come after more than half of a log's time, others may come after its end."""
+_OFTEN = 0.5
+"""Running requests fill the cache if they do at this part of the admissions."""
+_SUFFERS = 2
+"""A tenant suffers if it loses so many times as much of its tokens as the others do."""
+
+
+@dataclass(eq=False, repr=False)
+class TooFewRequests(UsageError):
+    """A log or a trace has too few requests for any advice."""
+
+    what: str
+    requests: int
+    seconds: float
+
+    def __str__(self) -> str:
+        needed = f": {span(self.seconds * FEWEST / self.requests)} at this rate" if self.seconds else ""
+        return (
+            f"{self.what} has only {count(self.requests, 'request')} in {span(self.seconds)}: advice takes "
+            f"{FEWEST} or more{needed}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing that could be done, or need not be."""
+
+    topic: Topic
+    worth: bool
+    saved_tokens: int
+    """Prompt tokens that would not be computed, over the whole log; pieces of advice may save the same ones."""
+    about: dict[str, Any]
+    """What it rests on, as in the JSON of `kvcache advise`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """What cannot be said."""
+
+    topic: Topic
+    reason: str
+    needed_seconds: float | None = None
+    """How long the log should be; None: that is not what is missing."""
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a log or a trace says of its requests."""
+
+    prompts: LoggedPrompts | TracePrompts
+    """Which were read, to their end."""
+    curve: HitCurve
+    timeouts: TimeoutCurve
+    volatile: VolatileCount | None
+    """The part by which prompts differ that are otherwise the same; None: there is none."""
+    compared: int
+    """Prompts were compared token by token, or in blocks of so many."""
+    prefix: SharedPrefix | None
+    """What many prompts begin with; None: nothing."""
+    losses: LossCounter | None = None
+    """What evictions cost in a cache; None: there is none."""
+    name: str | None = None
+    """Of the last block of `prefix`, in hex."""
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.prompts.lengths)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all of them."""
+        return sum(self.prompts.lengths)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of the blocks that are counted."""
+        return self.prompts.tokens_per_block
+
+    @property
+    def shared(self) -> bool:
+        """Whether layers of other kinds take blocks of the same pool."""
+        return isinstance(self.prompts, LoggedPrompts) and self.prompts.shared
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return self.timeouts.seconds
+
+    @property
+    def blocks(self) -> int:
+        """Of both levels of the cache."""
+        return 0 if self.losses is None else self.losses.primary + self.losses.secondary
+
+
+@dataclass(slots=True)
+class Advised:
+    """All that there is to say."""
+
+    advice: list[Advice] = field(default_factory=list)
+    left_out: list[Unanswered] = field(default_factory=list)
+
+
+# -- reading
+
+
+def observe_log(log: Path, progress: Callable[[int], None] = lambda _: None) -> Observed:
+    """Read a log twice, or three times where prompts differ in the middle.
+
+    Raises what `LoggedPrompts` and `HistoryFold` raise, and `TooFewRequests`.
+    """
+    prompts, recorder, sample = LoggedPrompts(log, progress), CurveRecorder(), PromptSample()
+    for event, numbers in prompts.numbered():
+        recorder.add(numbers, prompts.at)
+        sample.add(np.frombuffer(event.tokens, "<i4"))
+    _require(str(log), recorder)
+    volatile = None
+    if (part := sample.part()) is not None:
+        volatile = VolatileCount(part, prompts.tokens_per_block)
+        for event, numbers in islice(LoggedPrompts(log, progress).numbered(), recorder.prompts):
+            volatile.add(event.request_id, event.namespace, np.frombuffer(event.tokens, "<i4"), numbers)
+    found = Observed(prompts, recorder.curve(), TimeoutCurve.of(recorder), volatile, 1, None)
+    _observe_losses(found, log, prompts.last_seq, progress)
+    return found
+
+
+def observe_trace(
+    what: str, read: Callable[[], TracePrompts], play: Callable[[int], AbstractContextManager[Path]] | None
+) -> Observed:
+    """Read a trace, and once more where prompts differ in the middle.
+
+    Raises what `TracePrompts` and `play` raise, and `TooFewRequests`.
+
+    Args:
+        what: How errors call it.
+        read: Begins to read it.
+        play: Gives the log of a cache that has served it, with blocks of so many tokens. None: no cache is known.
+
+    """
+    prompts, recorder, prefixes, sample = read(), CurveRecorder(), SharedPrefixes(), PromptSample()
+    for request, numbers in prompts.numbered():
+        sample.unit = 1 if request.tokens is not None else request.block_tokens
+        recorder.add(numbers, prompts.at)
+        prefixes.add(np.array(numbers, np.intp))
+        sample.add(_symbols(request))
+    _require(what, recorder)
+    volatile = None
+    if (part := sample.part()) is not None:
+        volatile = VolatileCount(part, prompts.tokens_per_block, sample.unit)
+        for number, (request, numbers) in enumerate(read().numbered()):
+            volatile.add(number, request.scope, _symbols(request), numbers)
+    found = Observed(
+        prompts, recorder.curve(), TimeoutCurve.of(recorder), volatile, sample.unit, prefixes.worst()
+    )
+    if play is not None:
+        with play(prompts.tokens_per_block) as log:
+            _observe_losses(found, log)
+    return found
+
+
+def _observe_losses(
+    found: Observed, log: Path, last: int = sys.maxsize, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Add what evictions cost in a log, up to a batch."""
+    found.losses = losses = LossCounter()
+    history = HistoryFold(losses)
+    for batch in LogReader(log):
+        if batch.seq > last:  # written meanwhile
+            break
+        history.fold(batch)
+        progress(batch.seq)
+    found.prefix = losses.prefixes.worst()
+    if found.prefix is not None:
+        name = history.names["name"][found.prefix.last_block].tobytes()
+        found.name = name.hex() if name.strip(b"\0") else None
+
+
+def _symbols(request: TraceRequest) -> npt.NDArray[np.int64]:
+    return np.array(request.hash_ids if request.tokens is None else request.tokens, np.int64)
+
+
+def _require(what: str, recorder: CurveRecorder) -> None:
+    if recorder.prompts < FEWEST:
+        raise TooFewRequests(what, recorder.prompts, recorder.seconds)
+
+
+# -- concluding
+
+
+def advise(found: Observed, timeout: float) -> Advised:
+    """All that can be said; `timeout`: for how long idle blocks might be kept, in seconds."""
+    rules = (_volatile, _size, _primary, _host, _ttl, _pin, _running, _tenant)
+    said = [rule(found, timeout) for rule in rules]
+    # Where running requests fill the cache, what else there is to say of it comes second.
+    advice = sorted(
+        (each for each in said if isinstance(each, Advice)),
+        key=lambda each: (not (each.worth and each.topic == "running"), -each.saved_tokens),
+    )
+    return Advised(advice, [each for each in said if isinstance(each, Unanswered)])
+
+
+Said = Advice | Unanswered
+
+
+def _volatile(found: Observed, timeout: float) -> Said:
+    of = found.volatile
+    if of is None or not of.requests:
+        return Advice("volatile", False, 0, {"requests": 0, "compared_tokens": found.compared})
+    about = {
+        "requests": of.requests,
+        "compared_tokens": found.compared,
+        "position": of.position,
+        "shortest": of.shortest,
+        "longest": of.longest,
+        "values": of.values,
+        "alike_tokens": of.alike,
+        "request_id": of.example,
+    }
+    return Advice("volatile", _is_worth(found, of.tokens), of.tokens, about)
+
+
+def _size(found: Observed, timeout: float) -> Said:
+    curve, losses = found.curve, found.losses
+    if (lacking := _uncovered("size", found)) is not None:
+        return lacking
+    knee = curve.knee or 0
+    about: dict[str, Any] = {"knee_blocks": knee, "knee_hit_rate": curve.hit_rate(knee)}
+    if losses is None:
+        return Advice("size", True, 0, about | {"verdict": "unknown"})
+    if found.shared:
+        return Unanswered("size", _SHARED)
+    blocks, held = found.blocks, losses.held.most
+    gained = _gained(found, knee)
+    verdict = "enough"
+    if knee > blocks and _pays(found, gained):
+        verdict = "larger"
+    elif 2 * (knee + held) <= blocks:
+        if found.volatile is not None and _is_worth(found, found.volatile.tokens):
+            return Unanswered(
+                "size", "without what differs in the middle of its prompts it would be another curve"
+            )
+        verdict = "smaller"
+    about |= {"blocks": blocks, "hit_rate": curve.hit_rate(blocks), "held_blocks": held, "verdict": verdict}
+    saved = gained if verdict == "larger" else 0
+    return Advice("size", verdict != "enough", saved, about)
+
+
+def _primary(found: Observed, timeout: float) -> Said:
+    if isinstance(losses := _full("primary", found, curve=True), Unanswered):
+        return losses
+    blocks = 2 * losses.primary
+    gained = _gained(found, blocks + losses.secondary)
+    return Advice("primary", _pays(found, gained), gained, {"blocks": blocks})
+
+
+def _host(found: Observed, timeout: float) -> Said:
+    """Of as many blocks as it takes to be at the knee, with primary as it is."""
+    if isinstance(losses := _full("host", found, curve=True), Unanswered):
+        return losses
+    blocks = max((found.curve.knee or 0) - losses.primary, losses.secondary)
+    gained = _gained(found, losses.primary + blocks)
+    return Advice("host", _pays(found, gained), gained, {"blocks": blocks, "blocks_now": losses.secondary})
+
+
+def _ttl(found: Observed, timeout: float) -> Said:
+    if found.seconds < 2 * timeout:
+        reason = f"it covers {span(found.seconds)}, too little for a timeout of {span(timeout)}"
+        return Unanswered("ttl", reason, 2 * timeout)
+    if (lacking := _uncovered("ttl", found)) is not None:
+        return lacking
+    curve, size = found.timeouts, found.tokens_per_block
+    lost = {seconds: (curve.hits() - curve.hits(seconds)) * size for seconds in (*TIMEOUTS, timeout)}
+    enough = min((each for each in TIMEOUTS if not _is_worth(found, lost[each])), default=None)
+    worth = _is_worth(found, lost[timeout])
+    about = {"seconds": timeout, "lost_tokens": lost[timeout], "enough_seconds": enough}
+    return Advice("ttl", worth, lost[timeout] if worth else 0, about)
+
+
+def _pin(found: Observed, timeout: float) -> Said:
+    prefix = found.prefix
+    if prefix is None:
+        return Advice("pin", False, 0, {"prefix_tokens": 0})
+    losses = found.losses
+    about: dict[str, Any] = {
+        "prefix_tokens": prefix.blocks * found.tokens_per_block,
+        "requests": prefix.requests,
+        "asked_tokens": prefix.asked * found.tokens_per_block,
+        "request_id": prefix.first if losses is None else losses.request_ids[prefix.first],
+        "name": found.name,
+        "lost_tokens": None if losses is None else prefix.lost,
+        "primary_share": None if losses is None else prefix.blocks / losses.primary,
+    }
+    if losses is None:
+        return Advice("pin", False, 0, about)
+    if (lacking := _never_full("pin", found, losses)) is not None:
+        return lacking
+    fits = 2 * prefix.blocks <= losses.primary and not _is_filled(found, losses)
+    worth = fits and _is_worth(found, prefix.lost)
+    return Advice("pin", worth, prefix.lost if worth else 0, about)
+
+
+def _running(found: Observed, timeout: float) -> Said:
+    if isinstance(losses := _full("running", found), Unanswered):
+        return losses
+    held = losses.held
+    each = held.blocks / max(held.requests, 1)
+    about = {
+        "held_blocks": round(held.blocks / held.moments),
+        "most_held_blocks": held.most,
+        "seq": held.most_at,
+        "blocks": losses.primary,
+        "running": held.requests / held.moments,
+        "full": held.full / held.moments,
+        "refusals": losses.refusals,
+        "at_a_time": max(int(losses.primary / 2 / each), 1) if each else None,
+        "lost_tokens": losses.lost_tokens,
+    }
+    return Advice("running", _is_filled(found, losses), 0, about)
+
+
+def _is_filled(found: Observed, losses: LossCounter) -> bool:
+    """Whether running requests, several of them, leave so little that no order of evictions could lose less."""
+    held = losses.held
+    several = held.requests >= 2 * held.moments
+    return several and held.full >= _OFTEN * held.moments and _is_worth(found, losses.lost_tokens)
+
+
+def _tenant(found: Observed, timeout: float) -> Said:
+    if isinstance(losses := _full("tenant", found), Unanswered):
+        return losses
+    tenants = losses.tenants
+    if len(tenants) < 2:
+        return Advice("tenant", False, 0, {"tenants": len(tenants)})
+    tenant = max(tenants, key=lambda each: tenants[each].lost)
+    own = tenants[tenant]
+    others = found.prompt_tokens - own.prompt_tokens
+    rate, usual = own.lost / own.prompt_tokens, (losses.lost_tokens - own.lost) / max(others, 1)
+    taken = own.lost - own.lost_to[tenant]
+    taker = max(own.lost_to, key=lambda each: own.lost_to[each] if each != tenant else -1, default=None)
+    about = {
+        "tenants": len(tenants),
+        "tenant": tenant,
+        "requests": own.requests,
+        "prompt_tokens": own.prompt_tokens,
+        "lost_tokens": own.lost,
+        "lost_rate": rate,
+        "others_lost_rate": usual,
+        "lost_to_others_tokens": taken,
+        "taker": taker,
+    }
+    worth = _is_worth(found, taken) and rate >= _SUFFERS * usual and 2 * taken >= own.lost
+    return Advice("tenant", worth, taken if worth else 0, about)
+
+
+# -- what is enough
+
+
+def _is_worth(found: Observed, tokens: int) -> bool:
+    return tokens > 0 and tokens >= WORTH * found.prompt_tokens
+
+
+def _gained(found: Observed, blocks: int) -> int:
+    """Tokens that a cache of so many blocks would reuse, and that of today would not."""
+    return max(found.curve.hits(blocks) - found.curve.hits(found.blocks), 0) * found.tokens_per_block
+
+
+def _pays(found: Observed, gained: int) -> bool:
+    """Whether more room is worth it: by the curve, and because evictions did cost as much."""
+    return (
+        _is_worth(found, gained) and found.losses is not None and _is_worth(found, found.losses.lost_tokens)
+    )
+
+
+_NO_CACHE = "no cache is known: give --primary-blocks"
+_SHARED = "layers of other kinds take blocks of the same pool, and a curve knows one kind"
+
+
+def _full(topic: Topic, found: Observed, *, curve: bool = False) -> LossCounter | Unanswered:
+    """What evictions cost in a cache that was full; with `curve` also where other sizes can be told of."""
+    losses = found.losses
+    if losses is None:
+        return Unanswered(topic, _NO_CACHE)
+    if curve and found.shared:
+        return Unanswered(topic, _SHARED)
+    lacking = _never_full(topic, found, losses) or (_uncovered(topic, found) if curve else None)
+    return losses if lacking is None else lacking
+
+
+def _never_full(topic: Topic, found: Observed, losses: LossCounter) -> Unanswered | None:
+    if losses.evictions or losses.used >= losses.primary:
+        return None
+    reason = (
+        f"the cache was never full: {losses.used:,} of {count(losses.primary, 'block')} were in use at most"
+    )
+    return Unanswered(topic, reason, found.seconds * losses.primary / max(losses.used, 1))
+
+
+def _uncovered(topic: Topic, found: Observed) -> Unanswered | None:
+    late = found.timeouts.quantile(1 - _LATE)
+    if late is None:
+        return Unanswered(topic, f"no block was asked for twice in {span(found.seconds)}")
+    if 2 * late <= found.seconds and found.seconds:
+        return None
+    reason = (
+        f"{share(_LATE)} of the reuses come after {span(late)} or more, and it covers {span(found.seconds)}"
+    )
+    return Unanswered(topic, reason, 4 * late)

@@ -1,0 +1,199 @@
+"""What evictions cost: by the prefix that was lost and by tenant, and how much of the cache running requests held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.types import FULL, RequestId
+from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.contents import Columns, Ids, Window
+from kvcache.audit.explanation import namespace_in_words
+from kvcache.audit.history import HistoryFold, HistoryListener
+from kvcache.audit.reasons import EVICTIONS
+from kvcache.audit.tables import occupancy
+
+NEARLY_ALL = 0.9
+"""The part of the blocks from which on running requests leave no room for others."""
+_SHARED, _FEW = 0.05, 10
+"""A prefix is shared if this part of the requests have it, and so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The beginning of the prompts of many requests."""
+
+    blocks: int
+    requests: int
+    """That begin with all of it."""
+    asked: int
+    """Block requests for it or a part of it."""
+    lost: int
+    """Tokens of it that were computed again because of evictions."""
+    first: int
+    """The number of the request that asked for it first."""
+    last_block: int
+    """The number of its last block."""
+
+
+class SharedPrefixes:
+    """Counts by block how often it was asked for, and what was lost of it."""
+
+    def __init__(self) -> None:
+        self._of = Columns(
+            parent=(np.int64, -1), asked=(np.int64, 0), lost=(np.int64, 0), first=(np.int64, -1)
+        )
+        self._blocks = 0
+        self._requests = 0
+
+    def add(self, blocks: Ids, lost: npt.NDArray[np.int64] | int = 0) -> None:
+        """The next prompt.
+
+        Args:
+            blocks: Numbers of its blocks, from 0 on; equal ones stand for equal blocks after equal blocks, and each
+                is larger than that of the block before it.
+            lost: Of each block, the tokens that are computed again because of an eviction.
+
+        """
+        if len(blocks):
+            of = self._of
+            self._blocks = max(self._blocks, int(blocks.max()) + 1)
+            of.reach(self._blocks)
+            of["parent"][blocks[1:]] = blocks[:-1]
+            of["asked"][blocks] += 1
+            of["lost"][blocks] += lost
+            of["first"][blocks[of["first"][blocks] < 0]] = self._requests
+        self._requests += 1
+
+    def worst(self) -> SharedPrefix | None:
+        """Of the prefixes that many requests have, the one of which most was lost; if nothing was, the one that was
+        asked for most. None: no prefix is shared.
+        """
+        of, least = self._of, max(_FEW, _SHARED * self._requests)
+        shared = np.flatnonzero(of["asked"][: self._blocks] >= least).tolist()
+        if not shared:
+            return None
+        paths: dict[int, tuple[int, int, int]] = {}
+        for block in shared:
+            lost, asked, blocks = paths.get(int(of["parent"][block]), (0, 0, 0))
+            paths[block] = lost + int(of["lost"][block]), asked + int(of["asked"][block]), blocks + 1
+        last = max(shared, key=paths.__getitem__)
+        lost, asked, blocks = paths[last]
+        return SharedPrefix(blocks, int(of["asked"][last]), asked, lost, int(of["first"][last]), last)
+
+
+@dataclass(slots=True)
+class TenantLosses:
+    """What evictions cost the requests of one tenant."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    lost: int = 0
+    """Tokens that were computed again because of evictions."""
+    lost_to: Counter[str | None] = field(default_factory=Counter)
+    """These by the tenant whose request needed the room; None: nobody knows."""
+
+
+@dataclass(slots=True)
+class RunningHeld:
+    """How many blocks running requests held, at the end of each step that admitted one."""
+
+    moments: int = 0
+    """Admissions."""
+    full: int = 0
+    """Those at which they held `NEARLY_ALL` or more."""
+    blocks: int = 0
+    """All moments together: blocks that were held, and requests that ran."""
+    requests: int = 0
+    most: int = 0
+    """Blocks, at one moment."""
+    most_at: int = -1
+    """The batch of that moment."""
+
+    def note(self, held: int, size: int, requests: int, batch: int) -> None:
+        """A moment: blocks that are held of so many, and by how many requests."""
+        self.moments += 1
+        self.full += held >= NEARLY_ALL * size
+        self.blocks += held
+        self.requests += requests
+        if held > self.most:
+            self.most, self.most_at = held, batch
+
+
+def tenant_of(admission: ExplainedAdmission) -> str:
+    """The label ``tenant`` of a request or, where it has none, the LoRA adapter and the salt in words."""
+    named = (admission.origin.labels or {}).get("tenant")
+    return named if named is not None else namespace_in_words(admission.namespace) or "none"
+
+
+class LossCounter(HistoryListener):
+    """What evictions cost; listens to a log's history."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[RequestId] = []
+        """Of all admissions, in order: `SharedPrefix.first` is a place in it."""
+        self.reused_tokens = 0
+        """Prompt tokens."""
+        self.lost_tokens = 0
+        """Prompt tokens that were computed again because of evictions."""
+        self.evictions = 0
+        """Blocks, from any level."""
+        self.used = 0
+        """The most blocks of primary that were not blank."""
+        self.refusals = 0
+        self.tenants: dict[str, TenantLosses] = {}
+        """By `tenant_of`."""
+        self.prefixes = SharedPrefixes()
+        self.held = RunningHeld()
+        self.primary = 0
+        """Blocks of the last cache, of the window with full attention."""
+        self.secondary = 0
+        self._tenant_of: dict[int, str] = {}
+        """By the numbers of admissions."""
+        self._moments = 0
+        """Admissions of this batch."""
+
+    def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
+        """Count what was lost of a prompt."""
+        blocks = len(admission.ids)
+        reasons = admission.reasons[:blocks]
+        lost = np.where(np.isin(reasons, EVICTIONS), admission.tokens()[:blocks], 0)
+        self.request_ids.append(admission.request_id)
+        self.reused_tokens += admission.reused
+        self.lost_tokens += int(lost.sum())
+        self.prefixes.add(admission.ids, lost)
+        self._moments += 1
+        tenant = self._tenant_of[admission.number] = tenant_of(admission)
+        own = self.tenants.setdefault(tenant, TenantLosses())
+        own.requests += 1
+        own.prompt_tokens += admission.num_tokens
+        own.lost += int(lost.sum())
+        for block in np.flatnonzero(lost).tolist():
+            window = history.windows[admission.windows[block]]
+            taker = int(window.of["gone_by"][admission.ids[block]])
+            own.lost_to[self._tenant_of.get(taker)] += int(lost[block])
+
+    def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
+        """Count a refusal."""
+        self.refusals += 1
+
+    def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
+        """Count evicted blocks."""
+        self.evictions += len(ids)
+
+    def batch_ended(self, history: HistoryFold) -> None:
+        """Look at what running requests hold, if one was admitted."""
+        state = history.replayed.state
+        if not self._moments or state.created is None:
+            return
+        full = next((at for at, group in enumerate(state.created.groups) if group.kind == FULL), 0)
+        self.primary, self.secondary = state.created.groups[full].num_blocks
+        primary = occupancy(state)[2 * full]
+        self.used = max(self.used, primary.blocks - primary.blank)
+        for _ in range(self._moments):
+            self.held.note(primary.held, primary.blocks, len(state.sequences), history.batch)
+        self._moments = 0

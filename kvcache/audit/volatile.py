@@ -1,0 +1,271 @@
+"""What differs from request to request in the middle of prompts that are otherwise the same, such as a date or an id.
+
+A block is reused only if all before it is the same, so that one token at the beginning of a system prompt can keep
+everything after it from being reused. It is looked for in two readings. The first one keeps a sample of the prompts and
+compares each with each: two prompts that are the same up to a position, differ in at most `MOST_VOLATILE` tokens there,
+and go on alike for `LEAST_ALIKE` or more. The second one counts, over all prompts, those that have the part before
+(`VolatilePart.head`) and the part after it (`VolatilePart.tail`), and what these would reuse if what differs came last.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Symbols = npt.NDArray[np.int64]
+"""Token ids, or numbers that stand for blocks of tokens."""
+MOST_VOLATILE = 64
+"""Tokens that may differ. An id of 36 letters has about as many at most."""
+LEAST_ALIKE = 64
+"""Tokens after these that must be the same."""
+_SAMPLED = 128
+_LONGEST = 1 << 15
+"""Leading tokens that are kept of a sampled prompt."""
+_MOST_CANDIDATES = 64
+_ITEM = 8
+
+
+def plain(symbols: npt.NDArray[np.integer]) -> Symbols:
+    """The leading symbols that are tokens: numbers below 0 stand for parts of images and the like."""
+    others = np.flatnonzero(symbols < 0)
+    return symbols[: int(others[0]) if len(others) else None].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VolatilePart:
+    """Where prompts differ that are otherwise the same."""
+
+    head: Symbols
+    """The part before it, from the prompt's beginning."""
+    tail: Symbols
+    """The part after it."""
+
+    def find(self, symbols: Symbols, unit: int) -> tuple[int, int] | None:
+        """Where `tail` begins in a prompt that begins with `head`, and how much of it is there; None: this is no such
+        prompt. A symbol stands for `unit` tokens.
+        """
+        at, least = len(self.head), _least(unit)
+        if not np.array_equal(symbols[:at], self.head):
+            return None
+        hay = symbols[at : at + _most(unit) + least].tobytes()
+        begin = _index(hay, self.tail[:least].tobytes())
+        return None if begin is None else (at + begin, _common(symbols[at + begin :], self.tail))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two prompts of the sample that are the same but for a part."""
+
+    one: int
+    position: int
+    behind: int
+    """Where `one` goes on like the other."""
+    alike: int
+
+
+class PromptSample:
+    """Keeps some of the prompts, each with the same chance, however many there are.
+
+    Args:
+        unit: Tokens that a symbol stands for: 1, or those of a block.
+
+    """
+
+    def __init__(self, unit: int = 1) -> None:
+        self.unit = unit
+        self._random = random.Random(0)
+        self._kept: list[Symbols] = []
+        self._seen = 0
+
+    def add(self, symbols: npt.NDArray[np.integer]) -> None:
+        """The next prompt."""
+        self._seen += 1
+        place = self._seen - 1 if self._seen <= _SAMPLED else self._random.randrange(self._seen)
+        if place < _SAMPLED:
+            self._kept[place : place + 1] = [plain(symbols[:_LONGEST])]
+
+    def part(self) -> VolatilePart | None:
+        """The part by which most is lost in the sample; None: there is none."""
+        pairs = self._pairs()
+        best, most = None, 0
+        for position, head in self._candidates(pairs):
+            of = [
+                each
+                for each in pairs
+                if position <= each.position < position + _most(self.unit)
+                and self._kept[each.one][:position].tobytes() == head
+            ]
+            alike = sum(each.alike for each in of)
+            if alike > most:
+                best, most = self._template(position, of), alike
+        return best
+
+    def _pairs(self) -> list[_Pair]:
+        found = []
+        for one, symbols in enumerate(self._kept):
+            for other in self._kept[:one]:
+                position = _common(symbols, other)
+                if (again := _again(symbols[position:], other[position:], self.unit)) is not None:
+                    found.append(_Pair(one, position, position + again[0], again[1]))
+        return found
+
+    def _candidates(self, pairs: list[_Pair]) -> list[tuple[int, bytes]]:
+        """Where parts may begin, and what is before them; the first ones first, so that a date begins with its year."""
+        found = Counter((each.position, self._kept[each.one][: each.position].tobytes()) for each in pairs)
+        return sorted(candidate for candidate, _ in found.most_common(_MOST_CANDIDATES))
+
+    def _template(self, position: int, pairs: list[_Pair]) -> VolatilePart:
+        """The part as in the prompt that is like others for longest; `tail` ends where the last of these does."""
+        alike: dict[int, int] = {}
+        for each in pairs:
+            alike[each.one] = alike.get(each.one, 0) + each.alike
+        one = max(alike, key=alike.__getitem__)
+        own = [each for each in pairs if each.one == one]
+        # Where parts end alike by chance, as two days of a month may, others tell where they end.
+        behind, stop = max(each.behind for each in own), max(each.behind + each.alike for each in own)
+        symbols = self._kept[one]
+        return VolatilePart(symbols[:position].copy(), symbols[behind:stop].copy())
+
+
+@dataclass(slots=True)
+class VolatileCount:
+    """Counts the prompts that have such a part, and what they would reuse if it came last.
+
+    Args:
+        part: What to look for.
+        tokens_per_block: Of the blocks that are reused.
+        unit: Tokens that a symbol stands for.
+
+    """
+
+    part: VolatilePart
+    tokens_per_block: int
+    unit: int = 1
+    shortest: int = -1
+    """Tokens that differ, at least and at most."""
+    longest: int = 0
+    tokens: int = 0
+    """Prompt tokens that would be reused, in a cache of any size, and are not."""
+    example: Hashable = None
+    """The request that would reuse most."""
+    _alike: array[int] = field(default_factory=lambda: array("q"))
+    """Of each request the tokens after the part that are those of `part.tail`."""
+    _values: set[int] = field(default_factory=set)
+    _known: set[int] = field(default_factory=set)
+    """Blocks that were in a prompt."""
+    _moved: set[int] = field(default_factory=set)
+    """Blocks that would have been in one, had the part come last, by hashes of all tokens up to their ends."""
+    _most: int = 0
+
+    @property
+    def position(self) -> int:
+        """Tokens before the part."""
+        return len(self.part.head) * self.unit
+
+    @property
+    def requests(self) -> int:
+        """How many have the part."""
+        return len(self._alike)
+
+    @property
+    def values(self) -> int:
+        """How many different ones there are."""
+        return len(self._values)
+
+    @property
+    def alike(self) -> int:
+        """Tokens after the part that are the same: the median."""
+        return sorted(self._alike)[len(self._alike) // 2] if self._alike else 0
+
+    def add(
+        self,
+        request: Hashable,
+        scope: Hashable,
+        symbols: npt.NDArray[np.integer],
+        blocks: Sequence[int],
+    ) -> None:
+        """The next request.
+
+        Args:
+            request: Its name.
+            scope: Requests reuse only what others of the same scope have computed.
+            symbols: Its prompt.
+            blocks: The numbers of the full blocks before the prompt's last token, equal for equal blocks after equal
+                blocks.
+
+        """
+        reused = _leading(blocks, self._known)
+        own = plain(symbols)
+        if (found := self.part.find(own, self.unit)) is None:
+            return
+        begin, alike = found
+        head = len(self.part.head)
+        differing = (begin - head) * self.unit
+        self.shortest = differing if self.shortest < 0 else min(self.shortest, differing)
+        self.longest = max(self.longest, differing)
+        self._alike.append(alike * self.unit)
+        self._values.add(hash(own[head:begin].tobytes()))
+        moved = np.concatenate([own[:head], own[begin:], own[head:begin]])
+        gained = _leading(self._names(scope, moved)[: len(blocks)], self._moved) - reused
+        self.tokens += max(gained, 0) * self.tokens_per_block
+        if gained > self._most:
+            self._most, self.example = gained, request
+
+    def _names(self, scope: Hashable, symbols: Symbols) -> list[int]:
+        names, name = list[int](), hash(scope)
+        size = self.tokens_per_block // self.unit
+        for at in range(0, len(symbols) - size + 1, size):
+            name = hash((name, symbols[at : at + size].tobytes()))
+            names.append(name)
+        return names
+
+
+def _leading(blocks: Sequence[int], known: set[int]) -> int:
+    """How many leading blocks are known; all are from now on."""
+    leading = next((at for at, block in enumerate(blocks) if block not in known), len(blocks))
+    known.update(blocks)
+    return leading
+
+
+def _most(unit: int) -> int:
+    """Symbols that may differ: a part of `MOST_VOLATILE` tokens may lie in one block more than it fills."""
+    return MOST_VOLATILE if unit == 1 else -(-MOST_VOLATILE // unit) + 1
+
+
+def _least(unit: int) -> int:
+    return max(LEAST_ALIKE // unit, 1)
+
+
+def _common(one: Symbols, other: Symbols) -> int:
+    """How many leading symbols are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    at = int(differs.argmax()) if length else 0
+    return at if length and differs[at] else length
+
+
+def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
+    """Where the first, which differs from the other in its first symbol, goes on like that, and for how long."""
+    most, least = _most(unit), _least(unit)
+    hay = other[: most + least].tobytes()
+    for begin in range(most + 1):
+        window = one[begin : begin + least]
+        if len(window) < least:
+            return None
+        if (at := _index(hay, window.tobytes())) is not None:
+            return begin, _common(one[begin:], other[at:])
+    return None
+
+
+def _index(hay: bytes, needle: bytes) -> int | None:
+    """The first symbol at which these symbols are."""
+    at = hay.find(needle)
+    while at >= 0 and at % _ITEM:
+        at = hay.find(needle, at + 1)
+    return at // _ITEM if at >= 0 else None

@@ -1,0 +1,392 @@
+"""``kvcache advise``: what to do about a cache, on one page; each line ends with the command that proves it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from events.structs import LEVEL_NAMES
+from kvcache.audit.advice import (
+    Advice,
+    Advised,
+    Observed,
+    Topic,
+    Unanswered,
+    advise,
+    observe_log,
+    observe_trace,
+)
+from kvcache.cli.costs import Costs, few
+from kvcache.cli.curve import bytes_per_block
+from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
+from kvcache.cli.output import Facts, Output, pick
+from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
+from kvcache.errors import UsageError
+from kvcache.phrases import count, printable, share, size, span
+from kvcache.workload.traces import TracePrompts
+
+Said = tuple[str, str]
+"""A sentence, and the command that proves it."""
+_MINUTES = 5
+_SIZES = ("primary_blocks", "secondary_blocks", "tokens_per_block", "concurrency")
+"""Options of the cache that plays a trace."""
+_NAMES: dict[Topic, str] = {
+    "volatile": "volatile part",
+    "size": "size",
+    "primary": "twice primary",
+    "host": "host tier",
+    "ttl": "timeout",
+    "pin": "pin a prefix",
+    "running": "fewer at a time",
+    "tenant": "tenants",
+}
+"""Topics, for people."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "What to do about a cache: how large it should be, what a timeout would lose, which prefix to pin, whether to "
+        "run fewer requests at a time, which tenant suffers, and what keeps prompts from being reused. "
+        "Each line says what it would save, and ends with the command that proves it."
+    )
+    parser.epilog = "`kvcache docs advise` says what each line means, and when there is none."
+    add_shared(parser, "json")
+    option(parser, "LOG", f"{LOG_OR_TRACE}; of a log token ids are needed", type=Path, nargs="+")
+    option(
+        parser,
+        "--ttl MINUTES",
+        f"ask what is lost if blocks that were idle for so long are dropped ({_MINUTES})",
+        type=positive,
+        default=_MINUTES,
+    )
+    add_trace(parser)
+    add_cost_options(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Read each log or trace, conclude, print."""
+    said, costs = [], Costs.of(args)
+    for number, source in enumerate(args.log):
+        own = argparse.Namespace(**{**vars(args), "log": source})
+        found = _observe(own, out)
+        advised = advise(found, 60.0 * args.ttl)
+        if args.json:
+            said.append(to_json(Page(own, found, costs), advised))
+            continue
+        if number:
+            out.line()
+        _show(Page(own, found, costs), advised, out)
+    if args.json:
+        out.json({"sources": said})
+    return 0
+
+
+def _observe(args: argparse.Namespace, out: Output) -> Observed:
+    if not is_trace(args.log):
+        with leaving_at_sigterm(), as_log(args, out) as served, out.progress("reading") as update:
+            return observe_log(served.log, update)
+    # A trace may come from a pipe, and is read more than once.
+    with leaving_at_sigterm(), seekable(args.log) as source:
+
+        def read() -> TracePrompts:
+            return TracePrompts(
+                source,
+                block_tokens=args.trace_block_size,
+                tokenizer=args.tokenizer,
+                tokens_per_block=args.tokens_per_block or 64,
+                shown=str(args.log),
+            )
+
+        played = None if args.primary_blocks is None else partial(_play, args, out, source)
+        if played is None and (args.secondary_blocks is not None or args.concurrency is not None):
+            raise UsageError(
+                "--secondary-blocks and --concurrency are about a cache: give --primary-blocks, too"
+            )
+        return observe_trace(printable(str(args.log)), read, played)
+
+
+@contextmanager
+def _play(args: argparse.Namespace, out: Output, source: Path, tokens_per_block: int) -> Iterator[Path]:
+    if args.tokens_per_block not in (None, tokens_per_block):
+        raise UsageError(
+            f"the trace's blocks have {tokens_per_block:,} tokens, and it has no others: leave --tokens-per-block out"
+        )
+    sizes = {"tokens_per_block": tokens_per_block, "secondary_blocks": args.secondary_blocks or 0}
+    with as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out) as served:
+        yield served.log
+
+
+# -- for people
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Says in words what was found of one log or trace."""
+
+    args: argparse.Namespace
+    found: Observed
+    costs: Costs
+
+    @property
+    def bytes_per_block(self) -> int | None:
+        """None: no model is known."""
+        return bytes_per_block(self.found.prompts, self.costs)
+
+    @property
+    def hours(self) -> float:
+        """From the first request to the last."""
+        return self.found.seconds / 3600
+
+    def gpu_hours(self, tokens: int) -> float | None:
+        """What so many prompt tokens take to compute, as far into their prompts as all are on average; None: no formula
+        is known.
+        """
+        pricing, lengths = self.costs.pricing, np.array(self.found.prompts.lengths, np.float64)
+        if pricing is None:
+            return None
+        seconds = float(pricing.model.work(0.0, lengths).sum())
+        return pricing.gpu_hours(seconds * tokens / self.found.prompt_tokens)
+
+    def money(self, tokens: int) -> float | None:
+        """The same as money in an hour; None: no price is known."""
+        hours, pricing = self.gpu_hours(tokens), self.costs.pricing
+        return None if hours is None or pricing is None else pricing.per_hour(hours, self.hours)
+
+    def quoted(self, text: object) -> str:
+        """As a shell takes it."""
+        return shlex.quote(printable(str(text)))
+
+    def command(self, name: str, *options: object) -> str:
+        """A command on this log, or on this trace as it was played."""
+        words = ["kvcache", name, self.quoted(self.args.log), *map(str, options)]
+        if is_trace(self.args.log):
+            given = {each: getattr(self.args, each) for each in ("trace_block_size", "tokenizer", *_SIZES)}
+            if name == "curve":
+                del given["primary_blocks"], given["secondary_blocks"], given["concurrency"]
+            else:
+                given["tokens_per_block"] = self.found.tokens_per_block
+                given["secondary_blocks"] = given["secondary_blocks"] or 0
+            for each, value in given.items():
+                if value is not None:
+                    words += [f"--{each.replace('_', '-')}", self.quoted(value)]
+        return " ".join(words)
+
+    def room(self, blocks: int) -> str:
+        """So many blocks."""
+        own = self.bytes_per_block
+        in_bytes = "" if own is None else f", {size(blocks * own)}"
+        return f"{count(blocks, 'block')} ({count(blocks * self.found.tokens_per_block, 'token')}{in_bytes})"
+
+    def saved(self, tokens: int) -> str:
+        """So many tokens that are computed, or would not be."""
+        if not tokens:
+            return "nothing"
+        said = f"{count(tokens, 'token')}, {share(tokens / self.found.prompt_tokens)} of all"
+        if self.hours:
+            said += f", {tokens / self.hours:,.0f} per hour"
+        if (hours := self.gpu_hours(tokens)) is not None:
+            said += f", {few(hours)} GPU-hours"
+        if (money := self.money(tokens)) is not None:
+            said += f", {few(money)} {self.costs.currency} per hour"
+        return said
+
+    def header(self) -> str:
+        """What it rests on."""
+        found, losses = self.found, self.found.losses
+        tokens = count(found.prompt_tokens, "prompt token")
+        said = f"{count(found.requests, 'request')} in {span(found.seconds)}, {tokens}"
+        if losses is None:
+            return said
+        reused = share(losses.reused_tokens / max(found.prompt_tokens, 1))
+        return f"{said}: {reused} reused, {share(losses.lost_tokens / max(found.prompt_tokens, 1))} lost to evictions"
+
+    # -- a sentence, and what proves it
+
+    def volatile(self, advice: Advice) -> Said:
+        """On what differs in the middle."""
+        about, unit = advice.about, advice.about["compared_tokens"]
+        where = "" if unit == 1 else f" (to blocks of {unit:,} tokens: the trace has no token ids)"
+        if not about["requests"]:
+            return f"no prompts are the same but for a part in the middle{where}", self.command("curve")
+        own = "{shortest:,}" if about["shortest"] == about["longest"] else "{shortest:,} to {longest:,}"
+        said = (
+            f"{count(about['requests'], 'prompt')} have the same first {count(about['position'], 'token')}, then "
+            f"{own.format(**about)} of their own in {count(about['values'], 'version')}, then the same "
+            f"{about['alike_tokens']:,} again{where}: with what differs at the end they would reuse "
+            f"more: {self.saved(advice.saved_tokens)}"
+        )
+        if is_trace(self.args.log):
+            return said, self.command("curve")
+        return said, self.command("explain", "--request", self.quoted(about["request_id"]))
+
+    def size(self, advice: Advice) -> Said:
+        """On the knee of the curve."""
+        about = advice.about
+        knee = f"{self.room(about['knee_blocks'])} reuse {share(about['knee_hit_rate'])} of the full blocks"
+        if about["verdict"] == "unknown":
+            return f"{knee}; from there on no doubling reuses a percentage point more", self.command("curve")
+        said = f"{knee}, today's {self.room(about['blocks'])} {share(about['hit_rate'])}"
+        if about["verdict"] == "larger":
+            said = f"too small: {said}; at the knee that is {self.saved(advice.saved_tokens)}"
+        elif about["verdict"] == "smaller":
+            held = count(about["held_blocks"], "block")
+            said = f"larger than need be: {said}; running requests hold up to {held} besides"
+        return said, self.command("curve", "--sizes", f"{about['knee_blocks']},{about['blocks']}")
+
+    def primary(self, advice: Advice) -> Said:
+        """On twice the blocks."""
+        blocks = advice.about["blocks"]
+        said = f"{self.room(blocks)} save {self.saved(advice.saved_tokens)}"
+        return said, self.command("whatif", "--set", f"primary_blocks={blocks}")
+
+    def host(self, advice: Advice) -> Said:
+        """On a secondary level."""
+        blocks, now = advice.about["blocks"], advice.about["blocks_now"]
+        if blocks == now:
+            return "what there is suffices", self.command("curve")
+        said = f"{self.room(blocks)} in secondary, for {now:,} today, save {self.saved(advice.saved_tokens)}"
+        return said, self.command("whatif", "--set", f"secondary_blocks={blocks}")
+
+    def ttl(self, advice: Advice) -> Said:
+        """On dropping idle blocks."""
+        about = advice.about
+        lost = f"after {span(about['seconds'])} a cache of any size loses {self.saved(about['lost_tokens'])}"
+        if not advice.worth:
+            return f"to drop idle blocks {lost}", self.command("curve", "--ttl")
+        enough = about["enough_seconds"]
+        keep = "do not drop idle blocks" if enough is None else f"keep idle blocks for {span(enough)}"
+        return f"{keep}: {lost}", self.command("curve", "--ttl")
+
+    def pin(self, advice: Advice) -> Said:
+        """On what many prompts begin with."""
+        about = advice.about
+        if not about["prefix_tokens"]:
+            return "no prefix is shared by one request in twenty", self.command("curve")
+        part = share(about["asked_tokens"] / self.found.prompt_tokens)
+        said = (
+            f"{count(about['requests'], 'request')}, first {printable(str(about['request_id']))}, have the same first "
+            f"{count(about['prefix_tokens'], 'token')}, {part} of all"
+        )
+        if about["lost_tokens"] is None:
+            return f"{said}; whether they stay cached, --primary-blocks tells", self.command("curve")
+        said += f"; of these evictions cost {self.saved(about['lost_tokens'])}"
+        if advice.worth:
+            said += f"; pinned, they take {share(about['primary_share'])} of primary"
+        if about["name"] is None or is_trace(self.args.log):
+            return said, self.command("audit")
+        return said, self.command("events", "--block", about["name"])
+
+    def running(self, advice: Advice) -> Said:
+        """On what running requests hold."""
+        about = advice.about
+        held = f"{about['held_blocks']:,} of {count(about['blocks'], 'block')} on average"
+        said = (
+            f"{about['running']:.1f} running requests hold {held}, {about['most_held_blocks']:,} at most, and nearly "
+            f"all at {share(about['full'])} of the admissions"
+        )
+        if advice.worth:
+            said += (
+                f"; evictions cost {self.saved(about['lost_tokens'])}, and no order of them and no pin changes much. "
+                f"With {about['at_a_time']:,} at a time half of the blocks are left for reuse"
+            )
+            return said, self.command("whatif")
+        if is_trace(self.args.log):
+            return said, self.command("report")
+        return said, self.command("replay", "--at", about["seq"])
+
+    def tenant(self, advice: Advice) -> Said:
+        """On who loses most."""
+        about = advice.about
+        if about["tenants"] < 2:
+            return "there is only one", self.command("audit")
+        if not about["lost_tokens"]:
+            return "none loses anything to evictions", self.command("audit")
+        if not about["lost_tokens"]:
+            return "none loses anything to evictions", self.command("audit")
+        said = (
+            f"{printable(about['tenant'])} loses {share(about['lost_rate'])} of its prompt tokens to evictions, the "
+            f"others {share(about['others_lost_rate'])}; {count(about['lost_to_others_tokens'], 'token')} made room "
+            "for others"
+        )
+        if about["taker"] is not None:
+            said += f", most of them for {printable(about['taker'])}"
+        return said, self.command("audit")
+
+    def words(self, advice: Advice) -> Said:
+        """What is said of this, and the command that proves it."""
+        by_topic: dict[Topic, Callable[[Advice], Said]] = {
+            "volatile": self.volatile,
+            "size": self.size,
+            "primary": self.primary,
+            "host": self.host,
+            "ttl": self.ttl,
+            "pin": self.pin,
+            "running": self.running,
+            "tenant": self.tenant,
+        }
+        return by_topic[advice.topic](advice)
+
+    def facts(self, advice: Advice) -> Facts:
+        """The same as lines."""
+        said, proof = self.words(advice)
+        yield _NAMES[advice.topic], said
+        yield "", proof
+
+
+def _show(page: Page, advised: Advised, out: Output) -> None:
+    out.heading(f"{printable(str(page.args.log))}: {page.header()}")
+    for title, worth in (("worth doing", True), ("not worth it", False)):
+        if of := [each for each in advised.advice if each.worth is worth]:
+            out.line()
+            out.heading(title)
+            out.facts(fact for each in of for fact in page.facts(each))
+    if advised.left_out:
+        out.line()
+        out.heading("cannot be told")
+        for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
+            out.line(f"  {', '.join(_NAMES[each.topic] for each in topics)}: {reason}")
+
+
+def _reason(left_out: Unanswered) -> str:
+    if left_out.needed_seconds is None:
+        return left_out.reason
+    return f"{left_out.reason}; it should cover {span(left_out.needed_seconds)} or more"
+
+
+# -- for programs
+
+
+def to_json(page: Page, advised: Advised) -> dict[str, Any]:
+    """All that is said of one log or trace."""
+    found, losses = page.found, page.found.losses
+    blocks = None if losses is None else (losses.primary, losses.secondary)
+    return {
+        "log": page.args.log,
+        **pick(found, "requests", "prompt_tokens", "tokens_per_block", "seconds"),
+        "bytes_per_block": page.bytes_per_block,
+        "num_blocks": None if blocks is None else dict(zip(LEVEL_NAMES, blocks, strict=True)),
+        "reused_tokens": None if losses is None else losses.reused_tokens,
+        "lost_tokens": None if losses is None else losses.lost_tokens,
+        "advice": [
+            {
+                **pick(each, "topic", "worth", "saved_tokens", "about"),
+                "saved_gpu_hours": page.gpu_hours(each.saved_tokens),
+                "saved_per_hour": page.money(each.saved_tokens),
+                "proof": page.words(each)[1],
+            }
+            for each in advised.advice
+        ],
+        **page.costs.to_json(page.hours or None),
+        "left_out": [pick(each, "topic", "reason", "needed_seconds") for each in advised.left_out],
+    }
