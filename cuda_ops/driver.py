@@ -8,6 +8,7 @@ no source before that.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ _BATCH = _Symbol(
 _ONE = _Symbol("cuMemcpyAsync", 4000, (c_uint64, c_uint64, c_size_t, c_void_p))
 _REGISTER = _Symbol("cuMemHostRegister", 6050, (c_void_p, c_size_t, c_uint))
 _UNREGISTER = _Symbol("cuMemHostUnregister", 4000, (c_void_p,))
+_SYNCHRONIZE = _Symbol("cuCtxSynchronize", 2000, ())
 
 
 class DriverError(RuntimeError):
@@ -80,10 +82,11 @@ class Driver:
             raise OSError("the driver is older than CUDA 12: it has no cuGetProcAddress_v2") from None
         self._look_up.argtypes = (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int))
         self._batch = self._find(_BATCH)
-        one, register, unregister = (self._find(each) for each in (_ONE, _REGISTER, _UNREGISTER))
-        if one is None or register is None or unregister is None:
-            raise OSError("the driver lacks cuMemcpyAsync, cuMemHostRegister or cuMemHostUnregister")
-        self._one, self._register, self._unregister = one, register, unregister
+        needed = (_ONE, _REGISTER, _UNREGISTER, _SYNCHRONIZE)
+        found = [self._find(each) for each in needed]
+        if missing := [symbol.name for symbol, each in zip(needed, found, strict=True) if each is None]:
+            raise OSError(f"the driver lacks {', '.join(missing)}")
+        self._one, self._register, self._unregister, self._synchronize = found
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = c_size_t(0)
         self.why_single = "" if self._batch else "the driver is older than CUDA 12.8"
@@ -150,10 +153,10 @@ class Driver:
         if code:
             raise DriverError(f"cuMemHostRegister of {num_bytes:,} bytes", code)
 
-    def unregister(self, address: int) -> None:
-        """Undo `register`. Raises DriverError."""
-        code = self._unregister(address)
-        if code:
+    def unregister(self, addresses: Sequence[int]) -> None:
+        """Undo `register`, when all that the device was given has ended. Raises DriverError."""
+        codes = [self._synchronize(), *(self._unregister(address) for address in addresses)]
+        if code := next(filter(None, codes), 0):
             raise DriverError("cuMemHostUnregister", code)
 
 

@@ -1,19 +1,63 @@
 """Host memory that a GPU can copy to and from by itself.
 
-It is mapped here and then registered with the driver, because torch's own pinned allocator
-rounds every request up to a power of two, which for a pool is up to twice the memory.
+It is mapped here and then registered with the driver, because torch's own pinned allocator rounds every request up to a
+power of two, which for a pool is up to twice the memory. Chunk by chunk it is zeroed, by all of torch's threads, since
+page faults are most of the cost, and page-locked: what a system does not allow is known before all of it was touched.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
-from typing import Any
+import platform
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 CHUNK_BYTES = 1 << 30
 """About so much is registered at once: one piece of 512 GiB is too much for drivers, one of 2 GiB for some kernels."""
+Progress = Callable[[int], None]
+"""Is told of more bytes that are ready."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""The number of the system call, on Linux."""
+_MPOL_BIND = 2
+_NODES = 1024
+
+
+class PageLocker(Protocol):
+    """The driver's part."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock memory. Raises RuntimeError where that is refused."""
+        ...
+
+    def unregister(self, addresses: Sequence[int]) -> None:
+        """Undo it, when nothing is copied there any more."""
+        ...
+
+
+class Stretch(NamedTuple):
+    """A part of a mapping that has blocks of one size, in bytes."""
+
+    begin: int
+    num_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where memory lies."""
+
+    hugepages: Literal["system", "always", "never"] = "system"
+    """Whether the system uses huge pages: as it likes, where it can, or not."""
+    numa_node: int | None = None
+    """The node of the machine; None: the system chooses."""
 
 
 def blocks_per_chunk(block_bytes: int) -> int:
@@ -22,63 +66,116 @@ def blocks_per_chunk(block_bytes: int) -> int:
     return max(1, CHUNK_BYTES // aligned) * (aligned // block_bytes)
 
 
-def pinned_zeros(num_bytes: int) -> torch.Tensor:
-    """Allocate page-locked host memory, zeroed; uint8 [num_bytes]. It is freed with its last view.
+def host_zeros(
+    num_bytes: int,
+    block_bytes: int,
+    locker: PageLocker | None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """Allocate host memory for blocks of `block_bytes`, zeroed, and page-locked by `locker`; uint8 [num_bytes].
 
-    Raises MemoryError if the system does not let so much be mapped or locked.
+    It is freed with its last view. Raises MemoryError if the system does not let so much be mapped or locked, or does
+    not know what `placement` asks for.
     """
     if num_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     region = _mapped(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "host memory")
-    # Zeroed by torch's threads: page faults, most of the cost of pinning, then happen in parallel.
-    tensor = torch.frombuffer(region, dtype=torch.uint8).zero_()
-    region.register(tensor.data_ptr())
+    tensor = torch.frombuffer(region, dtype=torch.uint8)
+    _place(region, tensor.data_ptr(), placement or Placement())
+    for begin, end in _chunks(Stretch(0, num_bytes, block_bytes)):
+        tensor[begin:end].zero_()
+        if locker is not None:
+            region.lock(locker, tensor.data_ptr() + begin, end - begin)
+        if progress is not None:
+            progress(end - begin)
     return tensor
 
 
-def mapped_file(descriptor: int, num_bytes: int, *, pin: bool) -> torch.Tensor:
+def mapped_file(
+    descriptor: int, num_bytes: int, stretches: Sequence[Stretch], locker: PageLocker | None
+) -> torch.Tensor:
     """Map the first bytes of a file, which has them; uint8 [num_bytes]. What is written to it is in the file.
 
-    It is unmapped with its last view, and the descriptor may be closed at once. With `pin` it is page-locked: raises
-    MemoryError where that is refused, as for files of disks by many systems, and where it cannot be mapped.
+    It is unmapped with its last view, and the descriptor may be closed at once. `locker` page-locks its stretches,
+    which begin with a page: raises MemoryError where that is refused, as for files of disks by many systems, and where
+    it cannot be mapped.
     """
     region = _mapped(descriptor, num_bytes, mmap.MAP_SHARED, "a file")
     tensor = torch.frombuffer(region, dtype=torch.uint8)
-    if pin:
-        region.register(tensor.data_ptr())
+    if locker is not None:
+        for begin, end in (chunk for stretch in stretches for chunk in _chunks(stretch)):
+            region.lock(locker, tensor.data_ptr() + begin, end - begin)
     return tensor
 
 
-class _PinnedRegion(mmap.mmap):
+def _chunks(stretch: Stretch) -> list[tuple[int, int]]:
+    """Where its parts begin and end that are page-locked together."""
+    step, end = blocks_per_chunk(stretch.block_bytes) * stretch.block_bytes, stretch.begin + stretch.num_bytes
+    return [(begin, min(begin + step, end)) for begin in range(stretch.begin, end, step)]
+
+
+class _LockedRegion(mmap.mmap):
     """A mapping that is unregistered before it is unmapped."""
 
-    _address: int | None = None
+    _locker: PageLocker | None = None
+    _locked: tuple[tuple[int, int], ...] = ()
+    """Address and bytes of each chunk."""
 
-    def register(self, address: int) -> None:
-        status = int(_cudart().cudaHostRegister(address, len(self), 0))
-        if status != 0:
+    def lock(self, locker: PageLocker, address: int, num_bytes: int) -> None:
+        self._locker = locker
+        try:
+            locker.register(address, num_bytes)
+        except RuntimeError as error:
+            so_far = sum(size for _, size in self._locked)
             raise MemoryError(
-                f"cannot page-lock {len(self):,} bytes of host memory (CUDA error {status}): "
-                "lower host_cache_size or secondary_blocks, raise the limit of locked memory (ulimit -l), or let "
-                "secondary_path be on a tmpfs, as /dev/shm is"
-            )
-        self._address = address
+                f"cannot page-lock {num_bytes:,} bytes of host memory, after {so_far:,} of {len(self):,} ({error}; "
+                f"ulimit -l is {_lockable()}): lower host_cache_size or secondary_blocks, raise the limit of locked "
+                "memory, or let secondary_path be on a tmpfs, as /dev/shm is"
+            ) from error
+        self._locked = (*self._locked, (address, num_bytes))
 
     def __del__(self) -> None:
-        if self._address is not None:
-            _cudart().cudaHostUnregister(self._address)
+        if self._locker is not None and self._locked:
+            with suppress(RuntimeError):  # a broken device keeps nothing
+                self._locker.unregister([address for address, _ in self._locked])
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _lockable() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
 
 
-def _mapped(descriptor: int, num_bytes: int, flags: int, what: str) -> _PinnedRegion:
+def _place(region: mmap.mmap, address: int, placement: Placement) -> None:
+    """Say where memory shall lie that nobody has touched."""
+    if placement.hugepages != "system":
+        name = {"always": "MADV_HUGEPAGE", "never": "MADV_NOHUGEPAGE"}[placement.hugepages]
+        try:
+            region.madvise(vars(mmap)[name])
+        except (KeyError, OSError):
+            raise MemoryError(
+                f"hugepages={placement.hugepages}: this system has no transparent huge pages; give system"
+            ) from None
+    if placement.numa_node is not None:
+        number = _MBIND.get(platform.machine()) if sys.platform == "linux" else None
+        mask = (ctypes.c_ulong * (_NODES // 64))()
+        node = placement.numa_node
+        refused = number is None or node >= _NODES
+        if not refused:
+            mask[node // 64] = 1 << node % 64
+            call = ctypes.CDLL(None).syscall
+            size, most = ctypes.c_size_t(len(region)), ctypes.c_ulong(_NODES + 1)
+            refused = call(number, ctypes.c_void_p(address), size, _MPOL_BIND, mask, most, 0) != 0
+        if refused:
+            raise MemoryError(f"numa_node={node}: this machine has no such node for memory; give none")
+
+
+def _mapped(descriptor: int, num_bytes: int, flags: int, what: str) -> _LockedRegion:
     """Map memory, which children do not get: after a fork the parent's pages would be copied on write, and the GPU
     would keep the old ones.
     """
     try:
-        region = _PinnedRegion(descriptor, num_bytes, flags=flags)
+        region = _LockedRegion(descriptor, num_bytes, flags=flags)
     except OSError as error:
         raise MemoryError(f"cannot map {num_bytes:,} bytes of {what}: {error.strerror}") from error
     if hasattr(mmap, "MADV_DONTFORK"):

@@ -707,6 +707,14 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """With lists, the copies of one call of the driver."""
     copy_bytes: Bytes = 64 * 1024 * 1024
     """With lists, the bytes of one call of the driver: what the model copies itself comes between two of these."""
+    hugepages: Literal["system", "always", "never"] = "system"
+    """Whether secondary lies on transparent huge pages, which page-locking and copying like, but which a system may
+    have to make room for first: as the system does it, wherever it can, or never. Not in the file of
+    `secondary_path`."""
+    numa_node: Annotated[int | None, Field(ge=0, le=1023), Accepts("an integer from 0 to 1023, or none")] = (
+        None
+    )
+    """The NUMA node on whose memory secondary lies: best that of the GPU. none: the system chooses."""
     window_shares: Annotated[
         Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
         BeforeValidator(rule_or_numbers),

@@ -12,8 +12,8 @@ one layer has the shape that paged-attention kernels take.
 
 from __future__ import annotations
 
-import math
 import os
+import time
 from pathlib import Path
 from weakref import ref
 
@@ -26,14 +26,14 @@ except ImportError as error:
     raise ImportError("pools need torch: install kvcache[torch]") from error
 
 from cuda_ops.copier import Copier
-from cuda_ops.host_memory import pinned_zeros
+from cuda_ops.host_memory import Placement, Progress, host_zeros
 from events.types import PRIMARY, SECONDARY
 from kvcache.config import KVCacheConfig
-from kvcache.device.copying import copier_for
+from kvcache.device.copying import copier_for, locker_for, placement_of
 from kvcache.device.memory import free_bytes
 from kvcache.device.secondary_file import SecondaryFile
 from kvcache.errors import ConfigError, NotEnoughMemory, Unsupported, UsageError
-from kvcache.layout import Layout, PoolLayout, with_primary_blocks
+from kvcache.layout import GroupLayout, Layout, PoolLayout, with_primary_blocks
 from kvcache.sizes import INSTEAD
 
 LOWER_PRIMARY = "primary_blocks, max_tokens or primary_bytes"
@@ -48,9 +48,9 @@ class KVCacheBlockPool:
         layout: PoolLayout,
         num_blocks: tuple[int, int],
         device: torch.device,
-        secondary_bytes: torch.Tensor | None = None,
+        secondary_bytes: torch.Tensor,
     ) -> None:
-        """Allocate both levels, zeroed, but for a secondary one whose bytes are given.
+        """Allocate primary, zeroed, beside the bytes of secondary.
 
         The caller has made sure that they fit.
         """
@@ -60,13 +60,7 @@ class KVCacheBlockPool:
         self.primary = torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device)
         """The tensor that attention reads and writes, [blocks, *layout.block_shape]."""
         shape = (secondary, *layout.block_shape)
-        if secondary_bytes is None and device.type == "cuda":
-            secondary_bytes = pinned_zeros(math.prod(shape) * dtype.itemsize)
-        self.secondary = (
-            torch.zeros(shape, dtype=dtype)
-            if secondary_bytes is None
-            else secondary_bytes.view(dtype).view(shape)
-        )
+        self.secondary = secondary_bytes.view(dtype).view(shape)
         """The tensor on the host."""
         self.levels = (self.primary, self.secondary)
 
@@ -153,10 +147,12 @@ class Pools:
         device: torch.device | str | None = None,
         secondary_path: str | os.PathLike[str] | None = None,
         config: KVCacheConfig | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Allocate everything, with primary on `device` (None: the current GPU, else the host).
 
-        `config` says how blocks are copied; by default as its defaults say.
+        `config` says how blocks are copied, and where host memory lies; by default as its defaults say. `progress` is
+        called with the bytes of host memory that are ready: it is made ready for a GPU, or if `config` says where.
 
         With `secondary_path` the secondary level lies in this file, as `KVCacheConfig.secondary_path` says; what
         lies there already stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if
@@ -167,15 +163,18 @@ class Pools:
         sizes.require_room(in_file=secondary_path is not None)
         self.device, self.layout, self._config = sizes.device, layout, config
         self.bytes_primary, self.bytes_secondary = sizes.primary, sizes.secondary
+        self.bytes_ready, self.ready_seconds = 0, 0.0
+        """Of host memory that was made ready, and how long that took."""
         self.secondary_file: SecondaryFile | None = None
         """Where secondary lies, if that is a file. It is locked as long as these pools live, or until `close`."""
         if secondary_path is not None:
-            pin = self.device.type == "cuda"
-            self.secondary_file = SecondaryFile(_checked_path(secondary_path), layout, pin=pin)
+            self.secondary_file = SecondaryFile(
+                _checked_path(secondary_path), layout, locker_for(self.device)
+            )
         self.groups = tuple(
             tuple(
                 KVCacheBlockPool(
-                    pool, group.num_blocks, self.device, self._bytes_in_file(group.index, number)
+                    pool, group.num_blocks, self.device, self._secondary(group, number, progress)
                 )
                 for number, pool in enumerate(group.pools)
             )
@@ -183,8 +182,24 @@ class Pools:
         )
         self._owner: ref[object] | None = None
 
-    def _bytes_in_file(self, group: int, pool: int) -> torch.Tensor | None:
-        return None if self.secondary_file is None else self.secondary_file.memory(group, pool)
+    def _secondary(self, group: GroupLayout, number: int, progress: Progress | None) -> torch.Tensor:
+        """The bytes of secondary of one pool."""
+        if self.secondary_file is not None:
+            return self.secondary_file.memory(group.index, number)
+        each = group.pools[number].bytes_per_block
+        size, placement = group.num_blocks[SECONDARY] * each, placement_of(self._config)
+        if self.device.type != "cuda" and placement == Placement():
+            return torch.zeros(size, dtype=torch.uint8)  # the system takes its pages as they are written
+        begun = time.perf_counter()
+
+        def told(more: int) -> None:
+            self.bytes_ready += more
+            if progress is not None:
+                progress(self.bytes_ready)
+
+        found = host_zeros(size, each, locker_for(self.device), placement, told)
+        self.ready_seconds += time.perf_counter() - begun
+        return found
 
     def close(self) -> None:
         """Let others open the file of secondary, if there is one; nobody may copy there any more.

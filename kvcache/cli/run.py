@@ -46,7 +46,7 @@ from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager, Substitutes
-from kvcache.phrases import count
+from kvcache.phrases import count, duration, size
 from kvcache.record.outputs import open_log
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.clock import StepClock, parse_speed
@@ -272,9 +272,7 @@ class _Run:
         sinks = [*self._args.sinks, FEED_URL] if self._routed else self._args.sinks
         try:
             if sizes is not None:
-                from kvcache.pools import Pools
-
-                self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path, self._config)
+                self._pools = self._allocate(sizes)
                 self._copier = TimedCopier(self._pools.copier(), sizes.layout)
             clock = Substitutes(wall_ns=self._clock.wall_ns, monotonic_ns=self._clock.trace_ns)
             options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "substitutes": clock}
@@ -285,6 +283,17 @@ class _Run:
         except BaseException:
             log.close()
             raise
+
+    def _allocate(self, sizes: PoolSizes) -> Pools:
+        """Memory for the blocks; what takes long about it is said."""
+        from kvcache.pools import Pools
+
+        out, config, path = self._out, self._config, self._config.secondary_path
+        with out.progress("host memory", sizes.secondary) as update:
+            pools = Pools(sizes.layout, sizes.device, path, config, update)
+        if pools.bytes_ready and not self._args.json:
+            out.note(f"host memory: {size(pools.bytes_ready)} made ready in {duration(pools.ready_seconds)}")
+        return pools
 
     def _drive(self, manager: KVCacheManager) -> RunResult:
         args, source = self._args, self._source

@@ -9,6 +9,8 @@ import torch
 from cuda_ops.blocks import BlockStorage
 from cuda_ops.copier import Copier
 from cuda_ops.dma import CopyLimits, DmaCopier
+from cuda_ops.driver import load
+from cuda_ops.host_memory import PageLocker, Placement
 from cuda_ops.probe import Probed, probed
 from cuda_ops.streams import TorchGpu
 from cuda_ops.torch_copier import TorchCopier
@@ -42,3 +44,18 @@ def copier_for(
         return TorchCopier(groups)
     limits = CopyLimits() if config is None else CopyLimits(config.copy_pieces, config.copy_bytes)
     return DmaCopier(groups, memcpy, TorchGpu(device), limits)
+
+
+def locker_for(device: torch.device) -> PageLocker | None:
+    """What page-locks host memory for a device; None on the host. Raises MemoryError without the GPU's driver."""
+    if device.type != "cuda":
+        return None
+    try:
+        return load()
+    except OSError as error:
+        raise MemoryError(f"cannot page-lock host memory: {error}") from error
+
+
+def placement_of(config: KVCacheConfig | None) -> Placement:
+    """Where host memory shall lie."""
+    return Placement() if config is None else Placement(config.hugepages, config.numa_node)

@@ -36,6 +36,8 @@ from kvcache.layout import Layout
 if TYPE_CHECKING:
     import torch
 
+    from cuda_ops.host_memory import PageLocker
+
 
 _BEGIN_EMPTY = "begin with an empty secondary level"
 _TEXTS = {
@@ -163,36 +165,37 @@ _open_files: weakref.WeakSet[SecondaryFile] = weakref.WeakSet()
 class SecondaryFile:
     """The secondary level of one cache in a file, which is made if it is missing, and locked as long as this lives.
 
-    With `pin` its memory is page-locked for the GPU. Raises a `SecondaryFileError`, in which case the file is as it
+    `locker` page-locks its memory for a GPU. Raises a `SecondaryFileError`, in which case the file is as it
     was, NotEnoughMemory where there is no room for it, MemoryError where it cannot be page-locked, and UsageError
     without the package xxhash.
     """
 
-    def __init__(self, path: Path, layout: Layout, *, pin: bool) -> None:
-        from cuda_ops.host_memory import mapped_file
+    def __init__(self, path: Path, layout: Layout, locker: PageLocker | None = None) -> None:
+        from cuda_ops.host_memory import Stretch, mapped_file
 
         self.path = path
         self._xxh3_digest, self._xxh3 = _xxh3()
         header = SecondaryHeader.of(layout)
         places, size = header.places()
+        self._pools = [
+            [Stretch(at, blocks * each, each) for at, each in zip(offsets, sizes, strict=True)]
+            for offsets, blocks, sizes in zip(places, header.blocks, header.bytes_per_block, strict=True)
+        ]
         self._lock = _locked(path)
         try:
             descriptor = _opened(path, header, size)
             try:
-                self._memory = mapped_file(descriptor, size, pin=pin)
+                self._memory = mapped_file(
+                    descriptor, size, [each for pools in self._pools for each in pools], locker
+                )
             finally:
                 os.close(descriptor)
         except BaseException:
             self._lock.give_back()
             raise
-        self._pools = [
-            [(at, blocks, each) for at, each in zip(offsets, sizes, strict=True)]
-            for offsets, blocks, sizes in zip(places, header.blocks, header.bytes_per_block, strict=True)
-        ]
         whole = self._memory.numpy()
         self._rows: list[list[npt.NDArray[np.uint8]]] = [
-            [whole[at : at + blocks * each].reshape(blocks, each) for at, blocks, each in pools]
-            for pools in self._pools
+            [whole[at : at + size].reshape(-1, each) for at, size, each in pools] for pools in self._pools
         ]
         self.bytes_read = 0
         """For checksums, so far."""
@@ -201,8 +204,8 @@ class SecondaryFile:
 
     def memory(self, group: int, pool: int) -> torch.Tensor:
         """The bytes of a pool; uint8 [blocks * bytes per block]."""
-        at, blocks, size = self._pools[group][pool]
-        return self._memory[at : at + blocks * size]
+        at, size, _ = self._pools[group][pool]
+        return self._memory[at : at + size]
 
     def checksums(self, group: int, slots: npt.NDArray[np.int32]) -> bytes:
         """XXH3 of 64 bits of what lies in these slots, over all pools of the group; 8 bytes each, big-endian."""

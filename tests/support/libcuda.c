@@ -26,7 +26,7 @@ int standin_version = 13000;        /* of the driver */
 int standin_refuses_batches = 0;    /* an error for each */
 size_t standin_batches = 0, standin_singles = 0, standin_largest = 0, standin_lockable = SIZE_MAX;
 struct { uintptr_t begin; size_t size; } standin_registered[64];
-size_t standin_num_registered = 0;
+size_t standin_num_registered = 0, standin_synchronized = 0;
 
 static int in_one_registration(CUdeviceptr at, size_t size) {
     for (size_t i = 0; i < standin_num_registered; i++) {
@@ -94,6 +94,11 @@ static CUresult host_register(void *p, size_t size, unsigned flags) {
     return SUCCESS;
 }
 
+static CUresult synchronize(void) {
+    standin_synchronized++;
+    return SUCCESS;
+}
+
 static CUresult host_unregister(void *p) {
     for (size_t i = 0; i < standin_num_registered; i++)
         if (standin_registered[i].begin == (uintptr_t)p) {
@@ -107,7 +112,7 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int version, cuuint
     static const struct { const char *name; int since; void *function; } known[] = {
         {"cuMemcpyBatchAsync", 13000, (void *)batch_v2},  {"cuMemcpyBatchAsync", 12080, (void *)batch},
         {"cuMemcpyAsync", 4000, (void *)single},          {"cuMemHostRegister", 6050, (void *)host_register},
-        {"cuMemHostUnregister", 4000, (void *)host_unregister},
+        {"cuMemHostUnregister", 4000, (void *)host_unregister}, {"cuCtxSynchronize", 2000, (void *)synchronize},
     };
     (void)flags;
     *status = SYMBOL_NOT_FOUND;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import subprocess
 from pathlib import Path
@@ -155,6 +156,28 @@ def test_a_driver_without_the_calls_is_none(libcuda: StandIn) -> None:
         Driver(libcuda.library)
     with pytest.raises(OSError, match="older than CUDA 12"):
         Driver(ctypes.CDLL(None))
+
+
+def test_host_memory_is_locked_and_unlocked_by_the_driver(
+    libcuda: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, as far as it lets; all goes back when what was given to the device has ended."""
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 8192)
+    driver = Driver(libcuda.library)
+    tensor = host_memory.host_zeros(20_000, 512, driver)
+    assert libcuda["num_registered"] == 3
+    libcuda["lockable"] = 40_000
+    with pytest.raises(
+        MemoryError, match=r"after 16,384 of 40,960 \(cuMemHostRegister of 8,192 bytes: CUDA error 2"
+    ):
+        host_memory.host_zeros(40_960, 512, driver)
+    gc.collect()
+    assert (libcuda["num_registered"], libcuda["synchronized"]) == (3, 1)
+    del tensor
+    gc.collect()
+    assert (libcuda["num_registered"], libcuda["synchronized"]) == (0, 2)
+    with pytest.raises(DriverError, match="cuMemHostUnregister: CUDA error 713"):
+        driver.unregister([4096])
 
 
 def test_no_copy_crosses_an_edge_of_registered_memory(

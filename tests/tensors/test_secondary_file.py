@@ -172,7 +172,7 @@ def test_a_file_in_use_is_refused_until_it_is_given_back(tmp_path: Path, run_pyt
         "import pathlib, pickle\n"
         "from kvcache.device.secondary_file import SecondaryFile, SecondaryFileError\n"
         f"layout = pickle.loads({pickle.dumps(Layout.of(config()))!r})\n"
-        f"try: SecondaryFile(pathlib.Path({str(tmp_path / 's')!r}), layout, pin=False)\n"
+        f"try: SecondaryFile(pathlib.Path({str(tmp_path / 's')!r}), layout)\n"
         "except SecondaryFileError as error: print(error.problem)"
     )
     assert done.stdout == "locked\n"
