@@ -17,8 +17,9 @@ from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
 from kvcache.audit.contents import NOWHERE, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.prefill import PrefillModel, seconds_by_reason
-from kvcache.audit.reasons import EVICTIONS, Reason
+from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 from kvcache.errors import UsageError, shown
+from kvcache.phrases import printable
 
 Key = str | None
 """What the requests of a group have in common. None: they have none, or nobody knows which request it was."""
@@ -80,6 +81,16 @@ class GroupTotals:
     def reused(self) -> int:
         """Prompt tokens that were found in the cache."""
         return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+    @property
+    def evicted(self) -> int:
+        """Those computed again because of evictions."""
+        return int(self.reasons[list(EVICTIONS)].sum())
+
+    @property
+    def lost(self) -> int:
+        """Those computed again since they had been cleared or lost."""
+        return int(self.reasons[list(LOSSES)].sum())
 
 
 class CacheShares(NamedTuple):
@@ -223,3 +234,110 @@ class RequestGroups(HistoryListener):
         reasons = np.sum([each.reasons for each in rest], axis=0)
         spent, saved = sum(each.spent_seconds for each in rest), sum(each.saved_seconds for each in rest)
         return GroupTotals(sum(each.requests for each in rest), reasons, spent, saved)
+
+
+def _mean_shares(groups: RequestGroups, until: int) -> dict[Key, float]:
+    """Which part of what was cached each group had stored, over the time up to `until` (ns)."""
+    moments = groups.moments
+    areas = Counter[Key]()
+    for shares, end in zip(moments, [*(each.at for each in moments[1:]), until], strict=True):
+        for key, blocks in shares.blocks.items():
+            areas[key] += blocks * max(0, end - shares.at)
+    if not (total := areas.total()):
+        areas = Counter(moments[-1].blocks) if moments else areas
+        total = areas.total()
+    return {key: area / total for key, area in areas.items()} if total else {}
+
+
+def others(number: int) -> str:
+    """So many that have no row of their own."""
+    return f"{number:,} other" + "s" * (number > 1)
+
+
+class GroupRow(NamedTuple):
+    """What is shown of a group, or of all that have no row of their own."""
+
+    name: str
+    totals: GroupTotals
+    evicted: int
+    """Full blocks that its requests had stored and that were evicted."""
+    evicted_for_it: int
+    """Full blocks that were evicted to make room for its requests."""
+    share: float
+    """Of what was cached, over the time, the part that its requests had stored."""
+
+
+_NONE = "(none)"
+_DIGITS = 16
+"""Shown of a salt's digest."""
+
+
+class TopGroups:
+    """The groups with the most prompt tokens, and all others as one.
+
+    Args:
+        groups: All of them.
+        until: The end of the time, wall-clock ns.
+        top: How many are named.
+
+    """
+
+    def __init__(self, groups: RequestGroups, until: int, top: int) -> None:
+        self.groups = groups
+        self.named = groups.largest(top)
+        self.rest = groups.others(self.named)
+        self.shares = _mean_shares(groups, until)
+        self._shown = set(self.named)
+        if self.rest is None and None not in self._shown and None in self._without_requests():
+            self.rest = GroupTotals()
+
+    def _without_requests(self) -> set[Key]:
+        """Groups that have, or have evicted, blocks."""
+        return {*self.shares, *(key for pair in self.groups.evicted_blocks for key in pair)}
+
+    def is_named(self, key: Key) -> bool:
+        """Whether the group has a row of its own."""
+        return key in self._shown
+
+    def unnamed(self, numbers: dict[Key, Any]) -> Any:
+        """The sum over all groups without a row of their own."""
+        return sum(each for key, each in numbers.items() if key not in self._shown)
+
+    def name_of(self, key: Key) -> str:
+        """A group in words."""
+        if key is None:
+            return _NONE
+        return printable(key[:_DIGITS] if self.groups.by == "salt" else key)
+
+    def rows(self) -> list[GroupRow]:
+        """Those that are named, then all others as one, if there are any."""
+        suffered, caused = self._evictions()
+        rows = [
+            GroupRow(
+                self.name_of(key),
+                self.groups.totals[key],
+                suffered[key],
+                caused[key],
+                self.shares.get(key, 0),
+            )
+            for key in self.named
+        ]
+        if self.rest is not None:
+            number = len(self.groups.totals) - len(self.named)
+            sums = [self.unnamed(numbers) for numbers in (suffered, caused, self.shares)]
+            rows.append(GroupRow(others(number) if number else _NONE, self.rest, *sums))
+        return rows
+
+    def _evictions(self) -> tuple[Counter[Key], Counter[Key]]:
+        """Blocks by who had stored them, and by who needed their room."""
+        suffered, caused = Counter[Key](), Counter[Key]()
+        for (whose, needed_by), blocks in self.groups.evicted_blocks.items():
+            suffered[whose] += blocks
+            caused[needed_by] += blocks
+        return suffered, caused
+
+    def pairs(self) -> list[tuple[Key, Key, int, int]]:
+        """Whose blocks, for whose room, how many, and how many tokens were computed again: the most costly first."""
+        evicted, recomputed = self.groups.evicted_blocks, self.groups.recomputed_tokens
+        pairs = [(*pair, evicted[pair], recomputed[pair]) for pair in evicted.keys() | recomputed.keys()]
+        return sorted(pairs, key=lambda pair: (-pair[3], -pair[2], str(pair[:2])))

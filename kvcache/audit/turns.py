@@ -39,6 +39,17 @@ class TurnKind(StrEnum):
     """The log records no tokens."""
 
 
+KINDS_IN_WORDS = {
+    TurnKind.FIRST: "first turn",
+    TurnKind.EXTENDS: "extends the turn before",
+    TurnKind.DIVERGES: "diverges from the turn before",
+    TurnKind.COMPACTION: "compaction: diverges, and is shorter",
+    TurnKind.RESUMED: "goes on after it was preempted",
+    TurnKind.UNKNOWN: "not known: the log records no tokens",
+}
+"""For tables."""
+
+
 @dataclass(slots=True)
 class Turn:
     """One admission of a session."""

@@ -17,9 +17,8 @@ from kvcache.audit.explanation import (
     tell,
 )
 from kvcache.audit.reasons import Reason
-from kvcache.audit.turns import Turn, turns_of
+from kvcache.audit.turns import KINDS_IN_WORDS, Turn, turns_of
 from kvcache.cli.audit import namespace_json, reasons_json
-from kvcache.cli.groups import KINDS_IN_WORDS
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo

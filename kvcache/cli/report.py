@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "which evictions cost most and whom, and a lane per request with its explanation. It needs no network."
     )
     parser.epilog = (
-        "The page names requests, but no tokens and no salts. Needed: pip install 'kvcache[report]'"
+        "The page names requests, tenants and sessions, but no tokens and no salts. "
+        "Needed: pip install 'kvcache[report]'"
     )
     add_shared(parser, log=LOG_OR_TRACE)
     add = partial(option, parser)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.audit.groups import TopGroups
 from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
@@ -88,6 +89,8 @@ def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
     for level, lives in enumerate(audit.levels):
         if lives.hit_ages.total or lives.eviction_ages.total:
             drawn[f"ages-{level}"] = ages(lives.hit_ages, lives.eviction_ages)
+    for groups in found.groups:
+        drawn[f"groups-{groups.groups.by}"] = cache_shares(groups, clock)
     if audit.prefixes:
         drawn["prefixes"] = prefixes(audit.prefixes)
     if curve is not None:
@@ -170,6 +173,33 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
         data.append(_markers(marked, top, clock))
     # A click must mean the marker under it, and none beside it.
     return chart(data, clock.title, "blocks", hovermode="closest")
+
+
+_MOST_AREAS = 7
+_LONGEST_NAME = 28
+_NO_MARKUP = str.maketrans("<>&", "‹›+")
+
+
+def cache_shares(groups: TopGroups, clock: Clock) -> Chart:
+    """Whose requests had stored what was cached, as shares over time."""
+    moments = [each for each in groups.groups.moments if each.blocks]
+    times = [clock.of(each.at) for each in moments]
+    named = [key for key in groups.named if any(key in each.blocks for each in moments)][:_MOST_AREAS]
+    colors = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW)
+    named_blocks = [[each.blocks.get(key, 0) for each in moments] for key in named]
+    rest = [sum(each.blocks.values()) - sum(own) for each, *own in zip(moments, *named_blocks, strict=True)]
+    # Plotly takes what looks like markup for it.
+    names = [groups.name_of(key)[:_LONGEST_NAME].translate(_NO_MARKUP) for key in named]
+    areas = list(zip(names, colors, named_blocks, strict=False))
+    if any(rest):
+        areas.append(("others", GREY, rest))
+    data = []
+    for name, color, blocks in areas:
+        look = {"mode": "lines", "stackgroup": "blocks", "groupnorm": "fraction", "fillcolor": color}
+        line = {"width": 0.5, "color": color, "shape": "hv"}
+        data.append(_line(name, times, blocks, "%{y:.1%}<extra>%{fullData.name}</extra>", line=line, **look))
+    percent = {**_PERCENT, "title": {"text": "share of the cached blocks"}}
+    return chart(data, clock.title, percent, hovermode="x unified")
 
 
 def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Chart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -18,13 +18,15 @@ from events import types as ev
 from events.log import LogEnd, LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, RequestId
-from kvcache.audit.admission import ExplainedAdmission
+from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
 from kvcache.audit.diff import settings_of
 from kvcache.audit.explanation import Explanation, Explanations
+from kvcache.audit.groups import RequestGroups, TopGroups
 from kvcache.audit.history import EpochClock, HistoryFold, HistoryListener, RunningRequest, laid_out
 from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 from kvcache.audit.tables import occupancy
 from kvcache.audit.totals import Audit, AuditTotals, Eviction
+from kvcache.audit.turns import SessionTurns
 
 MOST_LANES = 20_000
 """Requests that have a lane: those that computed most."""
@@ -32,6 +34,8 @@ MOST_EXPLAINED = 500
 """Of these, so many are explained part by part; as many that computed most again as well."""
 MOST_EVICTIONS = 50
 MOST_PREFIXES = 150
+MOST_GROUPS = 12
+"""Tenants, or sessions, that are named: those with the most prompt tokens."""
 PARTS = 400
 """Equal parts of a log's time for which it is known how full the cache was, at most; from then on two become one."""
 _FIRST_NS = 1_000_000
@@ -270,6 +274,9 @@ class Gathered:
     explanations: dict[RequestId, Explanation]
     bills: list[Bill]
     """Of the evictions that cost most, the worst first."""
+    groups: list[TopGroups]
+    """The requests by tenant and by session, where the log has any."""
+    turns: SessionTurns
 
     @cached_property
     def shelves(self) -> list[Shelf]:
@@ -289,6 +296,13 @@ class Gathered:
         return max(map(sum, filled)), used, max(each.held for each in filled)
 
 
+def _groups(origins: Sequence[RequestOrigin]) -> list[RequestGroups]:
+    """By tenant and by session, as far as requests have them."""
+    tenants = any(each.labels is not None and "tenant" in each.labels for each in origins)
+    sessions = any(each.session is not None for each in origins)
+    return [RequestGroups(by) for by, there in (("tenant", tenants), ("session", sessions)) if there]
+
+
 def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> Gathered:
     """Read a log; `progress` is called with the batches read, of both passes. `others` listen to the first one.
 
@@ -303,13 +317,14 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
     end = reader.end
     created = history.replayed.state.created
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
+    groups, turns = _groups(history.origins), SessionTurns()
     # What it no longer needs is most of the memory.
     del history
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     again = nlargest(MOST_EXPLAINED, ordered[:MOST_LANES], key=lambda lane: lane.computed_again)
     chosen = {lane.request_id for lane in (*ordered[:MOST_EXPLAINED], *again)}
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
-    closer = HistoryFold(payers, explanations, details=chosen.__contains__)
+    closer = HistoryFold(payers, explanations, *groups, turns, details=chosen.__contains__)
     for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written meanwhile
             break
@@ -326,5 +341,7 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
         num_lanes=len(ordered),
         lanes=ordered[:MOST_LANES],
         explanations=explanations.found,
+        groups=[TopGroups(each, filling.last_at, MOST_GROUPS) for each in groups],
+        turns=turns,
         bills=payers.bills,
     )

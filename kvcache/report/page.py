@@ -22,6 +22,7 @@ from kvcache.audit.memory import Memory
 from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, Pricing, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, verdict_on
+from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import UsageError
 from kvcache.phrases import count, describe_end, duration, few, is_whole, printable, share, since, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of
@@ -181,6 +182,7 @@ def templates(home: Path) -> Environment:
         "FEW": _FEW,
         "GROUPS": GROUPS,
         "IN_WORDS": IN_WORDS,
+        "KINDS_IN_WORDS": KINDS_IN_WORDS,
         "LEVEL_NAMES": LEVEL_NAMES,
         "LOSSES": list(LOSSES),
         "MOST_EVICTIONS": MOST_EVICTIONS,

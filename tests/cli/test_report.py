@@ -28,6 +28,7 @@ from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.prefill import PrefillModel, PrefillTotals, Pricing, hours_between
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
+from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
@@ -39,6 +40,7 @@ from kvcache.report.gathered import Phase, gather
 from kvcache.report.given import GivenCurve, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
 from tests.support.commands import Kvcache, RunPython, run_log, segments
+from tests.support.logs.agents import write_agents_trace
 from tests.support.logs.random_logs import random_log
 from tests.support.needs import program
 from tests.support.seeds import seeds
@@ -134,15 +136,27 @@ def page(html: str) -> Page:
 
 
 @pytest.fixture(scope="session")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of sessions of several tenants."""
+    directory = tmp_path_factory.mktemp("agents")
+    trace = write_agents_trace(directory / "trace.jsonl")
+    return run_log(directory / "log", "--primary-blocks", 200, "--concurrency", 3, trace=trace)
+
+
+@pytest.fixture(scope="session")
 def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log whose names would be markup, of requests that evict each other."""
     directory = tmp_path_factory.mktemp("logs") / "<b>&nasty"
     config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=4)
-    with KVCacheManager(config, log=directory) as manager:
+    clock = Substitutes(wall_ns=itertools.count(10**18, 10**9).__next__)
+    with KVCacheManager(config, log=directory, substitutes=clock) as manager:
         for _ in range(2):
             for number, name in enumerate(NASTY):
                 tokens = [TOKENS + 100 * number + place for place in range(14)]
-                manager.add_sequence(name, tokens, cache_salt=SALT, lora_name=NASTY[0])
+                labels = {"tenant": name}
+                manager.add_sequence(
+                    name, tokens, lora_name=NASTY[0], cache_salt=SALT, session=name, labels=labels
+                )
                 manager.flush()
                 manager.store_context_blocks(name, 14)
                 manager.remove_sequence(name)
@@ -406,6 +420,30 @@ def test_a_log_without_requests_has_a_report(tmp_path: Path) -> None:
     assert sections == ["headlines", "misses", "levels", "settings", "curve", "whatif"]
 
 
+def test_tenants_and_sessions(agents: Path, page: Page, kvcache: Kvcache) -> None:
+    """A chart and a table of each, with the audit's numbers; nothing where requests have neither."""
+    own, said = Page(report(agents)), dict[str, Any]()
+    text = " ".join(each for each in own.text if each.strip())
+    for by in ("tenant", "session"):
+        said = json.loads(kvcache("audit", agents, "--by", by, "--top", 12, "--json").out)
+        areas = own.data["charts"][f"groups-{by}"]["data"]
+        shown = said["groups"][:7]
+        assert [each["name"] for each in areas[: len(shown)]] == [each["name"] or "(none)" for each in shown]
+        for at, area in enumerate(areas[: len(shown)]):
+            assert area["y"] == [
+                moment["blocks"][at] for moment in said["over_time"] if sum(moment["blocks"])
+            ]
+        for group in said["groups"]:
+            numbers = ("requests", "prompt_tokens", "evicted_blocks", "evicted_for_it_blocks")
+            row = rf"{re.escape(group['name'] or '(none)')} " + ".*? ".join(
+                f"{group[key]:,}" for key in numbers
+            )
+            assert re.search(row, text)
+    for each in said["turns"]:
+        assert f"{KINDS_IN_WORDS[each['kind']]} {each['requests']:,} {each['prompt_tokens']:,}" in text
+    assert "groups" not in [each["id"] for each in page.all("section")]
+
+
 class TestHarm:
     """Whatever a log holds, the page is what it was meant to be."""
 
@@ -427,8 +465,15 @@ class TestHarm:
         assert any(NASTY[0] in line for line in page.explanations[0])
 
     def test_no_charts_text_is_markup_for_plotly(self, nasty: Path) -> None:
-        """Of what a log names, only counts and times are in charts."""
-        assert "alert" not in json.dumps(Page(report(nasty)).data["charts"])
+        """Of what a log names, charts have the names of tenants and sessions, without what makes markup."""
+        charts = Page(report(nasty)).data["charts"]
+        own = [charts.pop(f"groups-{by}") for by in ("tenant", "session")]
+        names = [each["name"] for chart in own for each in chart["data"]]
+        assert any("alert" in name for name in names)
+        assert not set("".join(names)) & set("<>&")
+        hover = {each.pop("hovertemplate") for chart in own for each in chart["data"] if each.pop("name")}
+        assert hover == {"%{y:.1%}<extra>%{fullData.name}</extra>"}
+        assert "alert" not in json.dumps([charts, own])
 
     def test_no_tokens_and_no_salts(self, nasty: Path) -> None:
         """No token id of the log, and no salt, is in what the page adds to its library."""
@@ -765,11 +810,14 @@ class TestBrowser:
             assert browser.errors == []
             assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data", "about"}
 
-    def test_it_fits_every_window(self, busy: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("of_sessions", [False, True])
+    def test_it_fits_every_window(
+        self, busy: Path, agents: Path, tmp_path: Path, *, of_sessions: bool
+    ) -> None:
         """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
         file = tmp_path / "page.html"
-        priced = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL)
-        file.write_text(priced, encoding="utf-8")
+        of_others = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL)
+        file.write_text(report(agents) if of_sessions else of_others, encoding="utf-8")
         with Browser(program("chromium"), tmp_path / "profile") as browser:
             for dark in (False, True):
                 for width in (1280, 390):
