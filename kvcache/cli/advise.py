@@ -25,14 +25,14 @@ from kvcache.audit.advice import (
     observe_log,
     observe_trace,
 )
-from kvcache.cli.costs import Costs, few
+from kvcache.cli.costs import Costs
 from kvcache.cli.curve import bytes_per_block
 from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
 from kvcache.cli.output import Facts, Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
 from kvcache.errors import UsageError
-from kvcache.phrases import count, printable, share, size, span
+from kvcache.phrases import count, few, printable, share, size, span
 from kvcache.workload.traces import TracePrompts
 
 Said = tuple[str, str]
