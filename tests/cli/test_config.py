@@ -176,3 +176,25 @@ def test_setting_inside_a_value(kvcache: Kvcache) -> None:
     done = kvcache("config", "--set", "head_dim=1", "--set", "head_dim.x=2")
     assert done.code == 2
     assert "head_dim has no settings inside" in done.err
+
+
+def test_rules_for_stop_reasons(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a file stay where the command line gives one by its reason; JSON in a variable is all of them."""
+    file = tmp_path / "c.yaml"
+    file.write_text("stop_retention: {stop: 20, length: {priority: 5, duration_ms: 1500}}\n")
+    by_name = ("--set", "stop_retention.tool_calls=60:2min", "--set", "stop_retention.length=none")
+
+    def shown(*args: object) -> str:
+        done = kvcache("config", *ENOUGH, "--config", file, *args)
+        assert done.code == 0, done.err
+        return next(line for line in done.out.splitlines() if "stop_retention" in line)
+
+    assert '{"stop": "20", "length": "5:1.5s"}' in shown()
+    assert '{"stop": "20", "tool_calls": "60:120s"}' in shown(*by_name)
+    monkeypatch.setenv("KVCACHE_STOP_RETENTION", '{"*": "60:10min", "end_turn": 40}')
+    assert '{"*": "60:600s", "end_turn": "40"}' in shown()
+    done = kvcache("config", *ENOUGH, "--set", "stop_retention.stop=101")
+    assert (done.code, "stop_retention.stop.priority: given '101'; accepted: a priority" in done.err) == (
+        2,
+        True,
+    )
