@@ -23,7 +23,7 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
     ("words", "expected"),
     [
         ("re", {"replay", "report"}),
-        ("export log --to ", {"bailian", "csv", "jsonl", "mooncake", "parquet", "sqlite"}),
+        ("export log --to ", {"bailian", "csv", "jsonl", "mooncake", "parquet", "perfetto", "sqlite"}),
         ("export log --output a_", {"a_file", "a_directory"}),
         ("", set(COMMANDS)),
         ("--ver", {"--version", "--verbose"}),
