@@ -126,8 +126,9 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse
     inputs = (config.model_dump_json(), sizes.digest, concurrency)
     writer = open_log(log, config.log, log_id=sha256(repr(inputs).encode()).digest()[:16])
     clock, options = StepClock(math.inf), DriveOptions(concurrency=concurrency)
+    times = Substitutes(wall_ns=clock.wall_ns, monotonic_ns=clock.trace_ns)
     with (
-        KVCacheManager(config, log=writer, substitutes=Substitutes(wall_ns=clock.wall_ns)) as manager,
+        KVCacheManager(config, log=writer, substitutes=times) as manager,
         out.progress("playing", sizes.requests) as update,
     ):
         engine = Engine(manager, source.requests, options, clock=clock, watch=reported.watch)

@@ -115,6 +115,25 @@ def test_whatif_tells_of_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> Non
     assert "is about another log" in done.err  # of another cache
 
 
+def test_rules_for_stop_reasons_last_in_the_time_of_the_trace(
+    kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a tool is kept for as long as the rule says, and not any longer."""
+    monkeypatch.setenv("KVCACHE_STOP_RETENTION", '{"tool_use": "60:1min"}')
+    sizes = ("--primary-blocks", 6, "--secondary-blocks", 0)
+    reused = []
+    for pause in (50, 70):
+        times = [0, 1000, 2000, (pause - 1) * 1000, pause * 1000 - 500, pause * 1000]
+        trace = write(
+            tmp_path / "t.jsonl", times, [(1, 2, 3), (4, 5, 6), (7, 8, 9), (4, 5, 7), (7, 8, 4), (1, 2, 4)]
+        )
+        lines = [json.loads(line) | {"stop": "end_turn"} for line in trace.read_text().splitlines()]
+        lines[0]["stop"] = "tool_use"
+        trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        reused.append(audited(kvcache, trace, *sizes)["over_time"]["parts"][-1]["primary"])
+    assert reused == [2 * BLOCK, 0]
+
+
 @pytest.mark.parametrize("command", ["audit", "whatif", "report"])
 def test_what_cannot_be_told(kvcache: Kvcache, tmp_path: Path, log: Path, command: str) -> None:
     """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""
