@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.audit.prefix_cache import (
+from kvcache.audit.block_cache import (
     FIFO,
     HEAPS,
     LEVELS,
@@ -21,10 +21,10 @@ from kvcache.audit.prefix_cache import (
     S3FIFO,
     SEGMENTS,
     Order,
-    Requests,
-    compiled,
+    PlayedRequests,
     new_cache,
     play,
+    usual_gaps,
 )
 from kvcache.errors import UsageError
 
@@ -51,7 +51,7 @@ class RequestRecorder:
         self._arrivals, self._held = array("d"), array("d")
         self._final = bytearray()
         self.stops = 0
-        """Requests with a stop reason."""
+        """PlayedRequests with a stop reason."""
 
     def add(
         self, blocks: Sequence[int], *, arrival: float = 0.0, held: float = 0.0, stop: str | None = None
@@ -83,7 +83,9 @@ class RequestRecorder:
         parents[numbers], by_block[numbers] = before, depths
         arrivals = np.maximum.accumulate(np.array(self._arrivals)) if len(begins) > 1 else np.empty(0)
         ends = arrivals + np.array(self._held)
-        requests = Requests(numbers, begins, parents, by_block, _moments(arrivals, ends), arrivals, ends)
+        requests = PlayedRequests(
+            numbers, begins, parents, by_block, _moments(arrivals, ends), arrivals, ends
+        )
         final = np.frombuffer(bytes(self._final), np.bool_)
         return Workload(requests, final, tokens_per_block, knows_stops=self.stops > 0)
 
@@ -98,9 +100,9 @@ def _moments(arrivals: Floats, ends: Floats) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Requests, and what is known of them besides."""
+    """PlayedRequests, and what is known of them besides."""
 
-    requests: Requests
+    requests: PlayedRequests
     final: npt.NDArray[np.bool_]
     """By request, whether its stop reason was final."""
     tokens_per_block: int
@@ -120,33 +122,6 @@ class Workload:
     def distinct_blocks(self) -> int:
         """How many different blocks there are."""
         return len(self.requests.parents)
-
-
-@compiled
-def _usual_gaps(requests: Requests, aging: float, shortest: float) -> Any:
-    """By request, the mean time from the end of a conversation's request to its next, as known then; infinite at first.
-
-    A geometric mean, in which later gaps count more. A request continues the one that was the last to use the deepest
-    block that was there before, if it has more than half of that one's blocks.
-    """
-    count = len(requests.arrivals)
-    users = np.full(len(requests.parents), -1, np.int32)
-    sums, weights, usual = np.zeros(count), np.zeros(count), np.full(count, np.inf)
-    for request in range(count):
-        begin, end = requests.begins[request], requests.begins[request + 1]
-        at = begin
-        while at < end and users[requests.blocks[at]] >= 0:
-            at += 1
-        if at > begin:
-            before = users[requests.blocks[at - 1]]
-            if 2 * (at - begin) > requests.begins[before + 1] - requests.begins[before]:
-                gap = max(requests.arrivals[request] - requests.ends[before], shortest)
-                sums[request] = aging * sums[before] + np.log(gap)
-                weights[request] = aging * weights[before] + 1.0
-                usual[request] = np.exp(sums[request] / weights[request])
-        for place in range(begin, end):
-            users[requests.blocks[place]] = request
-    return usual
 
 
 def _order(workload: Workload, kind: int, **given: Any) -> Order:
@@ -203,7 +178,7 @@ def _stop(workload: Workload, size: int, parameter: float) -> Order:
 
 
 def _gap(workload: Workload, size: int, parameter: float) -> Order:
-    usual = np.asarray(_usual_gaps(workload.requests, _AGING, _SHORTEST))
+    usual = np.asarray(usual_gaps(workload.requests, _AGING, _SHORTEST))
     levels = 4 - np.searchsorted([0.4 * parameter, 0.8 * parameter], usual, side="right")
     heaps = np.where(workload.final, 0, levels).astype(np.int8)
     ages = np.array([np.inf, _RETAINED, parameter, parameter, parameter, np.inf])
@@ -211,7 +186,7 @@ def _gap(workload: Workload, size: int, parameter: float) -> Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class PolicyKind:
     """A policy without its parameter."""
 
     make: Callable[[Workload, int, float], Order]
@@ -219,16 +194,16 @@ class _Kind:
     """What it is by default; None: there is none."""
 
 
-_KINDS: dict[str, _Kind] = {
-    "lru": _Kind(_lru),
-    "fifo": _Kind(_fifo),
-    "lfu": _Kind(_lfu),
-    "gdsf": _Kind(_gdsf, _EVEN_AT),
-    "slru": _Kind(_slru, _PROTECTED),
-    "s3fifo": _Kind(_s3fifo, _SMALL),
-    "tlru": _Kind(_tlru, 4096),
-    "stop": _Kind(_stop, _RETAINED),
-    "gap": _Kind(_gap, 20.0),
+_KINDS: dict[str, PolicyKind] = {
+    "lru": PolicyKind(_lru),
+    "fifo": PolicyKind(_fifo),
+    "lfu": PolicyKind(_lfu),
+    "gdsf": PolicyKind(_gdsf, _EVEN_AT),
+    "slru": PolicyKind(_slru, _PROTECTED),
+    "s3fifo": PolicyKind(_s3fifo, _SMALL),
+    "tlru": PolicyKind(_tlru, 4096),
+    "stop": PolicyKind(_stop, _RETAINED),
+    "gap": PolicyKind(_gap, 20.0),
 }
 POLICIES = tuple(_KINDS)
 """The names of all."""
@@ -239,7 +214,7 @@ class Policy:
     """An order of eviction: a name of `POLICIES`, perhaps with a number after a colon, as ``stop:300``."""
 
     name: str
-    kind: _Kind
+    kind: PolicyKind
     parameter: float
 
     @classmethod

@@ -36,6 +36,7 @@ from kvcache.cli.options import (
     seekable,
 )
 from kvcache.cli.output import Facts, Output, end_json, pick
+from kvcache.cli.policies import PolicyTrials, add_policy_options
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import reported_in_words, reported_json
 from kvcache.errors import UsageError
@@ -65,6 +66,8 @@ class CurveFound:
     spans: SpanDistances | None
     """None: prefills have no formula."""
     timeouts: TimeoutCurve
+    policies: dict[int, dict[str, int]]
+    """Hits of other orders of eviction, by size and name; empty: not asked."""
 
     @property
     def logged(self) -> LoggedPrompts | None:
@@ -137,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttl",
         "by how long a block may be idle before it is dropped, from a cache of any size, in place of the size",
     )
+    add_policy_options(parser)
     add_cost_options(parser)
 
 
@@ -145,17 +149,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
     costs = Costs.of(args)
     if costs.pricing is not None and args.sample < 1:
         raise UsageError("seconds of prefills need all blocks, not samples: leave --sample out")
-    recorder = CurveRecorder(args.sample)
+    recorder, trials = CurveRecorder(args.sample), PolicyTrials.of(args)
     workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
     reported = ReportedReuse()
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
         prompts = _prompts(args, source, update, reported)
         for blocks in prompts:
             recorder.add(blocks, prompts.at)
+            trials.add(prompts, blocks)
     bounded, asked = (_in_blocks(sizes, prompts, costs) for sizes in (args.bound, args.sizes))
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in bounded}
     spans = None if costs.pricing is None else SpanDistances.of(recorder.reuses)
-    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans, TimeoutCurve.of(recorder))
+    timeouts = TimeoutCurve.of(recorder)
+    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans, timeouts, {})
+    sizes = [*found.asked, *found.bounds] or _table_sizes(found)
+    found.policies.update(trials.play(sizes, prompts.tokens_per_block, out))
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
     if reported.doubt is not None:
@@ -215,6 +223,9 @@ def to_json(found: CurveFound) -> dict[str, Any]:
                 "hit_rate": curve.hit_rate(blocks),
                 "standard_error": curve.error(blocks),
                 "best_hits": found.bounds.get(blocks),
+                "policies": [
+                    {"name": name, "hits": hits} for name, hits in found.policies.get(blocks, {}).items()
+                ],
                 "bytes": None if found.bytes_per_block is None else blocks * found.bytes_per_block,
                 "prefill": cost_json(found.cost(blocks)),
             }
@@ -255,8 +266,10 @@ def _recorded(prompts: LoggedPrompts, curve: HitCurve) -> tuple[float, float]:
 def _table_sizes(found: CurveFound) -> list[int]:
     """Powers of two up to where nothing is gained any more, and the sizes that somebody has chosen.
 
-    Of a sample only from `_FEWEST` of its blocks on.
+    Of a sample only from `_FEWEST` of its blocks on. Where policies were played, the sizes of these.
     """
+    if found.policies:
+        return list(found.policies)
     last = max(found.curve.distinct_blocks - 1, 0).bit_length()
     fewest = 1 if found.curve.rate == 1 else _FEWEST / found.curve.rate
     first = max(last + 1 - _ROWS, math.ceil(math.log2(fewest)))
@@ -293,6 +306,10 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
     out.table(rows, right=list(rows[0])[:-2])
     out.line()
     out.line("block hit rate: the part of the prompts' full blocks that is reused")
+    if found.policies:
+        out.line(
+            "the columns after it: the same for other orders of eviction, in one level (`kvcache docs curve`)"
+        )
     if found.costs.pricing is not None:
         out.line(found.costs.cells_in_words())
     if found.logged is not None and found.bytes_per_block is None:
@@ -344,6 +361,7 @@ def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:
         row["±"] = share(curve.error(blocks) or 0.0)
     if found.today.secondary:
         row |= zip(LEVEL_NAMES, (_part(found, hits) for hits in _levels(found, blocks)), strict=True)
+    row |= {name: _part(found, hits) for name, hits in found.policies.get(blocks, {}).items()}
     if found.bounds:
         row["at best"] = "" if best is None else _part(found, best)
     return row | dict(found.costs.cost_cells(found.cost(blocks)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from textwrap import wrap
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -309,9 +311,8 @@ def _prefix_label(prefix: HotPrefix) -> str:
 
 def curve_by_size(curve: GivenCurve) -> Chart:
     """Hit rates by size of the cache, and the sizes that have a name."""
-    return hit_rates(
-        [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes], curve.marks
-    )
+    sizes = [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes]
+    return hit_rates(sizes, curve.marks, curve.policy_rates())
 
 
 def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
@@ -335,11 +336,21 @@ def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
     )
 
 
-def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:
-    """Hit rate by size of the cache: (blocks, rate, best rate or None); and sizes with a name."""
+def hit_rates(
+    sizes: Sequence[tuple[int, float, float | None]],
+    marks: Sequence[tuple[int, str]],
+    policies: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({}),
+) -> Chart:
+    """Hit rate by size of the cache: (blocks, rate, best rate or None); sizes with a name; and other orders' rates."""
     data = [_rates([each[:2] for each in sizes], "block hit rate", BLUE, "circle", "lines+markers")]
     if best := [(blocks, rate) for blocks, _, rate in sizes if rate is not None]:
         data.append(_rates(best, "at best, if the future were known", ORANGE, "diamond", "markers"))
+    data += [
+        _rates(points, name, color, "square", "lines+markers")
+        for (name, points), color in zip(
+            policies.items(), cycle((GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY)), strict=False
+        )
+    ]
     look = {"width": 1, "dash": "dot", "color": "#888888"}
     lines = [
         {"type": "line", "yref": "paper", "x0": blocks, "x1": blocks, "y0": 0, "y1": 1, "line": look}

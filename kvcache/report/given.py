@@ -84,6 +84,13 @@ class WithCosts(msgspec.Struct, kw_only=True):
         return values[: len(self.cost_columns)]
 
 
+class PolicyHits(msgspec.Struct):
+    """What another order of eviction serves."""
+
+    name: str
+    hits: _Count
+
+
 class Size(msgspec.Struct):
     """One size of the cache."""
 
@@ -92,6 +99,7 @@ class Size(msgspec.Struct):
     best_hits: _Count | None = None
     bytes: _Count | None = None
     prefill: GivenCost | None = None
+    policies: list[PolicyHits] = []
 
 
 class Timeout(msgspec.Struct):
@@ -117,11 +125,22 @@ class GivenCurve(WithCosts):
         """Refuse what no curve has."""
         if any((size.best_hits or 0) > self.block_requests for size in self.sizes):
             raise ValueError("`best_hits` exceed `block_requests`")
+        if any(each.hits > self.block_requests for size in self.sizes for each in size.policies):
+            raise ValueError("`hits` of policies exceed `block_requests`")
         self.sizes.sort(key=lambda size: size.blocks)
 
     def best_rate(self, size: Size) -> float | None:
         """The hit rate that no eviction exceeds at this size; None: unknown."""
         return None if size.best_hits is None else size.best_hits / max(self.block_requests, 1)
+
+    def policy_rates(self) -> dict[str, list[tuple[int, float]]]:
+        """Of other orders of eviction, by name: sizes in blocks, and hit rates."""
+        rates: dict[str, list[tuple[int, float]]] = {}
+        for size in self.sizes:
+            for each in size.policies:
+                rate = each.hits / max(self.block_requests, 1)
+                rates.setdefault(each.name, []).append((size.blocks, rate))
+        return rates
 
     @property
     def marks(self) -> list[tuple[int, str]]:

@@ -249,6 +249,8 @@ class TracePrompts:
         """When the prompt that was given last came, in ns since the start of the trace."""
         self.lengths = array("q")
         """Tokens of each prompt."""
+        self.request: TraceRequest | None = None
+        """The one of which the last prompt was."""
         self._times: tuple[int, int] | None = None
 
     @property
@@ -270,6 +272,7 @@ class TracePrompts:
         """Iterate likewise: each request, and the numbers of its blocks."""
         for request in self._requests:
             self.requests += 1
+            self.request = request
             self.lengths.append(request.input_length)
             self._times = (request.timestamp if self._times is None else self._times[0]), request.timestamp
             self.at = request.timestamp * 1_000_000

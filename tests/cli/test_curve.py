@@ -8,12 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.curve import CurveRecorder, LoggedPrompts, best_hits
+from kvcache.report.charts import curve_by_size
+from kvcache.report.given import GivenCurve
 from tests.support.commands import Kvcache, run_log
 from tests.support.places import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+"""The first policy that is played waits for the compiler, which takes long on a machine that is busy."""
 
 
 def recorded(log: Path) -> CurveRecorder:
@@ -297,3 +303,83 @@ def test_timeouts(kvcache: Kvcache, tmp_path: Path) -> None:
     assert [each["hit_rate"] for each in said["timeouts"]] == [each["hits"] / 12 for each in said["timeouts"]]
     assert said["covered_seconds"] == 560
     assert said["sizes"][-1]["hits"] == 9
+
+
+def test_policies(kvcache: Kvcache) -> None:
+    """A column each, at the sizes that were given; `lru` is the curve, and a report draws a line each."""
+    options = ("--policy", "lru, s3fifo,slru:0.5,lru", "--sizes", "10,40", "--bound", "40")
+    said = found(kvcache, TRACE, *options)
+    assert [each["blocks"] for each in said["sizes"]] == [10, 40]
+    for each in said["sizes"]:
+        hits = {policy["name"]: policy["hits"] for policy in each["policies"]}
+        assert list(hits) == ["lru", "s3fifo", "slru:0.5"]
+        assert hits["lru"] == each["hits"] > 0
+        assert max(hits.values()) <= (each["best_hits"] or said["block_requests"])
+    table = kvcache("curve", TRACE, *options).out
+    assert "blocks  block hit rate" in table
+    assert "s3fifo  slru:0.5  at best" in table
+    assert "the same for other orders of eviction" in table
+    names = [line["name"] for line in curve_by_size(msgspec.convert(said, GivenCurve))["data"]]
+    assert names == ["block hit rate", "at best, if the future were known", "lru", "s3fifo", "slru:0.5"]
+    assert found(kvcache, TRACE)["sizes"][0]["policies"] == []
+
+
+def test_policies_of_a_log(kvcache: Kvcache, log: Path) -> None:
+    """At all sizes of the table, where none is given."""
+    said = found(kvcache, log, "--policy", "lru")
+    assert len(said["sizes"]) > 5
+    assert all(each["policies"] == [{"name": "lru", "hits": each["hits"]}] for each in said["sizes"])
+
+
+def test_policies_by_stop_and_time(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Of a trace come times, stop reasons and how long outputs are.
+
+    Three conversations of two blocks come, a second apart, to a cache for two, then the first again. With `stop` it has
+    its blocks, since it waits for a tool, unless half a second is all that they are kept. With `--hold` nothing
+    makes room for the third.
+    """
+    trace = tmp_path / "trace.jsonl"
+    line = '{{"timestamp":{},"input_length":1025,"output_length":50,"hash_ids":[{}],"stop":"{}"}}\n'
+    turns = [("1,2,9", "tool_use"), ("3,4,8", "end_turn"), ("5,6,7", "end_turn"), ("1,2,9", "end_turn")]
+    trace.write_text("".join(line.format(1000 * at, *turn) for at, turn in enumerate(turns)))
+    hits = {
+        name: found(kvcache, trace, "--sizes", "4", "--policy", *options)["sizes"][0]["policies"][0]["hits"]
+        for name, options in {
+            "lru": ("lru",),
+            "stop": ("stop",),
+            "over": ("stop:0.5",),
+            "held": ("lru", "--hold", "10"),
+        }.items()
+    }
+    assert hits == {"lru": 0, "stop": 2, "over": 0, "held": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--policy", "lru,mru"), "policy 'mru': there are lru, fifo"),
+        (("--policy", ""), "policy '': there are lru, fifo"),
+        (("--policy", "lru", "--sample", "0.5"), "other orders of eviction need all blocks"),
+        (("--policy", "stop"), "the policy stop needs a trace with stop reasons"),
+        (("--policy", "lru", "--ttl"), "--ttl is of a cache of any size"),
+        (("--hold", "50"), "--hold is for --policy"),
+        (("--policy", "lru", "--hold", "0"), "'0' is not a number of tokens a second"),
+        (("--policy", "lru", "--hold", "5", "--bound", "9"), "leave --bound or --hold out"),
+        (("--policy", "lru", "--hold", "5"), "--hold is for traces"),
+    ],
+)
+def test_policies_that_cannot_be_played(
+    kvcache: Kvcache, log: Path, options: tuple[str, ...], says: str
+) -> None:
+    """Each is one line that says what to give."""
+    done = kvcache("curve", log, *options)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert says in done.err
+
+
+def test_policies_without_numba(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are played all the same, and a warning says what is missing."""
+    monkeypatch.setattr("kvcache.cli.policies.COMPILED", False)
+    done = kvcache("curve", TRACE, "--policy", "fifo", "--sizes", "5")
+    assert done.code == 0
+    assert "pip install 'kvcache[simulate]'" in done.err

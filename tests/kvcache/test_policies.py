@@ -14,7 +14,6 @@ from kvcache.audit.policies import POLICIES, Policy, RequestRecorder, Workload
 from kvcache.errors import UsageError
 from kvcache.whatif.trial import Trial
 from kvcache.whatif.trial import play as play_manager
-from tests.kvcache.test_curve import reuses_of, some_prompts
 from tests.oracles.eviction_models import (
     Gap,
     Levels,
@@ -26,7 +25,11 @@ from tests.oracles.eviction_models import (
     Tail,
     TwoQueues,
 )
+from tests.support.prompts import reuses_of, some_prompts
 from tests.support.seeds import seeds
+
+pytestmark = pytest.mark.timeout(600)
+"""The first policy that is played waits for the compiler, which takes long on a machine that is busy."""
 
 MODELS: dict[str, Callable[[list[Prompt], int], Model]] = {
     "lru": Levels,

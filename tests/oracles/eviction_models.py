@@ -1,6 +1,6 @@
 """Caches of prefixes that are played block by block with lists and dicts: each order of eviction by its definition.
 
-Nothing is shared with `kvcache.audit.prefix_cache`, neither code nor method: no heaps, no counters of children; what
+Nothing is shared with `kvcache.audit.block_cache`, neither code nor method: no heaps, no counters of children; what
 can be evicted is looked up among all blocks, each time.
 """
 

@@ -8,6 +8,9 @@ Leaves that nobody holds are in heaps, the next victim at the top, and the lowes
 the work for a block that hits is a few array accesses, and that for one that is evicted is logarithmic in the number of
 leaves. Everything here is a function of arrays: numba compiles these, and without it they run as they are, a hundred
 times slower or more.
+
+What numba keeps on disk names the classes here and this module: who renames one of the classes renames the module, too,
+or earlier files of numba are read that nothing understands.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ HEAPS = 6
 _TAIL = 5
 """The heap of protected blocks without a protected child; the others are of leaves."""
 _STAMP, _USED, _PART, _GHOSTS = range(4)
-"""Places of `Cache.numbers`: a clock of uses, cached blocks, those that are protected or in the small queue, and how
-many the small queue has evicted."""
+"""Places of `PrefixCache.numbers`: a clock of uses, cached blocks, those that are protected or in the small queue, and
+how many the small queue has evicted."""
 _MOST_USES = 3
 """S3-FIFO counts no further."""
 
 
-class Requests(NamedTuple):
+class PlayedRequests(NamedTuple):
     """What is played: the blocks of all prompts one after the other, numbered from 0."""
 
     blocks: Any
@@ -110,7 +113,7 @@ _BLOCK = np.dtype(
 """
 
 
-class Cache(NamedTuple):
+class PrefixCache(NamedTuple):
     """One cache."""
 
     blocks: Any
@@ -128,11 +131,11 @@ class Cache(NamedTuple):
     """By request, the blocks that it found and stored."""
 
 
-def new_cache(size: int, requests: int, blocks: int) -> Cache:
+def new_cache(size: int, requests: int, blocks: int) -> PrefixCache:
     """An empty cache of `size` blocks."""
     state = np.zeros(blocks, _BLOCK)
     state["places"] = state["tail_places"] = -1
-    return Cache(
+    return PrefixCache(
         blocks=state,
         trees=np.full((HEAPS, min(size, blocks) + 1), -1, np.int32),
         sizes=np.zeros(HEAPS, np.int64),
@@ -147,14 +150,14 @@ def new_cache(size: int, requests: int, blocks: int) -> Cache:
 
 
 @compiled
-def _places(cache: Cache, heap: int) -> Any:
+def _places(cache: PrefixCache, heap: int) -> Any:
     if heap == _TAIL:
         return cache.blocks["tail_places"]
     return cache.blocks["places"]
 
 
 @compiled
-def _rise(cache: Cache, heap: int, at: int) -> None:
+def _rise(cache: PrefixCache, heap: int, at: int) -> None:
     tree, places, keys, ties = (
         cache.trees[heap],
         _places(cache, heap),
@@ -176,7 +179,7 @@ def _rise(cache: Cache, heap: int, at: int) -> None:
 
 
 @compiled
-def _sink(cache: Cache, heap: int, at: int) -> None:
+def _sink(cache: PrefixCache, heap: int, at: int) -> None:
     tree, places, keys, ties = (
         cache.trees[heap],
         _places(cache, heap),
@@ -202,7 +205,7 @@ def _sink(cache: Cache, heap: int, at: int) -> None:
 
 
 @compiled
-def _push(cache: Cache, heap: int, block: int) -> None:
+def _push(cache: PrefixCache, heap: int, block: int) -> None:
     at = cache.sizes[heap]
     cache.sizes[heap] = at + 1
     cache.trees[heap][at] = block
@@ -212,7 +215,7 @@ def _push(cache: Cache, heap: int, block: int) -> None:
 
 
 @compiled
-def _remove(cache: Cache, heap: int, block: int) -> None:
+def _remove(cache: PrefixCache, heap: int, block: int) -> None:
     tree, places = cache.trees[heap], _places(cache, heap)
     at, last = places[block], cache.sizes[heap] - 1
     cache.sizes[heap] = last
@@ -229,7 +232,7 @@ def _remove(cache: Cache, heap: int, block: int) -> None:
 
 
 @compiled
-def _offer(cache: Cache, requests: Requests, order: Order, block: int) -> None:
+def _offer(cache: PrefixCache, requests: PlayedRequests, order: Order, block: int) -> None:
     """A block is now a leaf that nobody holds: it can be evicted."""
     heap = cache.blocks["segments"][block]
     if order.kind == LEVELS:
@@ -239,7 +242,7 @@ def _offer(cache: Cache, requests: Requests, order: Order, block: int) -> None:
 
 
 @compiled
-def _expire(cache: Cache, requests: Requests, order: Order, now: float) -> None:
+def _expire(cache: PrefixCache, requests: PlayedRequests, order: Order, now: float) -> None:
     """Move what has been in its heap long enough. The top is what was used longest ago."""
     for heap in range(_TAIL - 1, 0, -1):
         while cache.sizes[heap]:
@@ -251,7 +254,7 @@ def _expire(cache: Cache, requests: Requests, order: Order, now: float) -> None:
 
 
 @compiled
-def _advance(cache: Cache, order: Order) -> None:
+def _advance(cache: PrefixCache, order: Order) -> None:
     """Work the queues of S3-FIFO until the next victim is the top of the lowest heap that is not empty.
 
     Heap 0 is the small queue, heap 1 the main one; a main victim is put into heap 0 for that.
@@ -282,7 +285,7 @@ def _advance(cache: Cache, order: Order) -> None:
 
 
 @compiled
-def _evict(cache: Cache, requests: Requests, order: Order, now: float) -> bool:
+def _evict(cache: PrefixCache, requests: PlayedRequests, order: Order, now: float) -> bool:
     """Evict one block; False: all are held."""
     if order.kind == LEVELS:
         _expire(cache, requests, order, now)
@@ -317,7 +320,7 @@ def _evict(cache: Cache, requests: Requests, order: Order, now: float) -> bool:
 
 
 @compiled
-def _unprotect(cache: Cache, requests: Requests, block: int) -> None:
+def _unprotect(cache: PrefixCache, requests: PlayedRequests, block: int) -> None:
     """A protected block without protected children leaves the segment."""
     _remove(cache, _TAIL, block)
     cache.blocks["segments"][block] = 0
@@ -330,7 +333,9 @@ def _unprotect(cache: Cache, requests: Requests, block: int) -> None:
 
 
 @compiled
-def _protect(cache: Cache, requests: Requests, order: Order, begin: int, hits: int, count: int) -> None:
+def _protect(
+    cache: PrefixCache, requests: PlayedRequests, order: Order, begin: int, hits: int, count: int
+) -> None:
     """Blocks that were there are protected from now on; what then is too many goes back, the least recent first."""
     deepest = -1
     for at in range(begin, begin + count):
@@ -363,7 +368,7 @@ def _protect(cache: Cache, requests: Requests, order: Order, begin: int, hits: i
 
 
 @compiled
-def _store(cache: Cache, order: Order, size: int, block: int) -> None:
+def _store(cache: PrefixCache, order: Order, size: int, block: int) -> None:
     cache.blocks["cached"][block] = True
     cache.numbers[_USED] += 1
     cache.blocks["segments"][block] = 0
@@ -380,7 +385,7 @@ def _store(cache: Cache, order: Order, size: int, block: int) -> None:
 
 
 @compiled
-def _come(cache: Cache, requests: Requests, order: Order, size: int, request: int) -> None:
+def _come(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int, request: int) -> None:
     """A request finds what is there, and the rest of its prompt is stored."""
     blocks, begin = requests.blocks, requests.begins[request]
     count = min(requests.begins[request + 1] - begin, size)
@@ -409,7 +414,7 @@ def _come(cache: Cache, requests: Requests, order: Order, size: int, request: in
 
 
 @compiled
-def _end(cache: Cache, requests: Requests, order: Order, request: int) -> None:
+def _end(cache: PrefixCache, requests: PlayedRequests, order: Order, request: int) -> None:
     """A request has used its blocks, and holds them no longer."""
     blocks, begin, count = requests.blocks, requests.begins[request], cache.held[request]
     hits = cache.hits[request]
@@ -440,10 +445,37 @@ def _end(cache: Cache, requests: Requests, order: Order, request: int) -> None:
 
 
 @compiled
-def play(cache: Cache, requests: Requests, order: Order, size: int) -> None:
+def play(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int) -> None:
     """Play all requests; what each found is in `cache.hits`."""
     for moment in requests.moments:
         if moment < 0:
             _end(cache, requests, order, ~moment)
         else:
             _come(cache, requests, order, size, moment)
+
+
+@compiled
+def usual_gaps(requests: PlayedRequests, aging: float, shortest: float) -> Any:
+    """By request, the mean time from the end of a conversation's request to its next, as known then; infinite at first.
+
+    A geometric mean, in which later gaps count more. A request continues the one that was the last to use the deepest
+    block that was there before, if it has more than half of that one's blocks.
+    """
+    count = len(requests.arrivals)
+    users = np.full(len(requests.parents), -1, np.int32)
+    sums, weights, usual = np.zeros(count), np.zeros(count), np.full(count, np.inf)
+    for request in range(count):
+        begin, end = requests.begins[request], requests.begins[request + 1]
+        at = begin
+        while at < end and users[requests.blocks[at]] >= 0:
+            at += 1
+        if at > begin:
+            before = users[requests.blocks[at - 1]]
+            if 2 * (at - begin) > requests.begins[before + 1] - requests.begins[before]:
+                gap = max(requests.arrivals[request] - requests.ends[before], shortest)
+                sums[request] = aging * sums[before] + np.log(gap)
+                weights[request] = aging * weights[before] + 1.0
+                usual[request] = np.exp(sums[request] / weights[request])
+        for place in range(begin, end):
+            users[requests.blocks[place]] = request
+    return usual
