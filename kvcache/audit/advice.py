@@ -374,6 +374,7 @@ def _tenant(found: Observed, timeout: float) -> Said:
     about = {
         "tenants": len(tenants),
         "tenant": tenant,
+        "by": own.by,
         "requests": own.requests,
         "prompt_tokens": own.prompt_tokens,
         "lost_tokens": own.lost,

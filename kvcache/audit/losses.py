@@ -90,6 +90,8 @@ class SharedPrefixes:
 class TenantLosses:
     """What evictions cost the requests of one tenant."""
 
+    by: str
+    """What tells it apart: ``tenant``, ``salt`` or ``lora``."""
     requests: int = 0
     prompt_tokens: int = 0
     lost: int = 0
@@ -124,10 +126,15 @@ class RunningHeld:
             self.most, self.most_at = held, batch
 
 
-def tenant_of(admission: ExplainedAdmission) -> str:
-    """The label ``tenant`` of a request or, where it has none, the LoRA adapter and the salt in words."""
-    named = (admission.origin.labels or {}).get("tenant")
-    return named if named is not None else namespace_in_words(admission.namespace) or "none"
+def tenant_of(admission: ExplainedAdmission) -> tuple[str, str]:
+    """The label ``tenant`` of a request or, where it has none, its salt and LoRA adapter in words; and by which of
+    these `kvcache audit --by` tells such tenants apart.
+    """
+    named, namespace = (admission.origin.labels or {}).get("tenant"), admission.namespace
+    if named is not None:
+        return named, "tenant"
+    by = "salt" if namespace.salt_digest is not None else "lora"
+    return namespace_in_words(namespace) or "none", by
 
 
 class LossCounter(HistoryListener):
@@ -167,8 +174,9 @@ class LossCounter(HistoryListener):
         self.lost_tokens += int(lost.sum())
         self.prefixes.add(admission.ids, lost)
         self._moments += 1
-        tenant = self._tenant_of[admission.number] = tenant_of(admission)
-        own = self.tenants.setdefault(tenant, TenantLosses())
+        tenant, by = tenant_of(admission)
+        self._tenant_of[admission.number] = tenant
+        own = self.tenants.setdefault(tenant, TenantLosses(by))
         own.requests += 1
         own.prompt_tokens += admission.num_tokens
         own.lost += int(lost.sum())

@@ -321,7 +321,7 @@ class Page:
         )
         if about["taker"] is not None:
             said += f", most of them for {printable(about['taker'])}"
-        return said, self.command("audit")
+        return said, self.command("audit", "--by", about["by"])
 
     def words(self, advice: Advice) -> Said:
         """What is said of this, and the command that proves it."""

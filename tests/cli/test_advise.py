@@ -106,9 +106,15 @@ class TestPage:
     def test_tenants(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """They are named by their labels, which cannot drive a terminal."""
         asked = [each._replace(label=f"\x1b{each.label}") for each in two_tenants(120, flood=60, label=True)]
-        out = kvcache("advise", serve(tmp_path / "log", asked, primary_blocks=100)).out
+        log = serve(tmp_path / "log", asked, primary_blocks=100)
+        out = kvcache("advise", log).out
         assert "\\x1bquiet loses " in out
         assert "most of them for \\x1bloud" in out
+        [advice] = [each for each in said(kvcache, log)["advice"] if each["topic"] == "tenant"]
+        proof = kvcache(*shlex.split(advice["proof"])[1:])
+        lost = advice["about"]["lost_tokens"]
+        assert advice["about"]["by"] == "tenant"
+        assert re.search(rf"quiet +.x1bloud +[\d,]+ +{lost:,}\n", proof.out)
         assert "\x1b" not in out
 
     def test_running_requests(self, kvcache: Kvcache, tmp_path: Path) -> None:
