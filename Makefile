@@ -7,13 +7,14 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help run test lint types test-core test-tensors test-vllm test-realtime test-long bench clean
+.PHONY: help run test lint types test-core test-tensors test-vllm test-realtime test-long bench gpu clean
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
 	@echo 'make test       lint, check formatting and types, and run the tests: four minutes on two cores'
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: more than an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
+	@echo 'make gpu        on a machine with an NVIDIA GPU: tests, bytes, a minute of random copies, and a table of how fast'
 	@echo 'make clean      remove .venv and all caches'
 	@echo
 	@echo 'Another interpreter: make run PYTHON=python3.12'
@@ -58,6 +59,16 @@ test-long: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/manager.py $(ARGS)
+
+# With PyTorch's CUDA build in the place of the CPU's. What has failed stops it, and the table is written last.
+gpu: .venv/.installed-dev
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  $(PIP) --force-reinstall 'torch==$(TORCH)'
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else f"PyTorch {torch.__version__} finds no GPU")'
+	$(BIN)/kvcache doctor
+	$(PYTEST) $(QUICK) tests/tensors
+	$(BIN)/kvcache run
+	PYTHONPATH=. $(BIN)/python benchmarks/copies.py --device cuda --mib 1024 --endure 60 --out benchmarks/results/copies.md
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

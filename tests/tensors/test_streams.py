@@ -7,6 +7,7 @@ it, with the copies held up on purpose.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,11 +20,12 @@ import pytest
 import torch
 
 from cuda_ops import dma, hazards, streams
-from cuda_ops.copier import Copy, CopyFailed, Ticket
+from cuda_ops.copier import Copier, Copy, CopyFailed, Ticket
 from cuda_ops.dma import CopyLimits
 from cuda_ops.hazards import schedule
+from cuda_ops.probe import probed
 from cuda_ops.simulated import SimulatedGpu
-from cuda_ops.streams import CopyStreams, EventTicket
+from cuda_ops.streams import CopyStreams, EventTicket, TorchGpu
 from cuda_ops.torch_copier import TorchCopier
 from tests.support.engines.storage import Storage, pair
 from tests.support.seeds import seeds
@@ -302,14 +304,24 @@ def test_a_broken_device_fails_the_ticket() -> None:
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+def by_dma(groups: list[list[Storage]]) -> Copier:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = probed(device)
+    assert found.memcpy is not None, found.why
+    return dma.DmaCopier(groups, found.memcpy, TorchGpu(device), kernel=found.kernel)
+
+
 @needs_gpu
 @pytest.mark.parametrize("num_tokens", [None, 3])
-def test_on_a_gpu_delayed_copies_arrive_where_they_are_waited_for(num_tokens: int | None) -> None:
+@pytest.mark.parametrize("kind", [TorchCopier, by_dma])
+def test_on_a_gpu_delayed_copies_arrive_where_they_are_waited_for(
+    num_tokens: int | None, kind: Callable[[list[list[Storage]]], Copier]
+) -> None:
     """With all work held up on the device, the model still reads what was brought, and offloads what it wrote."""
     shape = (8, 2, 16, 64)
     secondary = torch.randint(0, 256, shape, dtype=torch.uint8).pin_memory()
     primary = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-    copier = TorchCopier([[Storage((primary, secondary), 2)]])
+    copier = kind([[Storage((primary, secondary), 2)]])
     expected = secondary[1].clone()
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # holds the compute stream, hence everything after it
     primary.fill_(7)
