@@ -6,13 +6,14 @@ the host to gather, and no work for the processors on which the model runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cuda_ops.blocks import Blocks, BlockStorage, merge, runs
 from cuda_ops.copier import Copy, Ticket
@@ -51,6 +52,10 @@ class CopyLimits:
     num_bytes: int = 64 << 20
 
 
+Kernel = Callable[[torch.Tensor, torch.Tensor, npt.NDArray[np.int32], int | None], None]
+"""Copies blocks into the GPU on the current stream; see `cuda_ops.kernels.copy_blocks`."""
+
+
 class DmaCopier:
     """Copies between the levels of the pools of each group."""
 
@@ -60,10 +65,14 @@ class DmaCopier:
         memcpy: Memcpy,
         gpu: Gpu,
         limits: CopyLimits | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
-        """Take the pools per group. Pools on several GPUs are refused with ValueError."""
+        """Take the pools per group. Pools on several GPUs are refused with ValueError.
+
+        `kernel`, if there is one, makes the copies inside level 0, and those of parts of blocks into it.
+        """
         self._blocks = Blocks(groups)
-        self._memcpy, self._limits = memcpy, limits or CopyLimits()
+        self._memcpy, self._limits, self._kernel = memcpy, limits or CopyLimits(), kernel
         self._streams = CopyStreams(gpu, self._blocks.sizes)
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
@@ -72,6 +81,12 @@ class DmaCopier:
         return self._streams.submit([(copy, partial(self._put, copy)) for copy in merge(copies)])
 
     def _put(self, copy: Copy, stream: GpuStream) -> None:
+        inside = copy.source_level == 0 or copy.num_tokens is not None
+        if self._kernel is not None and copy.target_level == 0 and inside and copy.source.size:
+            pairs = np.stack((copy.source, copy.target), axis=1)
+            for levels in self._blocks.groups[copy.group]:
+                self._kernel(levels[copy.source_level], levels[0], pairs, copy.num_tokens)
+            return
         for pieces in in_calls(self.pieces(copy), self._limits):
             self._memcpy.copy(pieces, stream)
 

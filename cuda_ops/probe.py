@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cuda_ops.dma import CopyPieces, Memcpy
+from cuda_ops.copier import first_line
+from cuda_ops.dma import CopyPieces, Kernel, Memcpy
 from cuda_ops.driver import Driver, load
 from cuda_ops.streams import Gpu, TorchGpu
 
@@ -22,6 +23,7 @@ class Probed(NamedTuple):
     """None: only torch does."""
     why: str
     """In words."""
+    kernel: Kernel | None = None
 
 
 @cache
@@ -30,9 +32,30 @@ def probed(device: torch.device) -> Probed:
     try:
         driver = load()
         host = torch.zeros(2 * _BYTES, dtype=torch.uint8).pin_memory()
-        return probe(driver, TorchGpu(device), host, torch.zeros(_BYTES, dtype=torch.uint8, device=device))
+        there = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+        found = probe(driver, TorchGpu(device), host, there)
+        return found if found.memcpy is None else with_kernel(found, host, there)
     except (OSError, RuntimeError) as error:
         return Probed(None, f"no driver for copies by DMA ({error})")
+
+
+def with_kernel(found: Probed, host: torch.Tensor, there: torch.Tensor) -> Probed:
+    """With Triton's kernel, where that is installed and copies right: within `there`, and from `host` into it."""
+    try:
+        from cuda_ops.kernels import copy_blocks
+
+        blocks, far = host.view(-1, 2, 4, 128), there.view(-1, 2, 4, 128)
+        far[:2] = torch.arange(256, dtype=torch.uint8).repeat(8).view(2, 2, 4, 128)
+        blocks[:1] = torch.randint(0, 256, blocks[:1].shape, dtype=torch.uint8)
+        copy_blocks(far, far, np.array([[1, 2]], np.int32), None)
+        copy_blocks(blocks, far, np.array([[0, 1]], np.int32), 3)
+        right = torch.equal(far[2], far[0]) and torch.equal(far[1, :, :3].cpu(), blocks[0, :, :3])
+        if right:
+            return found._replace(why=f"{found.why}; a kernel by Triton inside the GPU", kernel=copy_blocks)
+        why = "it copies something else"
+    except Exception as error:  # noqa: BLE001  compilers fail in many ways, and without one there are lists still
+        why = first_line(error)
+    return found._replace(why=f"{found.why}; no kernel by Triton ({why})")
 
 
 def probe(driver: Driver, gpu: Gpu, host: torch.Tensor, there: torch.Tensor) -> Probed:

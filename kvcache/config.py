@@ -702,7 +702,8 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     written."""
     copier: Literal["auto", "dma", "torch"] = "auto"
     """What moves blocks between a GPU and host memory: lists of copies for the GPU's copy engines, or torch's copies, a
-    call for each stretch. auto: lists where the driver takes them, as `kvcache doctor` says."""
+    call for each stretch. auto: lists where the driver takes them, and inside the GPU a kernel where Triton is
+    installed, as `kvcache doctor` says."""
     copy_pieces: Positive = 256
     """With lists, the copies of one call of the driver."""
     copy_bytes: Bytes = 64 * 1024 * 1024

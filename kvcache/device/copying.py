@@ -32,18 +32,18 @@ def chosen(device: torch.device, wanted: str = "auto") -> Probed:
     )
     if wanted == "dma" and found.memcpy is None:
         raise Unsupported(f"copier=dma ({found.why})", "give auto or torch")
-    return found
+    return found._replace(kernel=None) if wanted == "dma" else found
 
 
 def copier_for(
     groups: Sequence[Sequence[BlockStorage]], device: torch.device, config: KVCacheConfig | None
 ) -> Copier:
     """What moves the blocks of these pools, whose primary level is on `device`. Raises as `chosen`."""
-    memcpy = chosen(device, "auto" if config is None else config.copier).memcpy
-    if memcpy is None:
+    found = chosen(device, "auto" if config is None else config.copier)
+    if found.memcpy is None:
         return TorchCopier(groups)
     limits = CopyLimits() if config is None else CopyLimits(config.copy_pieces, config.copy_bytes)
-    return DmaCopier(groups, memcpy, TorchGpu(device), limits)
+    return DmaCopier(groups, found.memcpy, TorchGpu(device), limits, found.kernel)
 
 
 def locker_for(device: torch.device) -> PageLocker | None:

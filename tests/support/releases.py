@@ -1,4 +1,5 @@
-"""Releases of Transformers beside the installed one: ``python -m tests.support.releases`` installs those missing.
+"""Releases of Transformers beside the installed one, and Triton: ``python -m tests.support.releases`` installs those
+missing.
 
 Each has a directory of its own, without torch and whatever else the installed one has in a version that fits.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from tests.support.needs import RELEASES
@@ -25,12 +27,16 @@ OTHERS = [release for release in TESTED if release != version("transformers")]
 """All but the installed one, which has the tests themselves."""
 
 
-def install(release: str) -> None:
+TRITON = "3.6.0"
+"""Of which only the interpreter runs: it needs no GPU."""
+
+
+def install(name: str, release: str, others: Sequence[str] = ()) -> None:
     """Install a release, unless it is there; the directory gets its name when it is whole."""
-    directory, unfinished = RELEASES / f"transformers-{release}", RELEASES / "unfinished"
+    directory, unfinished = RELEASES / f"{name}-{release}", RELEASES / "unfinished"
     if directory.exists():
         return
-    packages = [f"transformers=={release}", *TESTED[release]]
+    packages = [f"{name}=={release}", *others]
     options = ["-qq", "--disable-pip-version-check", "--no-deps", "--no-compile", "--upgrade"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(unfinished), *packages], check=True
@@ -40,4 +46,6 @@ def install(release: str) -> None:
 
 if __name__ == "__main__":
     for each in OTHERS:
-        install(each)
+        install("transformers", each, TESTED[each])
+    if sys.platform == "linux":
+        install("triton", TRITON)

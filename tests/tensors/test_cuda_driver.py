@@ -118,7 +118,7 @@ def test_a_driver_that_takes_batches_is_used(libcuda: StandIn) -> None:
     driver = Driver(libcuda.library)
     there = torch.zeros(4096, dtype=torch.uint8)
     found = probe(driver, SimulatedGpu(0), torch.zeros(8192, dtype=torch.uint8), there)
-    assert found == (driver, "batches of copies by cuMemcpyBatchAsync")
+    assert (found.memcpy, found.why) == (driver, "batches of copies by cuMemcpyBatchAsync")
     assert (libcuda["batches"], libcuda["singles"]) == (2, 0)
     assert len(set(there.tolist())) > 100
 
