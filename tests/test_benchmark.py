@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import feed, feed_steps, feed_streams, index, log, manager
+from benchmarks import feed, feed_steps, feed_streams, index, log, manager, policies
 from tests.support.feeds.publisher import batch, stored
 from tests.support.places import ROOT
 
@@ -200,3 +201,14 @@ def test_benchmark_of_the_log_gives_everything_in_one_run(
         append["megabytes_per_second"]
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+def test_policies(measured: Callable[..., str]) -> None:
+    """A line for each policy and size; without the rule for prefixes LRU and FIFO have libCacheSim's hits."""
+    out = measured(policies.main, TRACE, "--sizes", 4, "--policies", "lru,fifo").splitlines()
+    assert [line.split()[:2] for line in out[1:3]] == [["lru", "4"], ["fifo", "4"]]
+    for line in out[1:3]:
+        rates = dict(re.findall(r"(ours|flat|libcachesim) +([\d.]+%)", line))
+        assert rates.get("libcachesim", rates["flat"]) == rates["flat"] != "0.00%"
+    assert policies.libcachesim is not None or "pip install libcachesim" in out[-1]
