@@ -111,8 +111,10 @@ def runs(source: npt.NDArray[np.int32], target: npt.NDArray[np.int32], block_byt
     """
     order = np.argsort(source)
     first, second = source[order].astype(np.int64), target[order].astype(np.int64)
+    cut = (first[1:] != first[:-1] + 1) | (second[1:] != second[:-1] + 1)
     chunk = blocks_per_chunk(block_bytes)
-    cut = (np.diff(first) != 1) | (np.diff(second) != 1)
-    cut |= (np.diff(first // chunk) != 0) | (np.diff(second // chunk) != 0)
+    for slots in (first, second):
+        if slots.max(initial=0) >= chunk:
+            cut |= slots[1:] // chunk != slots[:-1] // chunk
     starts = np.concatenate(([0], np.flatnonzero(cut) + 1))[: source.size]
     return Runs(first[starts], second[starts], np.diff(np.append(starts, source.size)))
