@@ -126,8 +126,8 @@ class CopyStreams:
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Start a batch of copies that need no order among themselves.
 
-        A RuntimeError of a job gives a failed ticket, and leaves none of its lanes with anything in flight: targets, of
-        which some may have been written, can be given to others at once.
+        A RuntimeError of a job gives a failed ticket. Whatever a job raises leaves none of its lanes with anything in
+        flight: targets, of which some may have been written, can be given to others at once.
         """
         by_lane: dict[int, list[Job]] = {}
         for job in jobs:
@@ -140,11 +140,15 @@ class CopyStreams:
                     for _, put in own:
                         put(self._lanes[lane])
             return EventTicket([self._finish(lane, own) for lane, own in by_lane.items()], self._gpu)
-        except RuntimeError as error:  # torch's way, and ours, to say that memory or the device gave out
+        except BaseException as error:
             for lane in by_lane:
                 with suppress(RuntimeError):  # a broken device does nothing more
                     self._lanes[lane].synchronize()
-            return FinishedTicket(failure=first_line(error))
+            if isinstance(
+                error, RuntimeError
+            ):  # torch's way, and ours, to say that memory or the device gave out
+                return FinishedTicket(failure=first_line(error))
+            raise
 
     def _wait(self, lane: int, copies: Sequence[Copy]) -> None:
         """Have a lane wait for all that these copies must follow."""

@@ -276,6 +276,19 @@ def program_blocker(program: Program, held: Any) -> Any:
     return stream
 
 
+def test_whatever_a_job_raises_leaves_nothing_in_flight() -> None:
+    """Copies that were started before it have ended by the time the caller learns of it."""
+    gpu, done = SimulatedGpu(0), list[str]()
+
+    def put(stream: Any) -> None:
+        stream.do(lambda: done.append("copied"))
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        CopyStreams(gpu, [[1, 1]]).submit([(pair(0, 0, (0, 1)), put)])
+    assert done == ["copied"]
+
+
 def test_a_batch_without_copies_is_done() -> None:
     """There is nothing to wait for."""
     gpu = SimulatedGpu(0)
