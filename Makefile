@@ -7,7 +7,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help run test lint types test-core test-tensors test-vllm test-realtime test-long bench gpu clean
+.PHONY: help run docs test lint types test-core test-tensors test-vllm test-realtime test-long bench gpu clean
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: more than an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make gpu        on a machine with an NVIDIA GPU: tests, bytes, a minute of random copies, and a table of how fast'
+	@echo 'make docs       build the documentation as a site in build/docs'
 	@echo 'make clean      remove .venv and all caches'
 	@echo
 	@echo 'Another interpreter: make run PYTHON=python3.12'
@@ -56,6 +57,10 @@ test-realtime: .venv/.installed-dev
 test-long: .venv/.installed-dev
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(PYTEST) -n auto --dist worksteal -m long
+
+docs: .venv/.installed-dev
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo 'build/docs/index.html'
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/manager.py $(ARGS)

@@ -1,4 +1,4 @@
-"""``nats:``, ``redis:`` and ``kafka:`` feed routers by way of a broker (docs/brokers.md).
+"""``nats:``, ``redis:`` and ``kafka:`` feed routers by way of a broker (docs/how-to/brokers.md).
 
 Each record is acknowledged before the next one goes out. A broker that is away is tried again for a while with the
 same record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed publishes "cleared" and its

@@ -4,7 +4,7 @@
 name certificates, and headers for who asks for a login. With ``tls=1`` it is HTTPS. With ``request_ids=1`` spans have
 the ids, sessions and labels that the engine gives requests.
 
-Times are those of the batches. Spans (docs/monitoring.md) hold counts, levels and the sequence's handle, by which it is
+Times are the batches'. Spans (docs/how-to/monitoring.md) hold counts, levels and the sequence's handle, by which it is
 found in a log; no tokens, names of blocks and salts.
 """
 

@@ -4,7 +4,7 @@
 ``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` to those only who have a certificate of that
 authority. With ``?label=tenant`` requests are counted by that label of theirs, too: the first 20 values, or as many as
 ``label_values=`` says, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their
-names are in docs/monitoring.md.
+names are in docs/how-to/monitoring.md.
 
 `BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
 lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The

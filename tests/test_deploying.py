@@ -122,7 +122,7 @@ def test_the_operator_has_all_alerts() -> None:
 def test_one_name_of_the_image() -> None:
     """What is built is what is deployed, and the image has what it is built from."""
     built = (DEPLOY / "Containerfile").read_text()
-    [tag] = set(re.findall(r"-t (\S+)", built + (DEPLOY.parent / "deploying.md").read_text()))
+    [tag] = set(re.findall(r"-t (\S+)", built + (DEPLOY.parent / "how-to" / "deploying.md").read_text()))
     assert container("kv-events")["image"] == tag
     ignored = (DEPLOY.parents[1] / ".containerignore").read_text().splitlines()
     project = tomllib.loads((DEPLOY.parents[1] / "pyproject.toml").read_text())

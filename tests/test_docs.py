@@ -58,13 +58,13 @@ from tests.support.feeds.publisher import Publisher, batch, replaying, stored
 from tests.support.feeds.workers import Worker
 from tests.support.places import ROOT
 
-API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
-CURVE = (ROOT / "docs" / "curve.md").read_text(encoding="utf-8")
-RECORDING = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
+API = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+SETTINGS = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+EVENTS = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+WIRE = (ROOT / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
+CURVE = (ROOT / "docs" / "how-to" / "curve.md").read_text(encoding="utf-8")
+RECORDING = (ROOT / "docs" / "how-to" / "recording.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -128,7 +128,7 @@ def test_every_option_of_a_sink_is_documented(heading: str, options: type[msgspe
     assert {name: row[0] for name, row in table(SETTINGS, heading).items()} == declared
 
 
-TRTLLM = (ROOT / "docs" / "trtllm.md").read_text(encoding="utf-8")
+TRTLLM = (ROOT / "docs" / "how-to" / "trtllm.md").read_text(encoding="utf-8")
 
 
 THEIRS = """
@@ -169,7 +169,7 @@ def test_what_users_of_tensorrt_llm_are_told_to_use_exists() -> None:
     assert set(THEIRS.split()) <= options
 
 
-BROKERS = (ROOT / "docs" / "brokers.md").read_text(encoding="utf-8")
+BROKERS = (ROOT / "docs" / "how-to" / "brokers.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_the_changelog_tells_of_what_users_meet() -> None:
     assert [each for each in [*COMMANDS, *schemes, *features, *options] if each not in CHANGELOG] == []
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[bet]*/**/README.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[bet]*/**/README.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -376,7 +376,7 @@ def test_sink_of_ones_own(tmp_path: Path, kvcache: Kvcache, monkeypatch: pytest.
 
 
 def test_the_wire_is_as_described() -> None:
-    """Each event in docs/wire.md is what is sent for such a change."""
+    """Each event in docs/reference/wire.md is what is sent for such a change."""
     blocks = WIRE.partition("## TensorRT-LLM's dicts")[0]
     told = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", blocks, re.DOTALL)]
     names = b"".join(number.to_bytes(8, "big") for number in told[0]["block_hashes"])
@@ -389,7 +389,7 @@ def test_the_wire_is_as_described() -> None:
 
 
 def test_example_of_a_dict_is_what_is_written() -> None:
-    """The line in docs/wire.md is written for such a change."""
+    """The line in docs/reference/wire.md is written for such a change."""
     said = json.loads(snippet(WIRE, "json", "event_id"))
     group = GroupCreated(16, "full", (0,), (), (8, 2))
     moved = Updated(0, said["data"]["block_hash"].to_bytes(8, "big"), level=(0, 1))

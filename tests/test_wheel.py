@@ -31,7 +31,7 @@ def test_packages_and_pages_are_in_it(wheel: ZipFile) -> None:
         "sinks",
         "cuda_ops",
     }
-    assert {f"kvcache/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
+    assert {f"kvcache/{page.relative_to(ROOT)}" for page in (ROOT / "docs").rglob("*.md")} <= names
     assert {
         f"kvcache/report/{name}"
         for name in ("page.css", "page.html", "page.js", "pieces.html", "sections.html")

@@ -1,4 +1,4 @@
-"""All tables of a log as Parquet, CSV, JSON lines or SQLite; docs/export.md says what columns mean."""
+"""All tables of a log as Parquet, CSV, JSON lines or SQLite; docs/how-to/export.md says what columns mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a prompt token was reused or computed; docs/audit.md defines each reason."""
+"""Why a prompt token was reused or computed; docs/how-to/audit.md defines each reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A log, opened for programs: its batches, and what they say as rows of plain values.
 
-docs/export.md says what each column means. Times are the writer's wall clock in nanoseconds since 1970 (UTC), `seq` and
+docs/how-to/export.md defines each column. Times are the writer's wall clock in nanoseconds since 1970 (UTC), `seq` and
 `..._seq` numbers of batches, windows in tokens, levels by name. A request is named twice: by its id as the engine gave
 it, which may come again, and by the number of its admission in the log, which does not.
 """
@@ -57,7 +57,7 @@ class RequestRow(NamedTuple):
     stop: str | None = None
     """Why its output ended, as the engine has said it."""
     tokens_by_reason: dict[str, int] = {}  # noqa: RUF012
-    """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
+    """Prompt tokens by reason (docs/how-to/audit.md), all of them; empty where the admission is not in the log."""
     session: str | None = None
     labels: dict[str, str] | None = None
     """As the engine gave them; None: it gave none."""
@@ -90,7 +90,7 @@ class BlockLife(NamedTuple):
     gone_seq: int | None
     gone_ts: int | None
     gone_why: str | None
-    """``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated`` or ``restarted``, as in docs/audit.md."""
+    """``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated``, ``restarted`` (docs/how-to/audit.md)."""
     gone_for: RequestId | None
     gone_for_admission: int | None
     eviction: int | None

@@ -1,7 +1,7 @@
 """The turns of sessions: how each prompt continues the one of the turn before, and what it reused.
 
 The turn before is the last admission of the same session with the same label ``agent`` and in the same namespace:
-subagents have prompts of their own. docs/audit.md defines the kinds.
+subagents have prompts of their own. docs/how-to/audit.md defines the kinds.
 """
 
 from __future__ import annotations

@@ -24,26 +24,31 @@ def directory() -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / "docs"
 
 
+def pages() -> dict[str, Path]:
+    """Return the pages by name, in order."""
+    return dict(sorted((page.stem, page) for page in directory().rglob("*.md")))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    pages = sorted(page.stem for page in directory().glob("*.md"))
     parser.description = "Print a page of the documentation, in Markdown; without PAGE, list the pages."
     parser.epilog = "As in: kvcache docs audit | less"
-    option(parser, "PAGE", ", ".join(pages), nargs="?", choices=pages)
+    option(parser, "PAGE", ", ".join(pages()), nargs="?", choices=[*pages()])
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print a page, or the list of pages with their titles."""
     if args.page is None:
-        pages = sorted(directory().glob("*.md"))
         out.facts(
-            (page.stem, page.read_text(encoding="utf-8").split("\n", 1)[0].strip("# ")) for page in pages
+            (name, page.read_text(encoding="utf-8").split("\n", 1)[0].strip("# "))
+            for name, page in pages().items()
         )
     else:
-        out.line(_readable((directory() / f"{args.page}.md").read_text(encoding="utf-8").rstrip("\n")))
+        page = pages()[args.page]
+        out.line(_readable(page.read_text(encoding="utf-8").rstrip("\n"), page.parent))
     return 0
 
 
-def _readable(text: str) -> str:
-    """Replace each link to a file that is not installed by its text."""
-    return _LINK.sub(lambda link: link[0] if (directory() / link[2]).exists() else link[1], text)
+def _readable(text: str, place: Path) -> str:
+    """Replace each link of a page in `place` to a file that is not installed by its text."""
+    return _LINK.sub(lambda link: link[0] if (place / link[2]).exists() else link[1], text)

@@ -1,4 +1,4 @@
-"""The states that a slot can be in. What may become of them by which event is drawn in docs/architecture.md.
+"""The states of a slot; docs/explanation/architecture.md draws which event leads from which to which.
 
 No state is kept for a slot, so that no event has to change one. They follow from the lists of blank slots, the
 runs and the block tables; `slot_states` works them out where the whole state is checked.

@@ -3,7 +3,7 @@
 Each batch is one message of three frames (topic, number, payload) to whoever subscribes. Who connects, late or again,
 is first sent "cleared" and the whole state, alone, in one batch under the last number (`sinks.router.publisher`). A
 subscriber that falls behind by more than `hwm` messages misses some; with ``replay=PORT`` it can ask for them there
-(`sinks.router.replay`), whatever it missed. docs/settings.md has the options.
+(`sinks.router.replay`), whatever it missed. docs/reference/settings.md has the options.
 
 SECURITY: the payloads hold token ids, that is the users' prompts, unless they are left out: without a host the sockets
 are bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name. A salt is a secret

@@ -102,7 +102,7 @@ class TestLateJoin:
             assert worker.runner.stats().errors == 0
 
     def test_by_the_documented_rules_alone(self, broker: Server) -> None:
-        """A reader of its own, from docs/brokers.md, has all from the first whole state on, wherever it begins."""
+        """A reader of its own, from docs/how-to/brokers.md, has all from the first state on, wherever it begins."""
         rng = random.Random(4)
         with FeedingWorker(broker.url, "w", min_bytes=2000) as worker:
             for _ in range(100):

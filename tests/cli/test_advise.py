@@ -28,7 +28,7 @@ from tests.support.logs.served import (
 )
 from tests.support.places import ROOT
 
-PAGE = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "advise.md").read_text(encoding="utf-8")
 
 
 def said(kvcache: Kvcache, *args: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from kvcache.cli.output import Output
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.places import ROOT
 
-PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "export.md").read_text(encoding="utf-8")
 Table = list[dict[str, Any]]
 
 
@@ -433,7 +433,7 @@ def ran(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
 
 
 class TestPage:
-    """The code of docs/export.md."""
+    """The code of docs/how-to/export.md."""
 
     def test_every_piece_is_run(self) -> None:
         """The tests below are as many as the page has pieces of code."""

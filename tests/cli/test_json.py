@@ -1,4 +1,4 @@
-"""What all commands say in JSON: the same things in the same words, as docs/json.md has them."""
+"""What all commands say in JSON: the same things in the same words, as docs/reference/json.md has them."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_every_key_is_documented(kvcache: Kvcache, small_log: Path, tmp_path: Pa
 
 def test_documented() -> None:
     """The page names what the tests look at."""
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     words = (
         *AGES,
         *NUMBERS[:-1],

@@ -330,7 +330,7 @@ class TestOtherCommands:
 
 
 def test_every_key_is_documented(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
-    """The table of docs/json.md has each key that the commands say, and no other ones."""
+    """The table of docs/reference/json.md has each key that the commands say, and no other ones."""
     log = Path(shutil.copytree(whole, tmp_path / "log"))
     found = set[str]()
     to, last = tmp_path / "new", segment_paths(log)[-1]
@@ -350,7 +350,7 @@ def test_every_key_is_documented(kvcache: Kvcache, whole: Path, tmp_path: Path) 
         found |= set(keys_of(json.loads(kvcache("log", args[0], log, *args[1:], "--json", "-q").out)))
     half.touch()
     found |= set(keys_of(json.loads(kvcache("log", "repair", log, "--dry-run", "--json", "-q").out)))
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     section = page.partition("\n## log\n")[2].partition("\n## ")[0]
     firsts = re.findall(r"(?m)^\| (`.*?) \|", section)
     assert {word for first in firsts for word in re.findall("`([^`]+)`", first)} <= found

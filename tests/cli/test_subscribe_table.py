@@ -616,7 +616,7 @@ def test_every_key_is_documented(start: Start) -> None:
         out, _ = process.communicate(timeout=WAIT)
     report = json.loads(out.splitlines()[-1])
     found = set(keys_of(report)) | {f"workers.prefix_tokens.{level}" for level in ("gpu", "host", "storage")}
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     section = page.partition("\n### The table of workers\n")[2].partition("\n## ")[0]
     rows = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
     assert found == set(re.findall("`([a-z_.]+)`", rows)) - {"null"}

@@ -67,7 +67,7 @@ def check(batch: EventBatch) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_docs_have_the_schema_of_the_types(name: str) -> None:
     """If not: `python -m tests.events.test_schema`."""
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text_of(FILES[name]())
+    assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == text_of(FILES[name]())
 
 
 @pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
@@ -112,4 +112,4 @@ def test_other_things_are_refused(event: Any, part: int) -> None:
 
 if __name__ == "__main__":
     for name, made in FILES.items():
-        (ROOT / "docs" / name).write_text(text_of(made()), encoding="utf-8")
+        (ROOT / "docs" / "reference" / name).write_text(text_of(made()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Why prompt tokens were computed, against an oracle that is worked out from docs/audit.md alone, on random logs."""
+"""Reasons of prompt tokens, against an oracle written from docs/how-to/audit.md alone, on random logs."""
 
 from __future__ import annotations
 
@@ -245,15 +245,17 @@ def test_the_audit_agrees_with_the_oracle_on_many_logs(seed: int, tmp_path: Path
 
 
 def test_the_docs_name_all_reasons() -> None:
-    """docs/audit.md has a row for each, and people get words for each."""
-    docs = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    """docs/how-to/audit.md has a row for each, and people get words for each."""
+    docs = (ROOT / "docs" / "how-to" / "audit.md").read_text(encoding="utf-8")
     assert all(f"| `{reason.label}` |" in docs for reason in Reason)
     assert set(IN_WORDS) == set(Reason)
 
 
 def test_the_docs_say_how_reasons_are_printed() -> None:
-    """docs/audit.md maps each reason to its words, and to the group that pictures have it in."""
-    docs = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8").partition("## What is printed")[2]
+    """docs/how-to/audit.md maps each reason to its words, and to the group that pictures have it in."""
+    docs = (
+        (ROOT / "docs" / "how-to" / "audit.md").read_text(encoding="utf-8").partition("## What is printed")[2]
+    )
     groups = {reason: group.name for group in GROUPS for reason in group.reasons}
     for reason in Reason:
         assert f"| `{reason.label}` | {IN_WORDS[reason]} | {groups[reason]} |" in docs

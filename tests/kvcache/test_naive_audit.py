@@ -1,4 +1,4 @@
-"""docs/audit.md by example: each reason in a case worked out by hand, through the real manager and its log.
+"""docs/how-to/audit.md by example: each reason in a case worked out by hand, through the real manager and its log.
 
 The oracle of the audit has nobody to judge it but these cases. Blocks have two tokens where nothing else is said.
 """

@@ -682,7 +682,7 @@ STORY: list[tuple[Call, list[str]]] = [
 
 
 def test_each_call_becomes_its_events() -> None:
-    """What docs/recording.md says of each call, with the reasons that follow from where a request stands."""
+    """What docs/how-to/recording.md says of each call, with the reasons that follow from where a request stands."""
     config = KVCacheConfig(tokens_per_block=4, primary_blocks=8, secondary_blocks=2, max_sequence_length=32)
     recorder = Recorder(config, engine="toy 1", first_block_id=3)
     told: list[AnyEvent] = []

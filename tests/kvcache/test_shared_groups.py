@@ -1,4 +1,4 @@
-"""Which group of layers lost a hit that full attention had: against docs/audit.md, one position at a time."""
+"""Which group of layers lost a hit that full attention had: against docs/how-to/audit.md, one position at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log's files, read as docs/log.md describes them, by code that nothing which reads or writes logs has a part in.
+"""A log's files, read as docs/reference/log.md describes them, by code that shares nothing with readers and writers.
 
 What the log's own reader and its writer both get wrong, this does not. It knows bytes only: what follows from what is
 found is told by `tests.oracles.log_scan`.

@@ -1,4 +1,4 @@
-"""All that can be read of a log, and all places where it is damaged, told by `tests.oracles.log_files` and docs/log.md.
+"""What can be read of a log, and where it is damaged, by `tests.oracles.log_files` and docs/reference/log.md.
 
 A reader of the log (`events.log.reader`) stops at the first damaged place. This one says where that is, too, and goes
 on behind it, with the next whole frame.

@@ -1,4 +1,4 @@
-"""Why each prompt token was computed, worked out as plainly as can be from what docs/audit.md says alone.
+"""Why each prompt token was computed, worked out as plainly as can be from what docs/how-to/audit.md says alone.
 
 Nothing is shared with the code it judges but the events. A block is what is in it: its namespace, where it begins, and
 all tokens up to its end, each spelled out, so that symbols whose numbers are given away again mean what they meant.

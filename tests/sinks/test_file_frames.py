@@ -23,7 +23,7 @@ from tests.support.feeds.strict import Engine
 
 
 def frames(data: bytes) -> list[Any]:
-    """As docs/events.md says: 8 bytes, then each time 4 bytes of length and so many of msgpack."""
+    """As docs/reference/events.md says: 8 bytes, then each time 4 bytes of length and so many of msgpack."""
     assert data[:8] == b"kvevent\x01"
     found, at = [], 8
     while at < len(data):

@@ -395,10 +395,10 @@ def exported_names(tmp_path: Path) -> set[str]:
 
 
 def test_the_table_lists_exactly_what_is_served(tmp_path: Path) -> None:
-    """docs/monitoring.md."""
+    """docs/how-to/monitoring.md."""
     rows = [
         line.split("|")[1]
-        for line in (DOCS / "monitoring.md").read_text().partition("## Spans")[0].splitlines()
+        for line in (DOCS / "how-to" / "monitoring.md").read_text().partition("## Spans")[0].splitlines()
         if line.startswith("| `")
     ]
     listed = {f"kvcache_{name}" for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
@@ -416,7 +416,7 @@ def test_dashboard_and_alerts_ask_for_what_is_served(tmp_path: Path) -> None:
     assert len(asked) > 20
     assert all(used_in(expression) and used_in(expression) <= names for expression in asked)
     assert used_in(alerts) <= names
-    guide = (DOCS / "monitoring.md").read_text()
+    guide = (DOCS / "how-to" / "monitoring.md").read_text()
     found = re.findall(r"alert: (\w+)", alerts)
     assert len(found) == 15
     assert all(f"`{alert}`" in guide for alert in found)

@@ -33,9 +33,9 @@ AGAIN = AGES | {reason.label for reason in Reason} | {"35"}
 
 
 def assert_documented(command: str, said: Any) -> None:
-    """Compare the keys in a command's JSON with those in its table in docs/json.md."""
+    """Compare the keys in a command's JSON with those in its table in docs/reference/json.md."""
     found = {key for key in keys_of(said) if not AGAIN & {key.rpartition(".")[2]}}
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
     words = re.findall("`([^`]+)`", "\n".join(line for line in section.splitlines() if line[:3] == "| `"))
     assert found - set(words) <= {

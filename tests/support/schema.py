@@ -1,7 +1,7 @@
 """JSON Schemas of event batches: of their JSON (`events.codec.to_json`), and of the msgpack (`encode_batch`).
 
-Both are made from the types, by the same rules by which the codec spells values. `docs/events.schema.json` and
-`docs/events.msgpack.schema.json` hold them.
+Both are made from the types, by the rules by which the codec spells values. `docs/reference/events.schema.json` and
+`docs/reference/events.msgpack.schema.json` hold them.
 """
 
 from __future__ import annotations

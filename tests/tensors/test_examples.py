@@ -11,10 +11,10 @@ from tests.support.commands import Play
 from tests.support.examples import snippet, snippets, source
 from tests.support.places import ROOT
 
-API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+API = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
-TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "docs" / "tutorials" / "tour.md").read_text(encoding="utf-8")
+TRANSFORMERS = (ROOT / "docs" / "how-to" / "transformers.md").read_text(encoding="utf-8")
 
 
 def test_engine_loop(play: Play) -> None:

@@ -65,7 +65,7 @@ def test_stated_releases_are_those_that_are_tested() -> None:
     from kvcache.integrations.transformers import OLDEST
 
     releases = list(TESTED)
-    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "transformers.md").read_text(encoding="utf-8")
     assert f"Transformers {', '.join(releases[:-1])} and {releases[-1]}" in text
     assert releases[0].startswith(".".join(map(str, OLDEST)))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][

@@ -2,6 +2,6 @@
 
     KVCACHE_LOG=DIR vllm serve MODEL
 
-Nothing here is to be called; docs/vllm.md says how to use it. This module is imported in all of vLLM's processes, so
+Nothing here is to be called (docs/how-to/vllm.md). This module is imported in all of vLLM's processes, so
 it imports nothing.
 """

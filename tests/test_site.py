@@ -1,0 +1,25 @@
+"""The documentation as a site: each link and anchor of a page leads somewhere, and generated pages are made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.places import ROOT
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """As `make docs` builds it; the help of each command and the docstrings are on it."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    built = subprocess.run(
+        [*command, "-d", tmp_path / "doctrees", ROOT / "docs", tmp_path / "site"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (built.returncode, built.stderr) == (0, "")
+    assert "--secondary-blocks" in (tmp_path / "site" / "reference" / "commands.html").read_text()
+    assert "store_context_blocks" in (tmp_path / "site" / "reference" / "python.html").read_text()
