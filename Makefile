@@ -7,7 +7,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help run docs test lint types test-core test-tensors test-vllm test-realtime test-long bench gpu clean
+.PHONY: help run docs test lint types test-core test-tensors test-vllm test-sglang test-realtime test-long bench gpu clean
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
@@ -41,7 +41,7 @@ types: .venv/.installed-dev
 
 # The core needs no torch, so its workers need not load it.
 test-core: .venv/.installed-dev
-	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors --ignore=tests/vllm
+	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors --ignore=tests/vllm --ignore=tests/sglang
 
 test-tensors: .venv/.installed-dev
 	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/tensors
@@ -50,8 +50,12 @@ test-tensors: .venv/.installed-dev
 test-vllm: .venv/.installed-dev
 	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/vllm
 
+# SGLang's scheduler runs in them, where SGLANG_VENV names an environment with it.
+test-sglang: .venv/.installed-dev
+	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/sglang
+
 test-realtime: .venv/.installed-dev
-	$(PYTEST) -m 'realtime and not long' --ignore=tests/tensors --ignore=tests/vllm
+	$(PYTEST) -m 'realtime and not long' --ignore=tests/tensors --ignore=tests/vllm --ignore=tests/sglang
 
 # Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev

@@ -324,8 +324,8 @@ _OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
 """What there is for every Service."""
 
 
-_OF_ENGINES = ("KVCACHE_LOG",)
-"""What other engines look at: where vLLM is to be recorded."""
+_OF_ENGINES = ("KVCACHE_LOG", "KVCACHE_SINKS")
+"""What other engines look at: where vLLM and SGLang are to be recorded."""
 
 
 class Environment(NamedTuple):

@@ -325,19 +325,23 @@ class Recorder(EventSourced):
                 self._emit(ev.LoadFailed(handle=sequence.handle, num_tokens=number))
 
     @exclusive
-    def stored(self, request_id: RequestId, num_blocks: int, names: Names | None = None) -> None:
+    def stored(
+        self, request_id: RequestId, num_blocks: int, names: Names | None = None
+    ) -> list[tuple[int, int]]:
         """The first `num_blocks` blocks of a request can be found by others from now on; those before need no mention.
 
         Their K/V is written, or will be by the step that is about to run. `names` are those of the blocks that were not
         stored before, if the engine makes them. What is cached already in another block is a copy from now on.
+
+        Returns the blocks of which the same lay in secondary, each with that secondary block, which is free now.
         """
         sequence, last = self._running.sequence(request_id), checked_natural(num_blocks, "num_blocks")
         if last <= sequence.path_ends[0].end:
-            return
+            return []
         keys = self._given(names, last - sequence.path_ends[0].end)
         self._refuse_unstorable(sequence, last, keys)
         with self._guard:
-            self._store(sequence, last, keys)
+            return self._store(sequence, last, keys)
 
     @exclusive
     def filled(self, request_ids: Items[RequestId], names: Names | None = None) -> None:
@@ -768,17 +772,21 @@ class Recorder(EventSourced):
         if blocks * self._size > sequence.computed and not sequence.is_decoding:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=blocks * self._size))
 
-    def _store(self, sequence: Sequence, last: int, keys: bytes) -> None:
+    def _store(self, sequence: Sequence, last: int, keys: bytes) -> list[tuple[int, int]]:
         """Let a sequence's blocks be found; `keys` are those that the engine has given, or empty."""
-        first = sequence.path_ends[0].end
+        first, raised = sequence.path_ends[0].end, list[tuple[int, int]]()
         self._note_computed(sequence, last)
         for piece in self._mirror.cached_already(sequence, first, last):
+            if piece.level == SECONDARY:
+                own = sequence.tables[0][piece.first : piece.first + len(piece.slots)]
+                raised += zip(map(self._ids.id_of, own), piece.slots, strict=True)
             self._adopt(sequence, piece)
         begin, size = sequence.path_ends[0].end, self._key_bytes
         if begin < last:
             named = len(sequence.keys) // size if size else last
             keys = keys[max(0, named - first) * size :]
             self._events.store(sequence, begin, last * self._size, DEFAULT, keys)
+        return raised
 
     def _adopt(self, sequence: Sequence, piece: Piece) -> None:
         """Blocks of a sequence hold what is cached already: copies of it, or in place of what lay in secondary."""

@@ -48,6 +48,7 @@ MAY_ASK = {
     "kvcache/cli/subscribe/sources.py": "what reads ZeroMQ and what reads brokers count different things",
     "kvcache/device/secondary_file.py": "what the system offers to reserve a file's room",
     "kvcache/device/transfers.py": "an engine's own copier, which may delegate its methods",
+    "kvcache/integrations/sglang/attached.py": "objects of SGLang have other attributes by its version and their kind",
     "kvcache/integrations/transformers/shape.py": "configurations and models have other attributes by their kind",
     "kvcache/integrations/vllm/attached.py": "objects of vLLM have other attributes by its version and their kind",
     "kvcache/integrations/vllm/groups.py": "objects of vLLM have other attributes by its version and their kind",

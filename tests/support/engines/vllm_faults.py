@@ -15,15 +15,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from kvcache import Recorder
 from kvcache.integrations.vllm.plugin import register
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.replay import replay
+from tests.support.engines.faults import SECRET, Messages, Place, broken
 from tests.support.engines.vllm_programs import Program
 
-SECRET = "12345 is a token that no message may hold"
 CALLS = ("taken", "allocated", "freed", "reset", "unnamed", "counted", "stepped")
 """Of a recording, by vLLM."""
 HYBRID_CALLS = ("allocated_in_groups", "naming", "name_given", "names_taken", "allocating", "skipped")
@@ -33,7 +32,6 @@ TOLD = (
 )
 """Of a recorder, by a recording."""
 HYBRID_TOLD = ("taken", "left", "named", "unnamed", "deferred")
-Place = tuple[Any, str]
 PLACES: dict[bool, list[Place]] = {
     False: [(Recording, name) for name in CALLS] + [(Recorder, name) for name in TOLD],
     True: [(Recording, name) for name in (*CALLS, *HYBRID_CALLS)]
@@ -44,36 +42,6 @@ A_PROGRAM = 8
 """So many places are broken in each."""
 RARE = ("reset", "unnamed", "not_loaded", "invalidated", "cleared", "deferred", "close")
 """Of these the first call breaks."""
-
-
-class Messages(logging.Handler):
-    """What the recorder tells people."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.texts.append(record.getMessage())
-
-
-def broken(place: Place, at: int) -> Any:
-    """A method that raises when it is called for this time, before or behind what it does."""
-    owner, name = place
-    method, calls = getattr(owner, name), 0
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at and at % 2:
-            raise RuntimeError(SECRET)
-        done = method(self, *args, **kwargs)
-        if calls == at:
-            raise RuntimeError(SECRET)
-        return done
-
-    return mock.patch.object(owner, name, call)
 
 
 def decisions(seed: int, *, recorded: bool, hybrid: bool) -> tuple[list[Any], bool]:

@@ -1,0 +1,112 @@
+"""A recorder beside a scheduler of SGLang and its prefix cache."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from kvcache import KVCacheConfig, Recorder
+from kvcache.errors import Unsupported
+from kvcache.integrations.attachment import Attachment, told
+from kvcache.integrations.settings import Wanted, wanted
+from kvcache.integrations.sglang.recording import SGLangRecording
+from kvcache.record.outputs import open_log
+
+KNOWN = ("0.5.23",)
+"""Releases whose calls are known."""
+ATTACHED = "_kvcache_attached"
+_ALLOCATORS = ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator")
+_log = logging.getLogger("sglang.kvcache")
+
+
+def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], None] | None:
+    """Record what a scheduler decides from now on; what cannot be recorded is refused by a warning. Never raises.
+
+    Returns what is to be called with each request for which there is no room.
+    """
+    try:
+        version = str(importlib.import_module("sglang").__version__)
+        if version not in KNOWN:
+            raise Unsupported(f"SGLang {version}", f"known are {', '.join(KNOWN)}")
+        parallel: Any = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+        if parallel.attn_tp_rank or parallel.attn_cp_rank or parallel.pp_rank:
+            return None  # the first rank decides the same
+        _refuse(scheduler)
+        given = {"log": directory} if directory else {}
+        asked = wanted({**given, "sinks": sinks}, None, parallel.dp_rank)
+        refused = _open(scheduler, asked, f"sglang {version}")
+    except Exception as error:  # noqa: BLE001
+        _log.warning("The KV cache is not recorded: %s", told(error))
+        return None
+    places = [str(asked.log)] if asked.log is not None else []
+    _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
+    return refused
+
+
+def _refuse(scheduler: Any) -> None:
+    """Raise `Unsupported` for an engine that cannot be recorded."""
+    context: Any = importlib.import_module("sglang.srt.runtime_context")
+    cache, other = scheduler.tree_cache, "there is no other way yet"
+    allocator, linker = type(scheduler.token_to_kv_pool_allocator).__name__, getattr(cache, "linker", None)
+    if scheduler.disable_radix_cache:
+        raise Unsupported("an engine that caches no prefixes", "leave out --disable-radix-cache")
+    if type(cache).__name__ != "UnifiedRadixCache" or linker is not None:
+        raise Unsupported(f"a cache as {type(cache).__name__}, or one linked to another", other)
+    if len(cache.components) > 1 or allocator not in _ALLOCATORS:
+        raise Unsupported("layers with sliding windows or states", other)
+    if cache.tree_core.is_eagle:
+        raise Unsupported("a tree of pairs of tokens, as for EAGLE", "record without it")
+    if cache.host_memory_mode != "cache":
+        raise Unsupported("host memory as a buffer", "set --hicache-host-memory-mode cache")
+    if context.get_disagg().disaggregation_mode != "null":
+        raise Unsupported("prefill or decode alone", other)
+    if context.get_serving().enable_streaming_session:
+        raise Unsupported("sessions that keep their rows", "leave out --enable-streaming-session")
+    if scheduler.enable_hisparse or scheduler.dllm_config is not None or context.get_parallel().dcp_enabled:
+        raise Unsupported("HiSparse, a diffusion model, or decode context parallelism", other)
+
+
+def _open(scheduler: Any, asked: Wanted, engine: str) -> Callable[[Any], None]:
+    """Open what is asked for, and listen."""
+    config, cache = _config(asked, scheduler), scheduler.tree_cache
+    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
+    with ExitStack() as failed:
+        if log is not None:
+            failed.callback(log.close)
+        recorder = Recorder(config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1)
+        failed.callback(recorder.close)
+        recording = SGLangRecording(recorder, cache)
+        attachment = Attachment(recording, log, _log)
+        failed.callback(attachment.release)
+        attachment.follow(cache, "maybe_hand_to_session", recording.extended)
+        attachment.follow(cache, "checkpoint_into_tree", recording.inserted)
+        attachment.precede(cache, "checkpoint_into_tree", recording.inserting)
+        attachment.precede(cache, "on_release", recording.released)
+        attachment.precede(cache, "_free_values", recording.freed)
+        attachment.follow(cache, "reset", recording.reset)
+        attachment.follow(cache, "_execute_kv_backup", recording.backed_up)
+        attachment.precede(cache.tree_core, "commit_load_back", recording.loading)
+        attachment.follow(scheduler, "process_batch_result", recording.stepped)
+        failed.pop_all()
+    setattr(scheduler, ATTACHED, attachment)
+    attachment.close_at_end()
+    return partial(attachment.call, recording.refused)
+
+
+def _config(asked: Wanted, scheduler: Any) -> KVCacheConfig:
+    cache, model = scheduler.tree_cache, scheduler.model_config
+    size, host = cache.tree_core.page_size, 0
+    if cache.cache_controller is not None:
+        host = cache.cache_controller.mem_pool_host.logical_size // size
+    return asked.config(
+        tokens_per_block=size,
+        primary_blocks=scheduler.token_to_kv_pool_allocator.size_full // size,
+        secondary_blocks=host,
+        max_sequence_length=cache.req_to_token_pool.req_to_token.shape[1],
+        num_layers=model.num_hidden_layers,
+        model=asked.settings.get("model", str(model.model_path)),
+    )

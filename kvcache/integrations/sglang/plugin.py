@@ -1,0 +1,53 @@
+"""What SGLang's entry point `sglang.srt.plugins` calls, in each of its processes: it asks for two of SGLang's hooks.
+
+Without a variable that says what to record, it does nothing, and nothing else of this library is imported. Nothing here
+raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+VARIABLE = "KVCACHE_LOG"
+"""The directory of the log."""
+SINKS = "KVCACHE_SINKS"
+"""URLs of sinks, with spaces between them."""
+REFUSED = "_kvcache_refused"
+"""The attribute of a recorded cache that is called with a request for which there is no room."""
+_MANAGERS = "sglang.srt.managers"
+_log = logging.getLogger("sglang.kvcache")
+
+
+def register() -> None:
+    """Have the scheduler recorded that this process makes, if it is to be."""
+    try:
+        if not os.environ.get(VARIABLE, "").strip() and not os.environ.get(SINKS, "").strip():
+            return
+        hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+        after = hooks.HookType.AFTER
+        hooks.HookRegistry.register(f"{_MANAGERS}.scheduler.Scheduler.__init__", _made, after)
+        hooks.HookRegistry.register(f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req", _tried, after)
+    except Exception as error:  # noqa: BLE001
+        _log.warning("The KV cache is not recorded: %s", type(error).__name__)
+
+
+def _made(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    """`Scheduler.__init__` has returned."""
+    try:
+        from kvcache.integrations.sglang.attached import attach
+
+        refused = attach(scheduler, os.environ.get(VARIABLE, "").strip(), os.environ.get(SINKS, "").split())
+        if refused is not None:
+            setattr(scheduler.tree_cache, REFUSED, refused)
+    except Exception as error:  # noqa: BLE001
+        _log.warning("The KV cache is not recorded: %s", type(error).__name__)
+
+
+def _tried(result: Any, adder: Any, request: Any, *_: Any, **__: Any) -> None:
+    """`PrefillAdder.add_one_req` has returned: whether a request can be admitted."""
+    refused = vars(adder.tree_cache).get(REFUSED)
+    if refused is not None and result.name == "NO_TOKEN":
+        refused(request)

@@ -1,0 +1,290 @@
+"""What SGLang's scheduler and its prefix cache do becomes calls of a `Recorder`.
+
+A block of the log is a page of SGLang's, by default one token. SGLang caches a request's pages when a chunk of its
+prompt is computed and when it ends, keeps one copy of equal pages, and gives the request that copy. Pages for tokens to
+come are seen in the request's row at the next call of any kind; what was evicted for them is told before.
+
+With a hierarchical cache a page can be on the device and in host memory at once. In the log it is in one level: on the
+device as long as it is there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from events.types import PRIMARY
+from kvcache import Recorder
+from kvcache.errors import Unsupported
+from kvcache.integrations.attachment import request_name
+
+_FULL = 0
+"""The number of SGLang's component for full attention."""
+
+
+class _SGLangRequest:
+    """What was told of a running request."""
+
+    __slots__ = ("name", "pages", "prompt", "req", "stored", "told")
+
+    def __init__(self, req: Any, name: str, pages: list[int]) -> None:
+        self.req, self.name = req, name
+        self.pages, self.stored = pages, len(pages)
+        """Its pages, and how many of them are cached."""
+        self.told = len(req.output_ids)
+        """Sampled tokens that were told."""
+        self.prompt = len(req.origin_input_ids) + self.told
+        """Tokens when it was admitted, until all of them are being computed."""
+
+
+class SGLangRecording:
+    """Tells a recorder what SGLang has just done. Whatever it raises, the recorder must not be used any further."""
+
+    def __init__(self, recorder: Recorder, cache: Any) -> None:
+        self.recorder = recorder
+        self._cache, self._size = cache, recorder.config.tokens_per_block
+        self._rows = cache.req_to_token_pool
+        self._cached = bytearray(recorder.state.groups[0].levels[PRIMARY].size + 1)
+        """By page on the device, whether it was told that something is cached there."""
+        self._below: set[int] = set()
+        """Pages in host memory of which that was told."""
+        self._running: dict[str, _SGLangRequest] = {}
+        self._happened: list[tuple[Any, Any]] = []
+        """What is told at the next call: indices of tokens on the device and in host memory, of which the second are
+        copies of the first; or those that left the device, or host memory, with None for the other."""
+        self._host_of: dict[int, int] = {}
+        """By page on the device, the page in host memory that holds the same."""
+        self._device_of: dict[int, int] = {}
+        """The other way round."""
+
+    # -- what SGLang calls: the result first, then the arguments
+
+    def extended(self, _: None, req: Any) -> None:
+        """`maybe_hand_to_session` has returned, the last that is called for each request of a batch of prompts."""
+        if req.beam_group is not None:
+            raise Unsupported("beam search", "record without it")
+        running = self._running.get(req.rid)
+        if running is None:
+            self._admit(req)
+        else:
+            self._settle()
+        running = self._running[req.rid]
+        if running.prompt:
+            self.recorder.computed(running.name, req.extend_end)
+            if req.extend_end == running.prompt:
+                running.prompt = 0
+
+    def inserting(self, *_: Any, **__: Any) -> None:
+        """`checkpoint_into_tree` is called, which may put other pages into a request's row."""
+        self._settle()
+
+    def inserted(self, _: None, req: Any, **__: Any) -> None:
+        """`checkpoint_into_tree` has returned: what a request has computed is cached, by its own pages or others."""
+        running = self._running.get(req.rid)
+        if running is None:
+            return
+        self._append([running])
+        last = req.kv.cache_protected_len // self._size
+        if last <= running.stored:
+            return
+        first, there = running.stored, self._row(req, running.stored, last)
+        own = running.pages[first:last]
+        same = next((at for at, page in enumerate(there) if page == own[at]), len(there))
+        if there[same:] != own[same:]:
+            raise Unsupported("pages that are replaced behind others", "there is no other way yet")
+        if same:
+            self.recorder.replaced(running.name, first, there[:same])
+        running.pages[first:last] = there
+        if same < len(there):
+            self._store(running, last)
+        running.stored = last
+
+    def released(self, req: Any, **__: Any) -> None:
+        """`on_release` is called: a request has finished, was aborted, or makes room and comes again."""
+        running = self._running.get(req.rid)
+        if running is None:
+            return
+        self._settle()
+        self._append([running])
+        del self._running[req.rid]
+        aborted = any(type(why).__name__ == "FINISH_ABORT" for why in (req.finished_reason, req.to_finish))
+        why = "aborted" if aborted else "finished" if req.finished() else "preempted"
+        self.recorder.ended(running.name, why)  # type: ignore[arg-type]
+        if not self._running:
+            # There may be no further step for long.
+            self.recorder.flush()
+
+    def freed(self, device: Any, host: Any) -> None:
+        """`_free_values` is called, with what has left the tree by component."""
+        # What is only in host memory continues what was on the device.
+        self._happened += [(None, each) for each in host.get(_FULL, ())]
+        self._happened += [(each, None) for each in device.get(_FULL, ())]
+
+    def backed_up(self, host: Any, _: Any, device: Any, *__: Any) -> None:
+        """`_execute_kv_backup` has returned: pages on the device are copied to host memory."""
+        if host is not None:
+            self._happened.append((device, host))
+
+    def loading(self, _: Any, device: Any, transfer: Any, *__: Any) -> None:
+        """`commit_load_back` is called: pages in host memory are copied to the device."""
+        self._happened.append((device, transfer.host_indices))
+
+    def reset(self, *_: Any) -> None:
+        """`reset` has returned: nothing is cached any more."""
+        self._happened.clear()
+        self._host_of.clear()
+        self._device_of.clear()
+        self._below.clear()
+        self._cached = bytearray(len(self._cached))
+        self.recorder.cleared()
+        self.recorder.flush()
+
+    def stepped(self, *_: Any) -> None:
+        """`process_batch_result` has returned, at the end of each step."""
+        self._settle()
+        self._append(list(self._running.values()))
+        self.recorder.flush()
+
+    def refused(self, req: Any) -> None:
+        """A request was not admitted for want of room."""
+        if req.rid not in self._running:
+            allocator, size = self._cache.token_to_kv_pool_allocator, self._size
+            needed = -(-(len(req.full_untruncated_fill_ids) - req.prefix_len) // size)
+            room = allocator.available_size() + self._cache.full_evictable_size()
+            self.recorder.refused(request_name(req.rid), needed, room // size)
+
+    # -- how it is told
+
+    def _admit(self, req: Any) -> None:
+        name, size = request_name(req.rid), self._size
+        if self.recorder.config.secondary_blocks:
+            # What it has found may be loaded to where something else was until now.
+            self._settle()
+        hit = self._row(req, 0, req.prefix_len // size)
+        cached, host_of = self._cached, self._host_of
+        reused = next((at for at, page in enumerate(hit) if not cached[page]), len(hit))
+        loaded = reused
+        while loaded < len(hit) and host_of.get(hit[loaded]) in self._below:
+            loaded += 1
+        lower = [host_of[page] for page in hit[reused:loaded]]
+        self.recorder.admitted(
+            name,
+            req.origin_input_ids + req.output_ids,
+            hit[:reused],
+            onboarded=lower,
+            onto=hit[reused:loaded],
+            lora_name=req.lora_id,
+            cache_salt=_salt(req),
+            resumed=req.retraction_count > 0,
+            external=(len(hit) - loaded) * size,
+        )
+        self._below.difference_update(lower)
+        self._note_cached(hit[reused:loaded])
+        self._running[req.rid] = running = _SGLangRequest(req, name, hit[:loaded])
+        self._settle()
+        if loaded < len(hit):
+            # They are in the tree, where others of this step may have found them, too.
+            self._store(running, len(hit))
+
+    def _store(self, running: _SGLangRequest, last: int) -> None:
+        for page, copy in self.recorder.stored(running.name, last):
+            # SGLang still has the copy in host memory.
+            self._host_of[page], self._device_of[copy] = copy, page
+            self._below.discard(copy)
+        self._note_cached(running.pages[running.stored : last])
+        running.stored = last
+
+    def _note_cached(self, pages: list[int]) -> None:
+        for page in pages:
+            self._cached[page] = 1
+
+    def _settle(self) -> None:
+        """Tell what has gone and which pages were given to requests since the last call."""
+        size, by_one, by_more = self._size, list[_SGLangRequest](), list[_SGLangRequest]()
+        for running in self._running.values():
+            new = -(-running.req.kv.kv_allocated_len // size) - len(running.pages)
+            if new > 0:
+                (by_one if new == 1 else by_more).append(running)
+        if self._happened:
+            self._tell_gone(next((each.name for each in (*by_more, *by_one)), None))
+        for running in by_more:
+            have, need = len(running.pages), -(-running.req.kv.kv_allocated_len // size)
+            pages = self._row(running.req, have, need)
+            self.recorder.allocated(running.name, pages)
+            running.pages += pages
+        if by_one:
+            rows = [running.req.kv.req_pool_idx for running in by_one]
+            places = [len(running.pages) * size for running in by_one]
+            pages = [index // size for index in self._rows.req_to_token[rows, places].tolist()]
+            self.recorder.grown([each.name for each in by_one], pages)
+            for running, page in zip(by_one, pages, strict=True):
+                running.pages.append(page)
+
+    def _tell_gone(self, needed_by: str | None) -> None:
+        """Tell what has left the device and host memory, perhaps for a request."""
+        happened, self._happened = self._happened, []
+        pages, copies, last = list[int](), list[int](), ""
+        for what, page, copy in self._one_by_one(happened):
+            if what != last:
+                self._tell(last, pages, copies, needed_by)
+                pages, copies, last = [], [], what
+            pages.append(page)
+            copies.append(copy)
+        self._tell(last, pages, copies, needed_by)
+
+    def _tell(self, what: str, pages: list[int], copies: list[int], needed_by: str | None) -> None:
+        if what == "moved":
+            self.recorder.moved(pages, copies, needed_by)
+        elif what:
+            self.recorder.evicted(pages, needed_by, level=what)  # type: ignore[arg-type]
+
+    def _one_by_one(self, happened: list[tuple[Any, Any]]) -> Iterator[tuple[str, int, int]]:
+        """What that is for each page: where it is gone, or "moved" and to which page."""
+        for device, host in happened:
+            if device is not None and host is not None:
+                for page, copy in zip(self._pages(device), self._pages(host), strict=True):
+                    self._host_of[page], self._device_of[copy] = copy, page
+            elif device is not None:
+                for page in reversed(self._pages(device)):
+                    copy = self._host_of.pop(page, -1)
+                    self._device_of.pop(copy, None)
+                    if self._cached[page]:
+                        self._cached[page] = 0
+                        if copy >= 0:
+                            self._below.add(copy)
+                        yield "primary" if copy < 0 else "moved", page, copy
+            else:
+                for copy in reversed(self._pages(host)):
+                    self._host_of.pop(self._device_of.pop(copy, -1), None)
+                    if copy in self._below:
+                        self._below.remove(copy)
+                        yield "secondary", copy, -1
+
+    def _append(self, requests: list[_SGLangRequest]) -> None:
+        """Tell the tokens that these requests have got."""
+        names, tokens, counts = list[str](), array("q"), list[int]()
+        for running in requests:
+            new = running.req.output_ids[running.told :]
+            if new:
+                names.append(running.name)
+                tokens.extend(new)
+                counts.append(len(new))
+                running.told += len(new)
+        if names:
+            self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
+
+    def _row(self, req: Any, first: int, last: int) -> list[int]:
+        """The pages that a request has at these places."""
+        size = self._size
+        return self._pages(self._rows.req_to_token[req.kv.req_pool_idx, first * size : last * size])
+
+    def _pages(self, indices: Any) -> list[int]:
+        size = self._size
+        return [index // size for index in indices[::size].tolist()]
+
+
+def _salt(req: Any) -> str | None:
+    """What keeps a request's pages apart from others, but for its LoRA adapter."""
+    key = (req.extra_key or "").removesuffix(req.lora_id or "")
+    return repr((key, req.cache_salt)) if key else req.cache_salt

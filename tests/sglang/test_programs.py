@@ -1,0 +1,66 @@
+"""Beside SGLang's own scheduler the recorder knows, after each step, exactly what SGLang's prefix cache holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import Kvcache
+from tests.support.engines.in_vllm import SECONDS, run_where, told
+from tests.support.seeds import day, one_a_day
+
+PYTHON_TREE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+CHUNKED = {"chunked_prefill_size": 64}
+AHEAD = {"disable_overlap_schedule": False}
+HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 1.5, "hicache_io_backend": "direct"}
+pytestmark = [pytest.mark.needs("sglang"), pytest.mark.timeout(SECONDS)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "env"),
+    one_a_day(
+        [
+            pytest.param({"page_size": 16, **CHUNKED, **AHEAD}, RETRACTIONS, id="16"),
+            pytest.param({"page_size": 1, **AHEAD}, {}, id="1"),
+            pytest.param({"page_size": 1, **CHUNKED}, RETRACTIONS | PYTHON_TREE, id="1-python"),
+            pytest.param({"page_size": 16}, PYTHON_TREE, id="16-python"),
+            pytest.param({"page_size": 1, **CHUNKED, **HOST}, {}, id="1-host"),
+            pytest.param(
+                {"page_size": 16, **AHEAD, **HOST, "hicache_write_policy": "write_back"},
+                {},
+                id="16-write-back",
+            ),
+            pytest.param({"page_size": 4, "enable_mixed_chunk": True, **CHUNKED}, {}, id="4-mixed"),
+        ]
+    ),
+)
+def test_the_mirror_is_what_sglang_has(
+    settings: dict[str, Any], env: dict[str, str], tmp_path: Path, kvcache: Kvcache
+) -> None:
+    """Random programs: pages, contents, tables, tokens and hits are SGLang's, and the log is good for all."""
+    log = tmp_path / "log"
+    arguments = (log, day(), json.dumps(settings))
+    seen = told(run_where("sglang", "tests.support.engines.sglang_programs", *arguments, path=None, **env))
+    least = ["admitted", "reused", "aborted", "BlocksReused", "BlocksRemoved", "AdmissionRefused"]
+    if env.keys() & RETRACTIONS.keys():
+        least.append("preempted")
+    if HOST.keys() & settings.keys():
+        least.append("BlocksMoved")
+    assert all(seen.get(name) for name in least), seen
+    assert seen["admitted"] > 100
+    further = {
+        "report": ("-o", tmp_path / "page.html"),
+        "replay": ("--verify",),
+        "explain": ("--request", "r20."),
+    }
+    outputs = {}
+    for command in ("audit", "explain", "curve", "whatif", "report", "replay"):
+        done = kvcache(command, log, *further.get(command, ()))
+        assert done.code == 0, (command, done)
+        outputs[command] = done.out
+    assert "decided by     sglang 0.5.23" in outputs["audit"]
+    assert "prompt tokens, admitted in batch" in outputs["explain"]
