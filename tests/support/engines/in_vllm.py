@@ -52,12 +52,18 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 def plugins(directory: Path, **others: str) -> Path:
-    """A directory for the import path in which this project's plugin for vLLM is installed, and others."""
+    """A directory for the import path in which this project's plugins are installed, and others for vLLM."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    points = project["entry-points"]["vllm.general_plugins"] | others
+    points = project["entry-points"]
+    groups = {
+        "vllm.general_plugins": points["vllm.general_plugins"] | others,
+        "sglang.srt.plugins": points["sglang.srt.plugins"],
+    }
     info = directory / "kvcache_plugins-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcache-plugins\nVersion: 0\n")
-    lines = ["[vllm.general_plugins]", *(f"{name} = {value}" for name, value in points.items())]
+    lines = list[str]()
+    for group, plugins_of in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in plugins_of.items())]
     (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
     return directory

@@ -25,7 +25,7 @@ from events.tokens.names import salt_digest
 from events.types import PRIMARY, SECONDARY, EndReason, SequenceAdded, SequenceRemoved
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import Root, Run
-from kvcache.integrations.sglang.plugin import VARIABLE, register
+from kvcache.integrations.sglang.plugin import VARIABLE
 from kvcache.replay import replay
 from tests.support.engines.stock_sglang import VOCABULARY, StockSGLang
 
@@ -156,7 +156,6 @@ def _hashes_below(node: Root | Run, digest: bytes, size: int, level: int) -> Ite
 def main(log: Path, seed: int, settings: dict[str, Any]) -> None:
     """Run one program."""
     os.environ[VARIABLE] = str(log)
-    register()
     with tempfile.TemporaryDirectory() as directory:
         engine = StockSGLang(Path(directory), settings.pop("tokens", 640), **settings)
         program = Program(seed, engine, compare)

@@ -30,9 +30,11 @@ from sglang.srt.managers.scheduler import Scheduler, SpawnRanks, publish
 from sglang.srt.mem_cache.l2_transfer import L2TransferEngine, TransferCompletion
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+__all__ = ["HookRegistry", "StockSGLang"]
 VOCABULARY = 64
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,16 @@
+"""Whatever breaks in the recorder, SGLang's scheduler decides as it would without, and the log is closed and whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines.in_vllm import SECONDS, run_where, told
+from tests.support.seeds import day
+
+pytestmark = [pytest.mark.needs("sglang"), pytest.mark.timeout(SECONDS)]
+
+
+def test_a_broken_recorder_lets_go() -> None:
+    """Each call of ours raises once, before or behind what it does: the same decisions, one warning without tokens."""
+    broke = told(run_where("sglang", "tests.support.engines.sglang_faults", day()))
+    assert len(broke) > 15, broke
