@@ -63,7 +63,8 @@ test-long: .venv/.installed-dev
 	$(PYTEST) -n auto --dist worksteal -m long
 
 docs: .venv/.installed-dev
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@rm -rf build/pages && mkdir -p build && cp -R docs build/pages
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html build/pages build/docs
 	@echo 'build/docs/index.html'
 
 bench: .venv/.installed-dev
