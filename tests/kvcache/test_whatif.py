@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -263,7 +265,16 @@ def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConf
         playback.finish()
     without, live, played = ([each for each in events if each] for events in (*heard, now))
     assume(_ends(without) == _ends(live))  # else other requests have fitted
-    assert played == live
+    assert [*_by_call(played)] == [*_by_call(live)]
+
+
+def _by_call(events: list[Any]) -> Iterator[Any]:
+    """What is evicted and offloaded in a row is counted: in which parts that happens, a log does not settle."""
+    for evictions, several in groupby(events, lambda event: event[0] in ("removed", "moved")):
+        if evictions:
+            yield Counter((each[0], each[2], each[-1]) for each in several for _ in range(len(each[3]) // 4))
+        else:
+            yield from several
 
 
 def _wall_ns(ticks: strategies.Ticks) -> int:
