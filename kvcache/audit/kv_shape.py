@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,16 @@ _KINDS = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp", "moe"), ""),
 }
 """What a kind of layers keeps: K and V of all tokens, of a window's, or no K and V."""
-_OF_STATES = ("mamba_", "ssm_", "linear_conv", "conv_L")
-"""How the names of fields begin that are about layers with states in place of K and V."""
+_OF_SOME_LAYERS = (
+    "mamba_",
+    "ssm_",
+    "linear_conv",
+    "conv_L",
+    "layer_group_size",
+    "global_attn_every_n_layers",
+)
+"""How the names of fields begin that are about layers with states in place of K and V, or of several kinds."""
+_MOST_LAYERS = 10_000
 _NESTED = ("text_config", "llm_config", "language_config")
 _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256},
@@ -38,6 +47,8 @@ _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    "longcat_flash": {"zero_expert_num": 256},
+    "recurrent_gemma": {"attention_window_size": 2048},
 }
 """What configurations of these types leave out, since Transformers adds it."""
 _OTHER_LAYERS = {
@@ -50,8 +61,38 @@ _OTHER_LAYERS = {
     "swa_num_key_value_heads": "heads that differ by layer",
     "cross_attention_layers": "cross attention",
     "attention_types": "layers of local attention",
+    "attention_other_setting": "heads that differ by layer",
+    "attention_method": "layers that attend twice",
+    "zero_expert_num": "layers that attend twice",
+    "block_types": "layers that differ",
+    "use_cla": "layers that share K and V",
 }
 """Fields that change what is kept in a way that is not known here, unless they are null or empty."""
+_ABOUT_KV = re.compile(
+    r"(^|_)(kv|key_values?|mqa|gqa|cla|swa)(_|$)|multi_query|(query|att(entio)?n|head)_groups?|heads_per_(layer|block)"
+    r"|window|local_att|hybrid|recurrent|compress|shared?_(kv|att|layer)"
+)
+"""What is found in the names of fields that may change what is kept."""
+_UNDERSTOOD = {
+    *(
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "num_attention_groups",
+        "kv_channels",
+        "kv_lora_rank",
+    ),
+    *(
+        "multi_query",
+        "multi_query_attention",
+        "multi_query_group_num",
+        "num_kv_shared_layers",
+        "cla_share_factor",
+    ),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "hybrid_override_pattern"),
+    *("sliding_window_pattern", "_sliding_window_pattern"),
+}
+"""Such fields that are read here, or are of no effect without one that is refused."""
 
 
 @dataclass(eq=False, repr=False)
@@ -115,6 +156,9 @@ class _Config:
         for name, what in _OTHER_LAYERS.items():
             if self._values.get(name):
                 raise self.error(f"{name}: {what} cannot be counted")
+        for name, value in self._values.items():
+            if value and name not in _UNDERSTOOD and _ABOUT_KV.search(name):
+                raise self.error(f"{name}: what this field changes is not known")
 
     def error(self, reason: str) -> ModelNotUnderstood:
         """What is wrong with it."""
@@ -149,13 +193,15 @@ class _Config:
             self.type, name, windows[every], sizes[every], every, sliding, dict(without), tensor_parallel
         )
 
-    def _number(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def _number(self, *names: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
         """The first of these fields that is there."""
         for name in names:
             if name in self._values:
                 value = self._values[name]
-                if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-                    raise self.error(f"{name}: given {value!r}; accepted: an integer of at least {least}")
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                    raise self.error(
+                        f"{name}: given {value!r}; accepted: an integer from {least} to {most:,}"
+                    )
                 return value
         if default is None:
             raise self.error(f"{names[0]} is missing")
@@ -165,16 +211,17 @@ class _Config:
     def _num_layers(self) -> int:
         listed = self._values.get("layers_block_type")
         default = len(listed) if isinstance(listed, list) else None
-        return self._number("num_hidden_layers", "n_layer", "num_layers", default=default)
+        return self._number("num_hidden_layers", "n_layer", "num_layers", default=default, most=_MOST_LAYERS)
 
     # -- elements of K and V
 
     def _elements(self, tensor_parallel: int) -> list[int]:
         """Of each layer, per token and GPU."""
-        if "kv_lora_rank" in self._values:  # latent attention: one vector for all heads, on every GPU
+        if "kv_lora_rank" in self._values and self._values.get("use_mla") is not False:
+            # Latent attention: one vector for all heads, on every GPU.
             return [self._number("kv_lora_rank") + self._number("qk_rope_head_dim")] * self._num_layers
         heads = self._number("num_attention_heads", "n_head")
-        dim = self._number("head_dim", "attention_head_dim", default=0)
+        dim = self._number("head_dim", "attention_head_dim", "kv_channels", default=0)
         if not dim:
             hidden = self._number("hidden_size", "n_embd")
             if hidden % heads:
@@ -187,7 +234,10 @@ class _Config:
         """Of each layer."""
         if self._values.get("multi_query") and not self._values.get("new_decoder_architecture"):
             return [1] * self._num_layers
-        return [self._number("num_key_value_heads", "num_kv_heads", default=heads)] * self._num_layers
+        names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups")
+        if self._values.get("multi_query_attention"):  # of ChatGLM
+            return [self._number("multi_query_group_num")] * self._num_layers
+        return [self._number(*names, default=heads)] * self._num_layers
 
     def _on_one_gpu(self, heads: int, tensor_parallel: int) -> int:
         """Heads are divided over the GPUs; where there are more GPUs than heads, each head is on several of them."""
@@ -211,17 +261,24 @@ class _Config:
         kinds = self._given_kinds() or [self._kind(layer) for layer in range(number)]
         if len(kinds) != number:
             raise self.error(f"layer_types: given {len(kinds)}; accepted: one of each of {number} layers")
-        return kinds[: number - self._number("num_kv_shared_layers", default=0, least=0)]
+        return kinds[: number - self._number("num_kv_shared_layers", default=0, least=0, most=number)]
 
     def _given_kinds(self) -> list[str]:
         """As a list says it; empty: there is none."""
-        given = self._values.get("layer_types") or self._values.get("layers_block_type")
-        if isinstance(given, list):
+        given = self._listed("layer_types") or self._listed("layers_block_type")
+        if given:
             return [_FULL if each == _SLIDING and self._sees_all else str(each) for each in given]
         pattern = self._values.get("hybrid_override_pattern")
         if isinstance(pattern, str):  # of Nemotron-H
             return [{"*": _FULL, "M": "mamba", "-": "mlp", "E": "moe"}.get(each, each) for each in pattern]
         return []
+
+    def _listed(self, name: str) -> list[Any]:
+        """This field; empty: it is not there."""
+        given = self._values.get(name, [])
+        if not isinstance(given, list):
+            raise self.error(f"{name}: given {given!r}; accepted: a list with an item for each layer")
+        return given
 
     def _kind(self, layer: int) -> str:
         """As a rule says it."""
@@ -231,12 +288,12 @@ class _Config:
         if "attn_layer_period" in values:
             at = layer - self._number("attn_layer_offset", default=0, least=0)
             return "mamba" if at % self._number("attn_layer_period") else _FULL
-        if isinstance(attending := values.get("attn_layer_indices"), list):
+        if attending := self._listed("attn_layer_indices"):
             return _FULL if layer in attending else "mamba"
         # In Falcon-H1 each layer has attention, and a state besides.
-        states = [name for name in values if name.startswith(_OF_STATES) and self.type != "falcon_h1"]
-        if states:
-            raise self.error(f"{states[0]} is given, and layer_types does not say which layers it is about")
+        some = [name for name in values if name.startswith(_OF_SOME_LAYERS) and self.type != "falcon_h1"]
+        if some:
+            raise self.error(f"{some[0]} is given, and layer_types does not say which layers it is about")
         if "attention_chunk_size" in values:  # Llama 4, where layers without positions see everything
             listed = values.get("no_rope_layers")
             if isinstance(listed, list) and len(listed) == self._num_layers:

@@ -48,6 +48,18 @@ LLAMA_4 = {"model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_
 LLAMA_4 |= {"num_key_value_heads": 8, "attention_chunk_size": 8192, "torch_dtype": "bfloat16"}
 GEMMA_3N = GEMMA | {"model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 2}
 GEMMA_3N |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 3, "dtype": "bfloat16"}
+GLM_4 = {"model_type": "chatglm", "num_layers": 40, "num_attention_heads": 32, "hidden_size": 4096}
+GLM_4 |= {"kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2}
+GLM_4 |= {"torch_dtype": "bfloat16", "post_layer_norm": True, "padded_vocab_size": 151552}
+STEP_3 = {"model_type": "step3_text", "num_hidden_layers": 61, "num_attention_heads": 64, "head_dim": 256}
+STEP_3 |= {"hidden_size": 7168, "num_attention_groups": 1, "share_q_dim": 2048, "torch_dtype": "bfloat16"}
+FALCON_40B = {"model_type": "RefinedWeb", "n_layer": 60, "n_head": 128, "n_head_kv": 8, "hidden_size": 8192}
+FALCON_40B |= {"torch_dtype": "bfloat16"}
+HUNYUAN_A13B = {"model_type": "hunyuan_v1_moe", "num_hidden_layers": 32, "num_attention_heads": 32}
+HUNYUAN_A13B |= {"hidden_size": 4096, "num_key_value_heads": 8, "attention_head_dim": 128, "use_cla": False}
+HUNYUAN_A13B |= {"cla_share_factor": 2, "use_mla": False, "kv_lora_rank": 512, "torch_dtype": "bfloat16"}
+JETMOE = {"model_type": "jetmoe", "num_hidden_layers": 24, "num_attention_heads": 32, "hidden_size": 2048}
+JETMOE |= {"num_key_value_heads": 16, "kv_channels": 128, "torch_dtype": "bfloat16"}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}
 
 
@@ -73,6 +85,12 @@ def shape(tmp_path: Path, given: Any, **more: Any) -> KVShape:
         (STARCODER, 40 * 2 * 128 * 2, 40, ()),
         (LLAMA_4, 12 * 4 * KIB, 12, ((8192, 36, 36 * 4 * KIB),)),
         (GEMMA_3N, 8 * KIB, 1, ((1024, 2, 16 * KIB),)),
+        (GLM_4, 40 * KIB, 40, ()),
+        (GLM_4 | {"multi_query_attention": False}, 16 * 40 * KIB, 40, ()),
+        (STEP_3, 61 * 2 * 256 * 2, 61, ()),
+        (FALCON_40B, 60 * 2 * 8 * 64 * 2, 60, ()),
+        (HUNYUAN_A13B, 128 * KIB, 32, ()),
+        (JETMOE, 24 * 2 * 16 * 128 * 2, 24, ()),
     ],
     ids=lambda each: each.get("model_type") if isinstance(each, dict) else None,
 )
@@ -140,7 +158,7 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
         (LLAMA | {"num_attention_heads": None}, "num_attention_heads is missing"),
         (
             LLAMA | {"num_attention_heads": 0},
-            "num_attention_heads: given 0; accepted: an integer of at least 1",
+            "num_attention_heads: given 0; accepted: an integer from 1 to 2,147,483,647",
         ),
         (LLAMA | {"num_key_value_heads": "8"}, "num_key_value_heads: given '8'"),
         (LLAMA | {"num_attention_heads": 31}, "head_dim is missing, and hidden_size 4096"),
@@ -158,6 +176,42 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
         ),
         (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder: given true; accepted: decoders alone"),
         (DEEPSEEK | {"qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
+        (GLM_4 | {"multi_query_group_num": None}, "multi_query_group_num is missing"),
+        (
+            STEP_3 | {"attention_other_setting": {"head_dim": 64}},
+            "attention_other_setting: heads that differ",
+        ),
+        (
+            LLAMA | {"num_key_value_heads_per_layer": [4] * 32},
+            "num_key_value_heads_per_layer: what this field",
+        ),
+        (HUNYUAN_A13B | {"use_cla": True}, "use_cla: layers that share K and V cannot be counted"),
+        (
+            DEEPSEEK | {"model_type": "longcat_flash", "num_layers": 28},
+            "zero_expert_num: layers that attend twice cannot",
+        ),
+        (DEEPSEEK | {"attention_method": "MLA"}, "attention_method: layers that attend twice cannot"),
+        (LLAMA | {"model_type": "recurrent_gemma"}, "attention_window_size: what this field changes"),
+        (LLAMA | {"block_types": ["recurrent", "attention"]}, "block_types: layers that differ cannot"),
+        (LLAMA | {"num_query_groups": 4}, "num_query_groups: what this field changes is not known"),
+        (LLAMA | {"share_kv_every": 2}, "share_kv_every: what this field changes is not known"),
+        (LLAMA | {"layer_group_size": 5}, "layer_group_size is given, and layer_types does not say which"),
+        (
+            GEMMA_3N | {"num_kv_shared_layers": 6},
+            "num_kv_shared_layers: given 6; accepted: an integer from 0 to 5",
+        ),
+        (GEMMA_3N | {"num_kv_shared_layers": 5}, "no layer has K and V"),
+        (
+            GPT_OSS | {"layer_types": "full_attention"},
+            "layer_types: given 'full_attention'; accepted: a list",
+        ),
+        (GPT_OSS | {"layer_types": {"0": "full_attention"}}, "layer_types: given {'0': 'full_attention'}"),
+        (JAMBA | {"layers_block_type": "mamba"}, "layers_block_type: given 'mamba'; accepted: a list"),
+        (LLAMA | {"attn_layer_indices": 3}, "attn_layer_indices: given 3; accepted: a list"),
+        (
+            LLAMA | {"num_hidden_layers": 300_000_000},
+            "num_hidden_layers: given 300000000; accepted: an integer from 1 to 10,000",
+        ),
     ],
 )
 def test_what_is_not_understood(tmp_path: Path, given: Any, said: str) -> None:
@@ -165,6 +219,13 @@ def test_what_is_not_understood(tmp_path: Path, given: Any, said: str) -> None:
     with pytest.raises(ModelNotUnderstood) as error:
         shape(tmp_path, given)
     assert str(error.value).startswith(f"{tmp_path / 'config.json'} does not say what K and V take: {said}")
+
+
+@pytest.mark.parametrize("value", [None, False, 0, []])
+def test_what_says_that_there_is_nothing_changes_nothing(tmp_path: Path, value: Any) -> None:
+    """A field that is not known, but off."""
+    found = shape(tmp_path, LLAMA | {"kv_sharing_period": value, "use_cla": value, "attention_window": value})
+    assert found == shape(tmp_path, LLAMA)
 
 
 def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
