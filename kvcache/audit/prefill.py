@@ -6,7 +6,6 @@ prompt are the sum over its tokens, and divide among the reasons why they were c
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from collections import defaultdict
@@ -25,10 +24,12 @@ Seconds = npt.NDArray[np.float64]
 _UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
 _TERM = re.compile(
     rf"(\d+\.?\d*(?:e[+-]?\d+)?)\s*({'|'.join(filter(None, _UNITS))})?\s*\*?\s*(n(?:\s*\*?\s*m)?)?",
-    re.ASCII | re.IGNORECASE,
+    re.ASCII,
 )
 _EXAMPLE = "'0.004 + 6e-5 n + 2e-10 n m', in seconds, or '4ms + 60us n + 0.2ns n m'"
 _HOUR = 3600.0
+MOST_SECONDS = 1e6
+"""Of a prefill, or of a term for a token: there are none as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,16 @@ class PrefillModel:
         """Read ``a + b n + c n m``; terms may be left out, and have units. Raises `UsageError`."""
         found: dict[str, float] = {}
         for part in re.split(r"(?<![eE])\+", text):
-            term = _TERM.fullmatch(part.strip())
+            term = _TERM.fullmatch(part.strip().lower())
             name = re.sub(r"[\s*]", "", term[3] or "") if term else ""
             if term is None or name in found:
                 raise UsageError(f"prefill {text!r}: {part.strip()!r} is not understood: write {_EXAMPLE}")
             found[name] = float(term[1]) * _UNITS[term[2] or ""]
-        if not any(found.values()) or not all(map(math.isfinite, found.values())):
+            if found[name] > MOST_SECONDS:
+                raise UsageError(
+                    f"prefill {text!r}: {part.strip()!r} is more than {MOST_SECONDS:,.0f} seconds: write {_EXAMPLE}"
+                )
+        if not any(found.values()):
             raise UsageError(f"prefill {text!r} gives no seconds: write {_EXAMPLE}")
         return cls(found.get("", 0.0), found.get("n", 0.0), found.get("nm", 0.0))
 

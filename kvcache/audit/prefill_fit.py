@@ -15,13 +15,15 @@ import numpy as np
 
 from events import types as ev
 from events.log import LogReader
-from kvcache.audit.prefill import PrefillModel, Seconds
+from kvcache.audit.prefill import MOST_SECONDS, PrefillModel, Seconds
 from kvcache.errors import UsageError
 from kvcache.phrases import share
 
 COLUMNS = ("tokens", "cached", "seconds")
 _LEAST, _MOST = 1e-3, 0.5
 """The part of a step that the longest prompts take at least, and the median error at most: else a fit says nothing."""
+_SHORTEST = 1e-9
+"""Seconds of a prefill, at least."""
 _ANEW = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
 
 
@@ -55,11 +57,16 @@ def read_samples(path: Path) -> list[PrefillSample]:
     """The rows of a CSV file with the columns ``tokens``, ``cached`` and ``seconds``. Raises `UsageError`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
-            raise UsageError(
-                f"{path} has no column {missing[0]}: its first line must name {','.join(COLUMNS)}"
-            )
-        return [_sample(row, f"{path}, line {rows.line_num}") for row in rows]
+        try:
+            if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+                raise UsageError(
+                    f"{path} has no column {missing[0]}: its first line must name {','.join(COLUMNS)}"
+                )
+            return [_sample(row, f"{path}, line {rows.line_num}") for row in rows]
+        except UnicodeDecodeError:
+            raise UsageError(f"{path} is not text in UTF-8: save it as a CSV file in UTF-8") from None
+        except csv.Error as error:
+            raise UsageError(f"{path}, line {rows.reader.line_num}: this is no CSV: {error}") from None
 
 
 def _sample(row: dict[str, str], place: str) -> PrefillSample:
@@ -67,8 +74,11 @@ def _sample(row: dict[str, str], place: str) -> PrefillSample:
         tokens, cached, seconds = (float(row[name]) for name in COLUMNS)
     except (TypeError, ValueError):
         tokens = cached = seconds = math.nan
-    if not (tokens >= 1 and cached >= 0 and 0 < seconds < math.inf and tokens + cached < 2**31):
-        raise UsageError(f"{place}: write numbers: tokens from 1 on, cached ones from 0 on, seconds above 0")
+    if not (tokens >= 1 and cached >= 0 and _SHORTEST <= seconds <= MOST_SECONDS and tokens + cached < 2**31):
+        raise UsageError(
+            f"{place}: write numbers: tokens from 1 on, cached ones from 0 on, and seconds from "
+            f"{_SHORTEST:g} to {MOST_SECONDS:,.0f}"
+        )
     return PrefillSample(seconds, int(tokens), tokens * (cached + tokens / 2))
 
 

@@ -24,6 +24,7 @@ LONGEST_TEXT = 1 << 26
 """Characters of token ids that are read."""
 _MOST_DIGITS = 19
 """Of a number that one gives here; Python itself reads no more than some thousands."""
+_MOST_GPUS, _MOST_MONEY = 10**6, 10**9
 
 
 TOKENS_HELP = "token ids: a JSON list, or numbers between spaces or commas; - for stdin; or the ids: 5,6,7"
@@ -68,14 +69,21 @@ def seconds(text: str) -> float:
     return value
 
 
+def gpus(text: str) -> int:
+    """How many GPUs."""
+    if (number := positive(text)) > _MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large a number: at most {_MOST_GPUS:,}")
+    return number
+
+
 def amount(text: str) -> float:
-    """A finite number above 0."""
+    """A number above 0, of money."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= _MOST_MONEY:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {_MOST_MONEY:,}")
     return value
 
 
@@ -187,7 +195,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
         "fit that formula to a CSV file with the columns tokens,cached,seconds, or to the steps of a log",
         type=Path,
     )
-    add("--gpus N", "GPUs that compute a prefill together (those of --tensor-parallel)", type=positive)
+    add("--gpus N", "GPUs that compute a prefill together (those of --tensor-parallel)", type=gpus)
     add("--price AMOUNT", "of a GPU for an hour: what prefills cost, and what reuse saves", type=amount)
     add("--currency NAME", "of that price (USD)", default="USD")
     add(
@@ -203,7 +211,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--tensor-parallel N",
         "GPUs over which the heads of K and V are divided (1)",
-        type=positive,
+        type=gpus,
         default=1,
     )
 

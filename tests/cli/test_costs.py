@@ -317,6 +317,17 @@ def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
     assert said["prefill_model"]["fit"]["prefills"] == 6
 
 
+def test_the_largest_numbers_are_numbers(kvcache: Kvcache, twice: Path) -> None:
+    """Of all options at once, for people and in JSON."""
+    largest = ("--prefill", "1e6 + 1e6 n + 1e6 n m", "--price", "1e9", "--gpus", "1000000")
+    for command in ("audit", "curve", "whatif"):
+        done = kvcache(command, twice, *largest)
+        assert (done.code, done.err) == (0, "")
+        text = kvcache(command, twice, *largest, "--json").out
+        assert "Infinity" not in text
+        assert "NaN" not in text
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -325,6 +336,10 @@ def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
         ((*FORMULA, "--prefill-fit", "x"), "--prefill says what --prefill-fit would"),
         (("--prefill", "fast"), "prefill 'fast': 'fast' is not understood"),
         ((*FORMULA, "--price", "0"), "'0' is not a number above 0"),
+        ((*FORMULA, "--price", "1e300"), "'1e300' is not a number above 0 and up to 1,000,000,000"),
+        ((*FORMULA, "--gpus", "1000001"), "'1000001' is too large a number: at most 1,000,000"),
+        ((*FORMULA, "--tensor-parallel", "9" * 19), "is too large a number: at most 1,000,000"),
+        (("--prefill", "1e308 n"), "prefill '1e308 n': '1e308 n' is more than 1,000,000 seconds"),
         (("--prefill-fit", "nowhere.csv"), "nowhere.csv"),
         (("--kv-dtype", "fp8"), "--kv-dtype is about the model of --model-config"),
         (("--model-config", "nowhere.json"), "nowhere.json"),

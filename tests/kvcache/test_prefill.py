@@ -41,6 +41,7 @@ class TestFormula:
             "4ms + 60us n + 0.2ns n m",
             "0.2 ns*n*m+60µs * n + 4E-3",
             " 200ps nm + 6.0e-05n + 0.4e-2",
+            "4MS + 60Us N + 2E-10 N m",
             str(REAL),
         ],
     )
@@ -60,6 +61,13 @@ class TestFormula:
         """With an example."""
         with pytest.raises(UsageError, match="2e-10 n m"):
             PrefillModel.parse(text)
+
+    @pytest.mark.parametrize("text", ["1e308 n", "1 + 1000001 n m", "1001000000ms", "1e999"])
+    def test_what_takes_too_long_is_refused(self, text: str) -> None:
+        """Its sums would be no numbers."""
+        with pytest.raises(UsageError, match="' is more than 1,000,000 seconds: write"):
+            PrefillModel.parse(text)
+        assert PrefillModel.parse("1000000 n").per_token == 1e6
 
     @pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (7, 0), (1, 12), (100, 1000)])
     def test_seconds_are_those_of_each_token(self, tokens: int, cached: int) -> None:
@@ -226,12 +234,31 @@ class TestFit:
             ("tokens,cached,seconds\n1,0", "line 2: write numbers"),
             ("tokens,cached,seconds\n1,-1,2", "line 2: write numbers"),
             ("tokens,cached,seconds\nx,0,2", "line 2: write numbers"),
+            (
+                "tokens,cached,seconds\n1,0,1e300",
+                "line 2: write numbers: .* seconds from 1e-09 to 1,000,000$",
+            ),
+            ("tokens,cached,seconds\n1,0,1e-300", "line 2: write numbers"),
+            (
+                "tokens,cached,seconds\n1,0,1\n1,0," + "1" * 200_000,
+                "csv, line 3: this is no CSV: field larger",
+            ),
+            ("tokens," + "x" * 200_000, "csv, line 1: this is no CSV: field larger"),
         ],
     )
     def test_a_table_that_is_none(self, tmp_path: Path, text: str, said: str) -> None:
         """Its line is named."""
         (tmp_path / "measured.csv").write_text(text)
         with pytest.raises(UsageError, match=said):
+            read_samples(tmp_path / "measured.csv")
+
+    @pytest.mark.parametrize(
+        "text", ["tokens,cached,seconds\n1,0,2\n".encode("utf-16"), b"tokens,cached,seconds\n1,0,\xff\n"]
+    )
+    def test_a_table_in_another_encoding(self, tmp_path: Path, text: bytes) -> None:
+        """As some programs export it."""
+        (tmp_path / "measured.csv").write_bytes(text)
+        with pytest.raises(UsageError, match=r"measured\.csv is not text in UTF-8: save it"):
             read_samples(tmp_path / "measured.csv")
 
 
