@@ -207,6 +207,8 @@ _KINDS: dict[str, PolicyKind] = {
 }
 POLICIES = tuple(_KINDS)
 """The names of all."""
+_LEAST, _MOST = 1e-9, 1e9
+"""The number that a policy takes, be it of tokens, seconds, or a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +232,9 @@ class Policy:
             parameter = float(number)
         except ValueError:
             parameter = np.nan
-        if kind.parameter is None or not 0 < parameter < np.inf:
-            what = "takes no number" if kind.parameter is None else f"takes a number above 0, not {number!r}"
+        if kind.parameter is None or not _LEAST <= parameter <= _MOST:
+            numbers = f"a number above 0, from {_LEAST:g} to {_MOST:,.0f}"
+            what = "takes no number" if kind.parameter is None else f"takes {numbers}, not {number!r}"
             raise UsageError(f"policy {name!r}: {word} {what}")
         if kind.parameter < 1 <= parameter:
             raise UsageError(f"policy {name!r}: {word} takes a part of the cache, below 1")

@@ -124,7 +124,9 @@ def test_equals_what_the_manager_does(tmp_path: Path) -> None:
     [
         ("lirs", "policy 'lirs': there are lru, fifo"),
         ("lru:3", "policy 'lru:3': lru takes no number"),
-        ("stop:", "stop takes a number above 0, not ''"),
+        ("stop:", "stop takes a number above 0, from 1e-09 to 1,000,000,000, not ''"),
+        ("tlru:1e300", "tlru takes a number above 0, from 1e-09 to 1,000,000,000, not '1e300'"),
+        ("gdsf:5e-324", "gdsf takes a number above 0"),
         ("stop:-1", "takes a number above 0"),
         ("stop:nan", "takes a number above 0"),
         ("slru:1.5", "slru takes a part of the cache, below 1"),
