@@ -252,7 +252,7 @@ def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Cos
     gaps = [row.of_gap for row in rows if row.trial and row.trial.policy == HINTED and row.of_gap is not None]
     table = [
         {"": "recorded" if row.trial is None else row.policy}
-        | {name: _setting(row, name) for name in fields}
+        | {printable(name): printable(_setting(row, name)) for name in fields}
         | _bytes_cell(row, costs)
         | {"reused": row.outcome.tally.reused_tokens, "token hit rate": share(row.outcome.tally.hit_rate)}
         | ({f"of {BOUND}": _part(row.of_bound)} if bounded else {})

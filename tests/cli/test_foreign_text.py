@@ -60,6 +60,7 @@ def test_logs(kvcache: Kvcache, log: Path, form: list[str], tmp_path: Path) -> N
         ("audit", log.parent, "--jobs", 1),
         ("curve", log),
         ("whatif", log, "--set", "primary_blocks=5", "--jobs", 1),
+        ("whatif", log, "--set", f"stop_retention.{BAD}=60:2min", "--jobs", 1),
         ("diff", log, log),
         ("log", "info", log),
         ("log", "verify", log),
