@@ -252,10 +252,11 @@ class TracePrompts:
         self.request: TraceRequest | None = None
         """The one of which the last prompt was."""
         self._times: tuple[int, int] | None = None
+        """The earliest and the latest."""
 
     @property
     def hours(self) -> float | None:
-        """From the first request to the last; None: no time has passed."""
+        """From the earliest request to the latest; None: no time has passed."""
         first, last = self._times or (0, 0)
         return (last - first) / 3.6e6 if last > first else None
 
@@ -274,8 +275,10 @@ class TracePrompts:
             self.requests += 1
             self.request = request
             self.lengths.append(request.input_length)
-            self._times = (request.timestamp if self._times is None else self._times[0]), request.timestamp
-            self.at = request.timestamp * 1_000_000
+            at = request.timestamp
+            first, last = self._times or (at, at)
+            self._times = min(first, at), max(last, at)
+            self.at = at * 1_000_000
             blocks, known = self._numbers.of(request)
             self._watch(request, known * self.tokens_per_block)
             yield request, blocks

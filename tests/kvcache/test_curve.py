@@ -577,6 +577,15 @@ class TestTimeouts:
             (60_000_000_000, 4),
         ]
 
+    @pytest.mark.parametrize("times", [(0, 1000, 3_600_000), (0, 3_600_000, 1000), (3_600_000, 1000, 0)])
+    def test_hours_of_a_trace(self, tmp_path: Path, times: tuple[int, ...]) -> None:
+        """Are those from the earliest request to the latest, in whatever order the lines are."""
+        rest = '"input_length": 5, "output_length": 1, "hash_ids": [1]}'
+        (tmp_path / "trace").write_text("\n".join(f'{{"timestamp": {at}, {rest}' for at in times))
+        prompts = TracePrompts(tmp_path / "trace")
+        assert len(list(prompts)) == 3
+        assert prompts.hours == 1
+
 
 TRACE = os.environ.get("MOONCAKE_TRACE")
 
