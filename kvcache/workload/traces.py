@@ -553,6 +553,7 @@ class _DynamoLines:
             block_tokens=size,
             stop=None if finish is None else _name(finish.finish_reason),
             session=_name(context.trajectory_id) or _name(context.session_id),
+            labels=_labels(model=found.model),
             reported_length=found.input_tokens,
             reported_cached=found.cached_tokens,
         )

@@ -398,6 +398,7 @@ def test_dynamo(tmp_path: Path, in_envelopes: bool) -> None:
             block_tokens=64,
             stop="tool_calls",
             session="s",
+            labels={"model": "m"},
             reported_length=182,
             reported_cached=64,
         ),
