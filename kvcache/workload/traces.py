@@ -59,6 +59,8 @@ _SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power !
 _MASK = 2**63 - 1
 _MAX_LENGTH = 2**31 - 1
 """Tokens are counted by int32 in many places; no sequence is that long."""
+_LONGEST_MS, _YEAR_MS = 2**42, 365.25 * 86_400_000
+"""How late a request may come: 139 years, which clocks count in ns of 63 bits, even from 2026 on."""
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
@@ -395,6 +397,16 @@ def _check_blocks(
         )
 
 
+def _checked_ms(ms: float, field: str, since: str = "the start") -> int:
+    """A time in whole milliseconds, not before the start. Raises ValueError for one that no service can have seen."""
+    if ms > _LONGEST_MS:
+        raise ValueError(
+            f"{field} is {ms / _YEAR_MS:,.0f} years after {since}, and {_LONGEST_MS / _YEAR_MS:.0f} are the most: "
+            "is it in another unit?"
+        )
+    return max(0, int(ms))
+
+
 class _MooncakeLine(msgspec.Struct):
     timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_length: PromptLength
@@ -422,7 +434,7 @@ class _MooncakeLines:
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
         return TraceRequest(
-            found.timestamp,
+            _checked_ms(found.timestamp, "timestamp"),
             found.input_length,
             found.output_length,
             found.hash_ids,
@@ -472,7 +484,8 @@ class _BailianLines:
         """Decode a line."""
         found = self._decoder.decode(line)
         _check_blocks(found.input_length, found.hash_ids, self._block_tokens)
-        time, lengths = int(found.timestamp * 1000), (found.input_length, found.output_length)
+        time = _checked_ms(found.timestamp * 1000, "timestamp")
+        lengths = found.input_length, found.output_length
         first, before = found.chat_id, found.parent_chat_id
         if before not in (None, -1):
             first = self._first[found.chat_id] = self._first.get(before, before)
@@ -545,7 +558,7 @@ class _DynamoLines:
         _check_blocks(replay.input_length, hashes, size, "request.replay.input_sequence_hashes")
         context, finish = record.agent_context or _DynamoContext(), found.finish_reason_metadata
         return TraceRequest(
-            found.request_received_ms,
+            _checked_ms(found.request_received_ms, "request.request_received_ms", "1970"),
             replay.input_length,
             found.output_tokens or 0,
             tuple(number & _MASK for number in hashes),
@@ -560,6 +573,7 @@ class _DynamoLines:
 
 
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_FIRST = "the first one"
 
 
 class _AzureLengths(msgspec.Struct):
@@ -590,7 +604,8 @@ class _AzureLines:
         blocks = -(-prompt // TRACE_BLOCK_TOKENS)
         self._next_id += blocks
         ids = tuple(range(self._next_id - blocks, self._next_id))
-        return TraceRequest(max(0, int((time - self._begin).total_seconds() * 1000)), prompt, output, ids)
+        ms = (time - self._begin).total_seconds() * 1000
+        return TraceRequest(_checked_ms(ms, _AZURE_HEADER[0], _FIRST), prompt, output, ids)
 
 
 def _time_of(text: str) -> datetime:
@@ -662,10 +677,9 @@ class _OpenAILines:
             raise ValueError("the prompt is empty")
         usage = response.usage or _Usage()
         details = usage.prompt_tokens_details or _PromptDetails()
-        time = logged.timestamp if logged.timestamp is not None else response.created
         about = call.metadata if isinstance(call.metadata, dict) else {}
         return TraceRequest(
-            self._since_begin(time),
+            self._since_begin(logged.timestamp, response.created),
             len(tokens),
             usage.completion_tokens or 0,
             (),
@@ -691,7 +705,8 @@ class _OpenAILines:
             )
         return self._tokenizer.encode(call.messages, call.tools)
 
-    def _since_begin(self, time: float | str | None) -> int:
+    def _since_begin(self, timestamp: float | str | None, created: float | None) -> int:
+        time, field = (timestamp, "timestamp") if timestamp is not None else (created, "created")
         if time is None:
             raise ValueError("no timestamp and no created: a trace says when requests came")
         seconds = _time_of(time).timestamp() if isinstance(time, str) else time
@@ -699,7 +714,7 @@ class _OpenAILines:
             seconds /= 1000
         if self._begin is None:
             self._begin = seconds
-        return max(0, round((seconds - self._begin) * 1000))
+        return _checked_ms(round((seconds - self._begin) * 1000), field, _FIRST)
 
 
 class ChatTokenizer:

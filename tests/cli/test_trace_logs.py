@@ -134,6 +134,22 @@ def test_rules_for_stop_reasons_last_in_the_time_of_the_trace(
     assert reused == [2 * BLOCK, 0]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("audit",), ("whatif",), ("curve",), ("curve", "--ttl"), ("curve", "--policy", "lru"), ("advise",)],
+)
+def test_late_times(kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Every command takes the latest that are read, and refuses what is later, as nanoseconds are, at its line."""
+    prompts = PROMPTS * 20
+    times = [*range(1, len(prompts))]
+    done = kvcache(*command, write(tmp_path / "late.jsonl", [*times, 2**42], prompts))
+    assert done.code == 0, done.err
+    later = write(tmp_path / "later.jsonl", [*times, 1_777_312_800_000_000_000], prompts)
+    done = kvcache(*command, later)
+    assert (done.code, done.out) == (2, "")
+    assert f"{later}:{len(prompts)}: timestamp is 56,319,644 years after the start" in done.err
+
+
 @pytest.mark.parametrize("command", ["audit", "whatif", "report"])
 def test_what_cannot_be_told(kvcache: Kvcache, tmp_path: Path, log: Path, command: str) -> None:
     """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""

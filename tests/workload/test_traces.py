@@ -349,6 +349,45 @@ def test_first_lines_are_not_kept(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+BAILIAN = '{"chat_id": 1, "timestamp": %s, "input_length": 9, "output_length": 5, "hash_ids": [7]}'
+CALL = '{"%s": %s, "prompt_token_ids": [1]}'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            [GOOD.replace("27", "1777312800000000000")],
+            "timestamp is 56,319,644 years after the start, and 139 are",
+        ),
+        ([GOOD, GOOD.replace("27", str(2**53))], "timestamp is 285,"),
+        ([GOOD, GOOD.replace("27", str(2**42 + 1))], "timestamp is 139 years"),
+        ([BAILIAN % 1, BAILIAN % 2**50], "timestamp is 35,677,615 years"),
+        ([CALL % ("timestamp", 1), CALL % ("timestamp", 1e15)], "timestamp is 31,6"),
+        ([CALL % ("created", 1), CALL % ("created", 1e11)], "created is 3,169 years after the first one"),
+        (
+            [CALL % ("timestamp", f'"{year}-01-01T00:00:00Z"') for year in ("0001", "2026")],
+            "timestamp is 2,025 years after the first one",
+        ),
+        ([AZURE, "0001-01-01 00:00:00,1,1", "2026-01-01 00:00:00,1,1"], "TIMESTAMP is 2,025 years"),
+    ],
+)
+def test_times_that_no_service_has_seen(tmp_path: Path, lines: list[str], reason: str) -> None:
+    """Are refused at their line, with the field, in whatever command."""
+    with pytest.raises(TraceError) as caught:
+        list(read_trace(trace(tmp_path, *lines)))
+    assert caught.value.line == len(lines)
+    assert caught.value.reason.startswith(reason)
+
+
+def test_the_latest_times(tmp_path: Path) -> None:
+    """Milliseconds since 1970 are read as they are, and so is the bound."""
+    times = (1_777_312_800_000, 2**42)
+    found = read_trace(trace(tmp_path, *(GOOD.replace("27", str(time)) for time in times)))
+    assert [each.timestamp for each in found] == [*times]
+
+
 def dynamo(received: int | None = 1000, hashes: list[int] | None = None, **more: object) -> dict[str, object]:
     """A record as the documentation of Dynamo's request traces has it; without hashes as it can be of an agent."""
     request: dict[str, object] = {"request_id": "r", "output_tokens": 4, **more}
@@ -423,6 +462,7 @@ def test_dynamo(tmp_path: Path, in_envelopes: bool) -> None:
         ),
         (dynamo(1, [1], replay=replay(0, 9)), "`$.request.replay.trace_block_size`"),
         (dynamo(1, []), "`$.request.replay.input_length`"),
+        (dynamo(10**18, [1]), "request.request_received_ms is 31,688,088 years after 1970"),
     ],
 )
 def test_dynamo_refuses(tmp_path: Path, record: dict[str, object], reason: str) -> None:
