@@ -1,4 +1,4 @@
-"""The events: everything that can happen to the cache, as frozen msgspec structs.
+"""Every change of the cache as an event: a frozen msgspec struct.
 
 An event is encoded as an array ``[tag, field, ...]``. The schema only grows: new fields are added at
 the end with a default, tags are never reused. Columns are packed (see `events.packed`).
@@ -52,57 +52,57 @@ __all__ = [
     "SymbolsInterned", "TokensAppended", "TransferExported", "TransferFailed", "TransferLanded",
     "WorkerSeen",
 ]  # fmt: skip
-"""What `events` exports of these."""
+"""Names exported by `events`."""
 
 
 class AllocateReason(StrEnum):
-    """Why slots are not blank any more."""
+    """Reasons why slots are no longer blank."""
 
     PROMPT = "prompt"
     DECODE = "decode"
     COPY = "copy"
     FORK = "fork"
-    """For a branch of a sequence: what it does not share."""
+    """The blocks that a branch of a sequence does not share."""
     REWIND = "rewind"
-    """Instead of a cached block in which a sequence goes on otherwise."""
+    """Replacement of a cached block within which a sequence continues differently."""
     RESERVE = "reserve"
-    """For tokens that are not known yet, or for the next ones of a prompt that had not got all its slots."""
+    """Room for tokens that are not known yet, or for the next tokens of a prompt admitted without all its slots."""
 
 
 class MoveReason(StrEnum):
-    """Why blocks changed their level."""
+    """Reasons why blocks changed their level."""
 
     OFFLOAD = "offload"
     """Evicted from primary, kept in secondary."""
     ONBOARD = "onboard"
     """Reused by a sequence, so copied back to primary."""
     RECOMPUTED = "recomputed"
-    """A sequence computed a block that lay in secondary: its own primary slot takes over, nothing is copied."""
+    """A sequence computed a block that is in secondary: its own primary slot takes over, nothing is copied."""
 
 
 class EndReason(StrEnum):
-    """Why a sequence does not run any more."""
+    """Reasons why a sequence ended."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"
-    """It gave up its room, and will be admitted again."""
+    """It gave up its blocks and will be admitted again."""
     ABORTED = "aborted"
-    """Nobody waits for the rest of it."""
+    """The client no longer waits for the rest."""
 
 
 class UpdateReason(StrEnum):
-    """Why blocks have another priority, or are kept for another time."""
+    """Reasons why the priority or the retention time of blocks changed."""
 
     SET = "set"
     """`set_priority`."""
     RETENTION = "retention"
-    """A request that reuses them states how long they are to be kept, or `stop_retention` does for how it ended."""
+    """A request that reuses them states its retention, or `stop_retention` does by how it ended."""
     EXPIRED = "expired"
-    """The time is over for which they were to be kept after they were let go of."""
+    """Their retention time after release is over."""
 
 
 class RemoveReason(StrEnum):
-    """Why cached content is gone."""
+    """Reasons why cached content was removed."""
 
     CAPACITY = "capacity"
     SUPERSEDED = "superseded"
@@ -111,13 +111,14 @@ class RemoveReason(StrEnum):
     """An ancestor was removed."""
     CLEARED = "cleared"
     INVALIDATED = "invalidated"
-    """What an engine had cached is not what it should be, as after a failed load, or continues what is not."""
+    """Content that an engine cached is invalid, as after a failed load, or continues invalid content."""
 
 
 FORMAT_VERSION = 2
-"""The newest that is understood. Raised when there is something that older readers cannot fold: they refuse it."""
+"""The newest format understood. Raised when events are added that older readers cannot fold and must refuse."""
 FIRST_FORMAT = 1
-"""Of a log that they can fold: this library's manager has decided, and blocks have a power of two of tokens."""
+"""The format of a log that older readers can fold: this library's manager decided, and the tokens per block are a power
+of two."""
 
 
 class CacheCreated(Event, frozen=True):
@@ -130,14 +131,14 @@ class CacheCreated(Event, frozen=True):
     hash_algorithm: str
     key_bytes: int
     content_id: str
-    """Digest of what a block's bytes mean (layers, heads, dims, dtype, layout)."""
+    """Digest of the meaning of a block's bytes (layers, heads, dims, dtype, layout)."""
     format_version: int = FIRST_FORMAT
     attention_dp_rank: int | None = None
-    """Of the engine, where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
+    """The engine's rank if its attention is data-parallel, as in TensorRT-LLM's dicts."""
     engine: str = ""
-    """Whose decisions a recorder wrote down, as in "vllm 0.33.0"; empty: this library's manager decided."""
+    """The recorded engine, as in "vllm 0.33.0"; empty: this library's manager decided."""
     drops_last_hit: bool = False
-    """Whether the engine computes the last block of each hit again by design, as speculative decoding with EAGLE."""
+    """True if the engine by design recomputes the last block of each hit, as speculative decoding with EAGLE does."""
 
 
 class EpochStarted(Event, frozen=True):
@@ -148,13 +149,13 @@ class EpochStarted(Event, frozen=True):
     previous_epoch: int | None
     previous_last_seq: int | None
     clean: bool
-    """Whether the previous epoch ended with a close (True for the first epoch)."""
+    """True if the previous epoch ended with a close, and for the first epoch."""
     tokens_recorded: bool
     software: str
 
 
 class StateExported(Event, frozen=True):
-    """The whole state, so that folding can begin here."""
+    """The whole state, from which a fold can begin."""
 
     groups: tuple[GroupExported, ...]
     sequences: tuple[SequenceExported, ...]
@@ -162,23 +163,23 @@ class StateExported(Event, frozen=True):
     next_handle: int
     next_transfer: int
     releases: int
-    """How often a sequence has let go of its blocks so far: the next one is released later than all others."""
+    """Number of releases of sequences' blocks so far: the next one counts as later than all others."""
     changed_blocks: int
     """Blocks changed since the last checkpoint."""
     symbols: Pages = ()
-    """What symbols below 0 stand for; none if the log records no tokens."""
+    """The meanings of symbols below 0; none if the log records no tokens."""
     forget_symbols_at: int = 0
-    """Above so many pages those that nothing uses are forgotten; 0: the least there is."""
+    """Number of pages above which unused ones are forgotten; 0: the minimum."""
     refused: tuple[RequestId, ...] = ()
-    """Requests whose refusal was noted, oldest first, that were not admitted since: it is not noted again."""
+    """Requests with a recorded refusal, oldest first, not admitted since: their refusal is not recorded again."""
     clock: int = 0
-    """The last time that an event has told."""
+    """The last time given by an event."""
     pins: tuple[PinExported, ...] = ()
     next_pin: int = 1
 
 
 class Gap(Event, frozen=True):
-    """Batches are missing here."""
+    """Batches are missing at this place."""
 
     first_seq: int
     last_seq: int
@@ -186,7 +187,7 @@ class Gap(Event, frozen=True):
 
 
 class CacheCleared(Event, frozen=True):
-    """Everything was dropped that no sequence holds; what is held lost its name."""
+    """Everything that no sequence holds was dropped; held blocks lost their names."""
 
     removed: tuple[tuple[int, int], ...]
     """Per group: blocks dropped per level."""
@@ -202,8 +203,8 @@ class Checkpoint(Event, frozen=True):
     num_cached: tuple[tuple[int, int], ...]
     """Per group: blocks per level."""
     engine_counts: tuple[int, ...] = ()
-    """What a recorded engine has itself counted since `CacheCreated`: tokens of prompts that it looked up, and those of
-    them that it found. Empty: it counts none."""
+    """A recorded engine's own counters since `CacheCreated`: prompt tokens looked up, and prompt tokens found. Empty:
+    it has no counters."""
 
 
 class TransferLanded(Event, frozen=True):
@@ -211,14 +212,14 @@ class TransferLanded(Event, frozen=True):
 
     transfers: Numbers
     checksums: Checksums = b""
-    """Where secondary lies in a file, of the blocks that these copies brought there: one copy's slots after another's,
-    over the bytes of all pools, as they lie there now; else empty."""
+    """Checksums of the blocks that these copies wrote to a secondary that is a file: one copy's slots after another's,
+    over the bytes of all pools as stored there now; else empty."""
 
 
 class TransferFailed(Event, frozen=True):
-    """Copies failed, or were given up because another one did: every sequence begins again, and the cache is cleared.
+    """Copies failed, or were abandoned because another one did: every sequence starts over, and the cache is cleared.
 
-    Names all that were outstanding. A `CacheCleared` follows in the same batch.
+    Lists all outstanding copies. A `CacheCleared` follows in the same batch.
     """
 
     transfers: Numbers
@@ -226,14 +227,14 @@ class TransferFailed(Event, frozen=True):
 
 
 class SymbolsInterned(Event, frozen=True):
-    """Tokens of multimodal items, and tokens with an extra id, got symbols: numbers below 0, a page at a time."""
+    """Tokens of multimodal items, or with an extra id, were assigned symbols: numbers below 0, a page at a time."""
 
     pages: Pages
     """None in a log without tokens."""
 
 
 class SymbolsForgotten(Event, frozen=True):
-    """No cached block and no running sequence uses the symbols of these pages: they may stand for something else."""
+    """The symbols of these pages are used by no cached block or running sequence, and may be assigned anew."""
 
     pages: Counts
     """Numbers of the pages."""
@@ -251,53 +252,53 @@ class SequenceAdded(Event, frozen=True):
     num_tokens: int
     tokens: Tokens
     reused: int
-    """Leading tokens that need not be computed, as all groups have them: full blocks, then `reused_partial`."""
+    """Leading tokens that need not be computed, common to all groups: full blocks, then `reused_partial`."""
     reused_primary: tuple[int, ...]
-    """Per window: tokens in full blocks that the sequence takes from primary: in a sliding one only what it sees."""
+    """Per window: tokens in full blocks taken from primary; in a sliding window only those still visible."""
     reused_secondary: tuple[int, ...]
-    """Per window: tokens in full blocks that it takes from secondary."""
+    """Per window: tokens in full blocks taken from secondary."""
     reused_partial: int
-    """Tokens copied from a block of which only the start matches."""
+    """Tokens copied from a block of which only the beginning matches."""
     resumed: bool = False
-    """The request had run before, and goes on: what it computed then and finds again is no hit."""
+    """The request ran before and continues: tokens computed then and found again are no hits."""
     retention: StatedRetention | None = None
-    """None: priority 35, for good."""
+    """None: priority 35, unlimited."""
     clock: int = 0
-    """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events
-    tell it which let go of blocks."""
+    """Nanoseconds since the cache was created, while it has run; 0 until a request has stated a duration. Releases of
+    blocks are timed by it."""
     reused_external: int = 0
-    """Tokens after `reused` that are to be loaded from outside of this cache, as by a connector: they count as computed
-    when `ContextComputed` says so."""
+    """Tokens after `reused` that are to be loaded from outside this cache, as by a connector: they count as computed
+    after `ContextComputed`."""
     session: Session = None
-    """The conversation or agent's run of which it is a turn, as the engine calls it."""
+    """The conversation or agent run to which the request belongs, as named by the engine."""
     labels: Labels = None
-    """What else the engine says of it, such as its tenant: at most 8, by name."""
+    """Further attributes given by the engine, such as the tenant: at most 8, by name."""
 
 
 class EncoderAdded(Event, frozen=True):
-    """The input of an encoder came with the request that was admitted last: the model reads its K/V by cross attention.
+    """The encoder input of the request admitted last: the model reads its K/V by cross attention.
 
-    It has a handle of its own, which events about its blocks name. It ends when the last sequence does that reads it: a
-    branch reads that of its parent.
+    It has its own handle, used by events about its blocks. It ends with the last sequence that reads it: a branch reads
+    its parent's.
     """
 
     handle: Handle
     sequence: Handle
-    """The request's."""
+    """The request's sequence."""
     group: GroupIndex
-    """That of cross attention."""
+    """The group of cross attention."""
     namespace: Namespace
     num_tokens: int
     tokens: Tokens
-    """Zeros behind them fill the last block."""
+    """Zeros after the tokens fill the last block."""
     reused_primary: int
-    """Leading blocks that it takes from primary."""
+    """Leading blocks taken from primary."""
     reused_secondary: int
-    """Blocks behind these that it takes from secondary."""
+    """Blocks after these taken from secondary."""
 
 
 class EncoderRemoved(Event, frozen=True):
-    """The last sequence has ended that reads an encoder's input: its references are released."""
+    """The last sequence that reads an encoder input ended: its references are released."""
 
     handle: Handle
     group: GroupIndex
@@ -314,7 +315,7 @@ class TokensAppended(Event, frozen=True):
     """Tokens per sequence; empty: one each."""
     tokens: Tokens
     draft: bool = False
-    """They may be taken back: of the sequences no more counts as computed than before."""
+    """The tokens may be taken back: no further tokens of these sequences count as computed."""
 
 
 class ContextComputed(Event, frozen=True):
@@ -329,45 +330,45 @@ class SequenceRemoved(Event, frozen=True):
 
     handle: Handle
     stored: tuple[int, ...]
-    """Per group: its leading blocks that have been stored. Of a sliding window those that it had left behind are
-    among them, which may have been evicted since; with full attention all of them stay cached."""
+    """Per group: leading blocks that were stored. In a sliding window these include blocks it has left, which may have
+    been evicted since; with full attention all of them stay cached."""
     freed: tuple[Slots, ...]
-    """Per group: slots that become blank, in the order in which they do."""
+    """Per group: slots that become blank, in that order."""
     num_tokens: int
     computed: int
     why: EndReason = EndReason.FINISHED
     clock: int = 0
     stop: str | None = None
-    """Why its output ended, in the engine's own words, as ``tool_calls``; None: not known."""
+    """The reason why its output ended, in the engine's own words, as ``tool_calls``; None: not known."""
 
 
 class SequenceForked(Event, frozen=True):
-    """A sequence branched: another one has the same tokens, and holds the same blocks as far as they are computed."""
+    """A sequence branched: another one has the same tokens, and shares the blocks that are computed."""
 
     handle: Handle
     child: Handle
-    """The new one."""
+    """The new sequence."""
     request_id: RequestId
-    """The new one's."""
+    """The new sequence's request."""
 
 
 class SequenceRewound(Event, frozen=True):
     """The last tokens of a sequence were taken back.
 
-    It lets go of the blocks behind the one in which its last token is, and of that one if it is cached: what is cached
-    stays so. Events that follow give it a block of its own instead.
+    It releases the blocks after the one with its last token, and that one if it is cached: cached blocks stay cached.
+    Events that follow allocate a block of its own instead.
     """
 
     handle: Handle
     num_tokens: int
-    """That are left."""
+    """Remaining tokens."""
     freed: tuple[Slots, ...]
     """Per group: slots that become blank, deepest first."""
     clock: int = 0
 
 
 class LoadFailed(Event, frozen=True):
-    """A note: of what a sequence was to get from outside of the cache, so many tokens do not come, and are computed."""
+    """A note: this many tokens that a sequence was to load from outside the cache are missing, and are computed."""
 
     handle: Handle
     num_tokens: int
@@ -380,7 +381,7 @@ class AdmissionRefused(Event, frozen=True):
     needed: tuple[int, ...]
     """Per group: blocks."""
     available: tuple[int, ...]
-    """Per group: blocks that could be had."""
+    """Per group: blocks obtainable."""
 
 
 # --- blocks -------------------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ class BlocksAllocated(Event, frozen=True):
 
 
 class BlocksReused(Event, frozen=True):
-    """A sequence took cached blocks into its table, from `first_block` on."""
+    """A sequence takes cached blocks into its table, from `first_block` on."""
 
     handle: Handle
     group: GroupIndex
@@ -406,15 +407,15 @@ class BlocksReused(Event, frozen=True):
     first_block: BlockIndex
     slots: Slots
     names: Names
-    """In a sliding window those of blocks before come first, as far as no event about this sequence has given them."""
+    """In a sliding window preceded by names of earlier blocks that no event about this sequence has given."""
     replaced: Slots = b""
-    """The sequence's own slots, given back because it had computed blocks that another one stored first."""
+    """The sequence's own slots, returned because it computed blocks that another sequence stored first."""
 
 
 class BlocksCopied(Event, frozen=True):
     """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence.
 
-    Of a branch these are all of its tokens in the block, also those that are not known to be computed.
+    For a branch these are all of its tokens in the block, including those not known to be computed.
     """
 
     handle: Handle
@@ -427,7 +428,7 @@ class BlocksCopied(Event, frozen=True):
     """Index of the target in the sequence's block table."""
     transfer: int
     priority: int = 35
-    """Of the source: the copy gets it when it is stored, unless its request says otherwise; so with `duration`."""
+    """The source's priority: the copy gets it when stored, unless its request states another; likewise `duration`."""
     duration: int = 0
 
 
@@ -440,42 +441,42 @@ class BlocksStored(Event, frozen=True):
     parent: Parent
     """Name of the block before the first one; empty at the start of a prompt."""
     keys: Keys
-    """Up to that of the last of these blocks: those that no event about this sequence has given before."""
+    """Keys up to that of the last of these blocks, except those that an event about this sequence has given before."""
     slots: Slots
     level: Level
     priority: int
     last_tokens: int
     """Tokens in the last block; fewer than tokens_per_block only for the last block of a removed sequence."""
     duration: int = 0
-    """For how long the priority holds from when the last sequence lets go of a block, in nanoseconds; 0: for good."""
+    """Nanoseconds for which the priority holds after the block's last release; 0: unlimited."""
 
 
 class BlocksFilled(Event, frozen=True):
     """Decoding filled one block of each of these sequences, and it became reusable. The tokens are the sequences'.
 
-    What `BlocksStored` says one sequence at a time: here all of an engine step's, each behind a block that its
-    sequence had cached before and nobody else holds, so never the first of a prompt.
+    The same as `BlocksStored` for each sequence, but for a whole engine step; each block follows one that its sequence
+    cached before and no other sequence holds, so is never the first of a prompt.
     """
 
     handles: Handles
     group: GroupIndex
     blocks: Counts
-    """Per sequence, the index of the block in its table."""
+    """Per sequence: index of the block in its table."""
     parents: Names
-    """Names of the blocks before."""
+    """Names of the preceding blocks."""
     keys: Keys
-    """Empty where earlier events, about other groups, have given them."""
+    """Empty if earlier events, about other groups, have given them."""
     slots: Slots
-    """In primary."""
+    """Slots in primary."""
     priority: int
     duration: int = 0
 
 
 class BlocksUpdated(Event, frozen=True):
-    """The priority of cached blocks changed, or for how long they have it.
+    """The priority of cached blocks, or its duration, changed.
 
-    Blocks whose time is over are evicted after all others that have the same priority now; they are listed in any
-    order, in a sliding window the shallowest first.
+    Expired blocks are evicted after all others that have the same priority now; they are listed in any order, in a
+    sliding window the shallowest first.
     """
 
     group: GroupIndex
@@ -485,12 +486,12 @@ class BlocksUpdated(Event, frozen=True):
     old_priority: int
     priority: int
     handle: Handle | None = None
-    """The sequence for which it was changed."""
+    """The sequence that caused the change."""
     why: UpdateReason = UpdateReason.SET
     duration: int | None = None
-    """From now on; None: as before."""
+    """Duration from now on; None: unchanged."""
     clock: int = 0
-    """When a time was over; else 0."""
+    """Time of the expiry; else 0."""
 
 
 class BlocksMoved(Event, frozen=True):
@@ -506,13 +507,13 @@ class BlocksMoved(Event, frozen=True):
     transfer: int
     """0: nothing is copied."""
     handle: Handle | None = None
-    """The sequence for which the move was made."""
+    """The sequence that required the move."""
     first_block: BlockIndex = BlockIndex(0)
     """Onboard and recomputed: index of the first block in the sequence's table."""
 
 
 class BlocksRemoved(Event, frozen=True):
-    """Cached content is gone; deepest block first. Slots that no sequence holds become blank.
+    """Cached content was removed, deepest block first. Slots that no sequence holds become blank.
 
     Only invalidated blocks may be held: they stay with their sequences, without a name.
     """
@@ -523,25 +524,25 @@ class BlocksRemoved(Event, frozen=True):
     names: Names
     why: RemoveReason
     handle: Handle | None = None
-    """The sequence that needed the room."""
+    """The sequence that needed the slots."""
 
 
 class BlocksDetached(Event, frozen=True):
-    """Sequences let go of their first blocks, which a sliding window has left behind. What is cached stays so."""
+    """Sequences release their first blocks, which a sliding window has passed. Cached blocks stay cached."""
 
     handles: Handles
     counts: Counts
     """Blocks per sequence; empty: one each."""
     group: GroupIndex
     slots: Slots
-    """Where the blocks lie, shallowest first."""
+    """Slots of the blocks, shallowest first."""
     freed: Slots
     """Slots among these that become blank, because they are not cached."""
     clock: int = 0
 
 
 class BlocksReturned(Event, frozen=True):
-    """Sequences gave back the last slots of their tables, which were reserved and are not needed: they are blank."""
+    """Sequences return the last slots of their tables, which were reserved and are not needed: they become blank."""
 
     handles: Handles
     counts: Counts
@@ -555,7 +556,7 @@ class BlocksPinned(Event, frozen=True):
     """Cached blocks of a sequence are held by a reference that outlives it."""
 
     pin: int
-    """Its number: 1, 2, ... in a log."""
+    """The pin's number: 1, 2, ... in a log."""
     handle: Handle
     slots: tuple[Slots, ...]
     """Per group, in primary, shallowest first; with full attention from the first block of the prompt on."""
@@ -572,32 +573,32 @@ class BlocksUnpinned(Event, frozen=True):
 
 # --- slots that several groups of layers share --------------------------------------------------------
 #
-# Of a recorded engine with layers of several kinds, the first group, with full attention, is published by the events of
-# blocks. The other ones take slots of its primary pool, and have events of their own: a table says which slot a
-# sequence has at which index, and a name says that a slot holds what a prefix of `position` tokens needs.
+# For a recorded engine with layers of several kinds, the first group, with full attention, is published by the events
+# of blocks. The others take slots of its primary pool, and have their own events: a table maps a sequence's index to a
+# slot, and a name states that a slot holds the state needed after a prefix of `position` tokens.
 
 
 class PoolShared(Event, frozen=True):
-    """Further groups take slots of the first group's primary pool. Behind each `StateExported` of such a cache."""
+    """Further groups take slots of the first group's primary pool. Follows each `StateExported` of such a cache."""
 
     groups: tuple[SharingGroup, ...]
     """They are numbered on from the groups of `CacheCreated`."""
 
 
 class SlotsTaken(Event, frozen=True):
-    """A sequence has these slots in its table of a group from now on."""
+    """A sequence takes these slots into its table of a group."""
 
     handle: Handle
     group: GroupIndex
     indices: Counts
-    """In the table: of a block that has the tokens from ``index * tokens_per_block`` on."""
+    """Indices in the table: that of a block with the tokens from ``index * tokens_per_block`` on."""
     slots: Slots
     reused: bool = False
-    """They have names, by which they were found; else nobody had them."""
+    """True if they have names, by which they were found; False if they were free."""
 
 
 class SlotsLeft(Event, frozen=True):
-    """A sequence left slots that no token to come needs. Named ones can be found still."""
+    """A sequence leaves slots that no later token needs. Named ones can still be found."""
 
     handle: Handle
     group: GroupIndex
@@ -606,30 +607,30 @@ class SlotsLeft(Event, frozen=True):
 
 
 class SlotsNamed(Event, frozen=True):
-    """Slots of a sequence can be found by others."""
+    """Slots of a sequence can be found by other sequences."""
 
     handle: Handle
     group: GroupIndex
     slots: Slots
     keys: Keys
-    """Of the sequence's first tokens, one for each slot, as those of blocks with full attention."""
+    """Keys of the sequence's first tokens, one per slot, like those of blocks with full attention."""
     positions: Counts
-    """How many tokens that are."""
+    """Number of these tokens, per slot."""
 
 
 class SlotsUnnamed(Event, frozen=True):
-    """Slots cannot be found by these names any more. Those that no sequence has are free."""
+    """Slots can no longer be found by these names. Those that no sequence holds are free."""
 
     group: GroupIndex
     slots: Slots
     keys: Keys
     why: RemoveReason
     handle: Handle | None = None
-    """The sequence that needed the room: it takes the slots by the events that follow."""
+    """The sequence that needed the slots: it takes them by the events that follow."""
 
 
 class HitDeferred(Event, frozen=True):
-    """A note: a request was not admitted, as what it found in a group is only being computed by the step."""
+    """A note: a request was not admitted, because blocks it found in a group are still being computed by the step."""
 
     request_id: RequestId
     group: GroupIndex
@@ -637,39 +638,39 @@ class HitDeferred(Event, frozen=True):
 
 # --- logs of kind `feed` ------------------------------------------------------------------------------
 #
-# What engines published of their caches, as `kvcache tap` received it. It is folded in `events.subscribe.workers`;
+# Events published by engines about their caches, as `kvcache tap` received them, folded in `events.subscribe.workers`;
 # `events.feed` has nothing to do with these events, but makes such a feed of a cache's.
 #
-# The words are the wire's own: blocks are known by the hashes, and levels by the names, that the engine gives them.
+# Terms are the wire's own: blocks are known by the hashes, and levels by the names, that the engine gives them.
 # Numbers are those of the publisher, not of the log. An epoch begins with `EpochStarted` and `FeedStarted`. After a
-# `FeedStarted` nothing is known but what follows. Of a worker that is taken over from the epoch before, that is its
+# `FeedStarted` nothing is known but later events. For a worker continued from the previous epoch, that is its
 # `WorkerSeen` and `FeedStored`s in a batch to come; after a `Gap`, those of all workers in the same batch.
 
 Hash = Annotated[int | bytes, Spelled("hash")]
-"""As the engine gave it: 64 bits, signed or not, or a whole digest."""
+"""The engine's hash: 64 bits, signed or not, or a whole digest."""
 Fields = Annotated[bytes, Spelled("fields")]
-"""A msgpack map of further fields of the wire, those that are not known here among them; empty: none."""
+"""A msgpack map of further fields of the wire, including those that are not known here; empty: none."""
 
 
 class FeedStarted(Event, frozen=True):
-    """A log of what engines tell begins, or goes on: nothing is known but what follows."""
+    """A log of engines' published events begins or continues: nothing is known but later events."""
 
     endpoints: tuple[str, ...]
-    """That are listened to."""
+    """The endpoints subscribed to."""
 
 
 class WorkerSeen(Event, frozen=True):
-    """A worker was heard for the first time in this epoch, or calls itself otherwise than before."""
+    """The first batch of a worker in this epoch, or a change of its name."""
 
     worker: int
     """Its number in this log; the same in all epochs."""
     source: str
-    """Where its publisher is: the endpoint or, where publishers connect to a bound one, its topic and key."""
+    """Address of its publisher: the endpoint or, if publishers connect to a bound one, its topic and key."""
     topic: str
     rank: int | None
-    """The data-parallel rank that it gives."""
+    """The data-parallel rank it reports."""
     complete: bool = True
-    """Whether all that is resident in it will be known; False: since a loss it is unknown what else is."""
+    """True if all its resident blocks will be known; False: since a loss others may be resident."""
 
 
 class FeedReceived(Event, frozen=True):
@@ -680,7 +681,7 @@ class FeedReceived(Event, frozen=True):
     published_ts: int
     """Nanoseconds since 1970, by the publisher's clock; 0 if that cannot be a time."""
     replayed: bool
-    """Whether it was asked for, having been missed."""
+    """True if it was requested from a replay, having been missed."""
 
 
 class FeedStored(Event, frozen=True):
@@ -690,8 +691,8 @@ class FeedStored(Event, frozen=True):
     block_hashes: tuple[Hash, ...]
     parent_block_hash: Hash | None
     tokens: Tokens
-    """Of all these blocks, or of a longer span that they are from; empty where the engine does not say, or `more` has
-    them (``token_ids``) because they are no plain numbers."""
+    """Tokens of all these blocks, or of a longer span containing them; empty if the engine does not publish them, or if
+    `more` has them (``token_ids``) because they are no plain numbers."""
     block_size: int
     medium: str | None = None
     group_idx: int | None = None
@@ -703,7 +704,7 @@ class FeedStored(Event, frozen=True):
 
 
 class FeedRemoved(Event, frozen=True):
-    """Blocks are not resident any more; where there are several copies, one of each."""
+    """Blocks are no longer resident; if there are several copies, one of each."""
 
     worker: int
     block_hashes: tuple[Hash, ...]
@@ -715,13 +716,13 @@ class FeedRemoved(Event, frozen=True):
 
 
 class FeedCleared(Event, frozen=True):
-    """A worker told that nothing is resident any more."""
+    """A worker published that nothing is resident."""
 
     worker: int
 
 
 class FeedGap(Event, frozen=True):
-    """Batches of a worker are lost for good: what was resident before may be gone, so nothing is known."""
+    """Batches of a worker are lost for good: blocks resident before may be gone, so nothing is known."""
 
     worker: int
     first: int
@@ -730,17 +731,17 @@ class FeedGap(Event, frozen=True):
 
 
 class FeedRestarted(Event, frozen=True):
-    """A worker's publisher began anew: its numbers went back, and nothing that it said before holds."""
+    """A worker's publisher restarted: its numbers went back, and its earlier events no longer hold."""
 
     worker: int
     last: int
     """The last number before."""
     first: int
-    """The first one that was heard after."""
+    """The first number received after."""
 
 
 class FeedUnknown(Event, frozen=True):
-    """A note: a worker told something of a type that was not known here."""
+    """A note: a worker published an event of an unknown type."""
 
     worker: int
     name: str
@@ -767,7 +768,7 @@ FULL, SLIDING, CROSS = "full", "sliding", "cross"
 CHUNKED, STATE, UNCACHED = "chunked", "state", "uncached"
 """Further kinds of groups that share a pool (`SharingGroup.kind`)."""
 CROSS_WINDOW = 0
-"""Stands for cross attention, which has no window, wherever groups are told apart by their windows."""
+"""Stands for cross attention, which has no window, wherever groups are distinguished by their windows."""
 
 AnyEvent = (
     CacheCreated
@@ -813,7 +814,7 @@ AnyEvent = (
 
 
 class EventBatch(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What one flush published: the unit of atomicity."""
+    """The events published by one flush: the unit of atomicity."""
 
     seq: int
     """Counts the batches of a log directory, from 0, without holes and never restarting."""

@@ -1,15 +1,15 @@
 """The log's writing end: a queue that the engine fills, and a thread that empties it to disk.
 
-The engine thread pays for a few comparisons and a deque append; encoding, checksums, writing and
-syncing happen on the thread (`LogThread`). There is no lock around the queue: each counter is written by
-one of the two threads only, and what is queued is the difference of two counters.
+The engine thread spends a few comparisons and a deque append; encoding, checksums, writing and syncing happen on the
+thread (`LogThread`). There is no lock around the queue: each counter has one writing thread, and the queue's length is
+the difference of two counters.
 
-What the engine hands over is written in order, or the log says what is missing: a full queue makes the engine
-wait ("block") or loses batches ("drop"). From the first lost batch on everything is refused, until there is
-room and the manager has taken the `Gap`, because a batch without those before it could not be folded.
+Batches are written in order, or the log records which are missing: a full queue makes the engine wait ("block") or
+loses batches ("drop"). From the first lost batch on everything is refused, until there is room and the manager has
+taken the `Gap`, because a batch without those before it could not be folded.
 
-Where the disk refuses (it is full, or fails), the thread tries again until it takes what is queued. Meanwhile nobody
-waits for room: what does not fit into the queue is lost, with "block", too, which differs in that `check` raises.
+If writing fails (the disk is full, or broken), the thread retries until it succeeds. Meanwhile `append` never waits for
+room: batches that do not fit into the queue are lost, also with "block", with which `check` raises.
 
     appended = written + dropped + in flight     (batches; nothing is in flight after flush and close)
 
@@ -49,39 +49,39 @@ Compression = Literal["zstd", "none"]
 _EXIT_SECONDS = 2.0
 _log = get_logger(__name__)
 _ROOM = 0.25
-"""This part of a full queue must be free again before an `append` that waits goes on."""
+"""Fraction of a full queue that must be free again before a waiting `append` continues."""
 _GATHER_SECONDS = 0.01
 _GROUP_BYTES = 4 << 20
-"""What is encoded before it is written; bounds the thread's memory beside the queue."""
+"""Bytes encoded before they are written; bounds the thread's memory in addition to the queue."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
-"""Before the disk is tried again; doubled each time."""
+"""Pauses before writing is retried; doubled each time."""
 _LOOK_SECONDS = 1.0
-"""How often it is asked whether the files are where they were, though nothing is written."""
+"""Interval at which the files are checked to be in their place, though nothing is written."""
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class LogStats:
-    """One moment of a log that is written. `append` calls so far = the three counts of batches together."""
+    """Counters of a log being written, at one moment. `append` calls so far = the three counts of batches together."""
 
     batches: int
-    """In the files; durable, unless `fsync` is "never"."""
+    """Batches in the files; durable, unless `fsync` is "never"."""
     dropped_batches: int
-    """Lost to the log for good; a `Gap` tells which, once the log goes on."""
+    """Batches lost to the log for good; a `Gap` records them, once the log continues."""
     lag_batches: int
-    """Waiting to be written, or to be durable."""
+    """Batches waiting to be written, or to be durable."""
     bytes: int
-    """In the files of this epoch."""
+    """Bytes in the files of this epoch."""
     state: Literal["running", "suspended", "closed"]
-    """Suspended: the disk refuses, or does not have the files where they were, which is tried again."""
+    """Suspended: writing fails, or the files are not in their place, and is retried."""
     last_error: str | None
-    """Why the disk refused the last time, while it does."""
+    """The reason of the last failure, while it lasts."""
     durable_seq: int = -1
-    """The last batch known to be on disk; with "never" that is known where a file ends. -1: none."""
+    """The last batch known to be on disk; with "never" known only at the end of each file. -1: none."""
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to let pass before each try on a disk that refuses."""
+    """Yield the seconds to wait before each retry of a failing disk."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
         yield pause
@@ -89,16 +89,16 @@ def pauses() -> Iterator[float]:
 
 
 class LogThread:
-    """The log's thread: takes batches from the queue to the disk, and tries again where the disk refuses.
+    """The log's thread: writes batches from the queue to disk, and retries if that fails.
 
-    It sleeps while there is nothing to do; woken, it lets batches gather for a moment, so that one write and one sync
-    serve many. Syncs may be further apart (`sync_seconds`): what is written and not durable yet is kept until then, and
-    synced sooner if somebody waits or the queue is half full. While the disk refuses, all that is not durable stays in
-    the queue, as far as that has room, and writing is tried again with growing pauses. A batch that cannot be encoded
-    is lost, and so are all behind it up to the one that tells of that: without those before it it could not be folded.
+    It sleeps while idle; woken, it lets batches gather for a moment, so that one write and one sync serve many. Syncs
+    may be further apart (`sync_seconds`): batches written and not yet durable are kept until then, and synced sooner if
+    a caller waits or the queue is half full. While writing fails, all that is not durable stays in the queue, if it has
+    room, and is retried with growing pauses. A batch that cannot be encoded is lost, and so are all after it up to the
+    one that announces the loss: without those before they could not be folded.
 
-    There is no lock: each attribute is written by the engine's thread or by this one only. `clock` says, in seconds,
-    when syncs of an interval and looks at the files are due.
+    There is no lock: each attribute is written by the engine's thread or by this one only. `clock`, in seconds, times
+    syncs and checks of the files.
     """
 
     def __init__(self, directory: Path, output: LogOutput, sync_seconds: float, clock: Clock) -> None:
@@ -107,42 +107,42 @@ class LogThread:
         self._clock = clock
         self.output = output
         self.queue: deque[tuple[EventBatch, int]] = deque()
-        """Batches, each with the size of all up to it."""
+        """Batches, each with the cumulative size up to it."""
         # Written by the engine's thread.
         self.closing = False
         self.end_seq = 0
-        """Set before `closing`: behind the last batch that was appended or refused."""
+        """Set before `closing`: the number after the last batch appended or refused."""
         self.announced = (0, -1)
-        """The batch that tells of the last loss (second), and the first one that it says is lost."""
+        """The batch that announces the last loss (second), and the first batch lost by it."""
         # Written by this thread.
         self.done = 0
         """Batches from the queue that are durable, or lost."""
         self.done_bytes = 0
         self.skipped = 0
-        """Batches from the queue that are lost."""
+        """Lost batches from the queue."""
         self.spoiled: int | None = None
-        """The first batch that is lost; all are until one comes that tells of it."""
+        """The first lost batch; all after it are lost until one that announces the loss."""
         self.spoiled_by = ""
         self.trouble: LogWriteFailed | None = None
-        """Why the disk was not written the last time."""
+        """The error of the last failed write."""
         self.failed_tries = 0
         # Written once, by whoever ends the log.
         self.failure: LogWriteFailed | None = None
-        # Set by this thread, taken back by whoever wakes it.
+        # Set by this thread, cleared by whichever thread wakes it.
         self.asleep = False
         self.work = threading.Event()
         self.hurry = threading.Event()
         self.retry = threading.Event()
         self.progress = threading.Condition()
-        """Told when anything of the above has changed. Nothing is guarded by it."""
+        """Notified when any of the above has changed. It guards nothing."""
         self._group: deque[tuple[Record | None, int]] = deque()
-        """What is being written: not durable yet, or lost (None)."""
+        """Records being written, not yet durable; None for a lost batch."""
         self._written = 0
-        """So many of them were given to the system."""
+        """Number of them passed to the system."""
         self._sync_at = math.inf
-        """When they are to be durable, by the clock."""
+        """Time at which they are to be durable, by the clock."""
         self._look_at = clock() + _LOOK_SECONDS
-        """When the files are looked at next, by the same clock."""
+        """Time of the next check of the files, by the same clock."""
         self._hurried = False
         self._pauses = pauses()
         self._pause = 0.0
@@ -162,30 +162,30 @@ class LogThread:
             self.tell()
 
     def is_announced(self, seq: int) -> bool:
-        """Whether a batch that tells of the loss of this one was appended."""
+        """True if a batch that announces the loss of this one was appended."""
         first, last = self.announced
         return first <= seq < last
 
     def tell(self) -> None:
-        """Wake whoever waits for progress."""
+        """Wake all that wait for progress."""
         with self.progress:
             self.progress.notify_all()
 
     def hasten(self) -> None:
-        """Write and sync now rather than later; for those who wait."""
+        """Write and sync now rather than later; for callers that wait."""
         self.hurry.set()
         if self._sync_seconds:
             self.work.set()
 
     def _await_work(self) -> None:
-        """Sleep until something is queued, then let more gather; or until the disk is to be tried again, or synced."""
+        """Sleep until something is queued, then let more gather; or until a retry or sync is due."""
         if self.trouble is not None:
             if not self.closing:
                 self.retry.wait(self._pause)
             self.retry.clear()
             return
         self.asleep = True
-        # Asked only after saying so: an append after this question sees that we sleep and wakes us.
+        # Checked only after setting the flag: a later append sees that the thread sleeps, and wakes it.
         if not self.queue and not self.closing:
             now = self._clock()
             self.work.wait(max(min(self._sync_at, self._look_at) - now, 0))
@@ -196,7 +196,7 @@ class LogThread:
         self.hurry.clear()
 
     def _look(self) -> bool:
-        """Whether the files are where they were, as far as it is time to ask; each time while nothing else is tried."""
+        """Check that the files are in their place, if that is due; every time while there is nothing else to retry."""
         if self.trouble is not None and (self._group or self.queue):
             return True
         now = self._clock()
@@ -206,7 +206,7 @@ class LogThread:
         return self._attempt(self.output.look)
 
     def _drain(self) -> None:
-        """Write all that is queued, in groups, and sync it if that is due, as long as the disk takes it."""
+        """Write all that is queued, in groups, and sync it if due, while the disk accepts it."""
         while self._look():
             if self._written == len(self._group):
                 self._take_group()
@@ -229,7 +229,7 @@ class LogThread:
                 size += len(record.payload)
 
     def _encoded(self, batch: EventBatch) -> Record | None:
-        """The batch as it is written; None if it is lost."""
+        """Encode a batch; None if it is lost."""
         if self.spoiled is not None:
             if batch.seq != self.announced[1] or not self.is_announced(self.spoiled):
                 self.skipped += 1
@@ -264,12 +264,12 @@ class LogThread:
                 raise refused
 
     def _roll_back(self) -> None:
-        """What is not durable is to be written again."""
+        """Schedule all that is not durable to be written again."""
         self._written = 0
         self.output.roll_back()
 
     def _forget(self, durable: int) -> None:
-        """Let go of so many batches of the group, which are durable, and of lost ones between them."""
+        """Remove `durable` durable batches from the group, and lost ones between them."""
         group = self._group
         if durable and durable == len(group):  # all of it, and none is lost
             self._written = 0
@@ -287,7 +287,7 @@ class LogThread:
         self.tell()
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Do something with the disk; False if it refuses. The second time while closing, that is raised."""
+        """Do something with the disk; False if it fails. The second failure while closing is raised."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - what is not the system's refusal is no reason to stop either
@@ -328,27 +328,27 @@ class LogWriter:
     With `resume` a log is continued by a new epoch: a torn tail is put into `quarantine/` and cut off. The manager
     begins its first batch with `epoch_started` and numbers it `next_seq`.
 
-    - `record_tokens`: whether token ids, that is the users' prompts, go to disk.
-    - `overflow`: what `append` does when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". Where the
-      disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
+    - `record_tokens`: True to write token ids, that is the users' prompts, to disk.
+    - `overflow`: behaviour of `append` when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". Where
+      the disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
     - `segment_bytes`: where a new file begins, at the latest when its batches have eight times as many bytes. A larger
       batch has a file of its own.
     - `compression`: "zstd" compresses what is written together, referring back by up to `window` bytes. Where zstd is
       not installed, the log is written as with "none", which a warning tells.
     - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
-    - `segment_begun`: called by the log's thread behind the beginning of each file. It must not raise; where it waits,
+    - `segment_begun`: called by the log's thread after the beginning of each file. It must not raise; where it waits,
       so does the log, as for a slow disk. `closed`: the same for `close`, which calls it at its end.
-    - `fsync`: what makes batches durable. "group": one sync for all that wait, at once; `append` does not wait for it.
+    - `fsync`: when batches become durable. "group": one sync for all that wait, at once; `append` does not wait for it.
       "always": the same, and `append` waits. "interval": a sync every `fsync_seconds`, never later than that after a
-      batch was written, and sooner where somebody waits or the queue is half full. "never": the end of its file; before
+      batch was written, and sooner if a caller waits or the queue is half full. "never": the end of its file; before
       that the system, some time.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
-    - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
+    - `kind`: kind of the log; a log of another kind is not continued (LogOfOtherKind).
     - `clock`: the seconds by which `fsync_seconds` count; for tests, which set it.
     """
 
     _lost_behind = 0
-    """Batches that were to come, and will not."""
+    """Number of batches after the end that will never come."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class LogWriter:
         self._blocks, self._syncs = overflow == "block", fsync != "never"
         self._max_batches, self._max_bytes = max_queued_batches, max_queued_bytes
         self._easy_batches = -1 if fsync == "always" else max_queued_batches
-        """Half of it may wait without further questions; below 0, none may, and `append` waits for each."""
+        """Half of the queue may wait without further checks; below 0, none may, and `append` waits for each."""
         chain, lost = self._open(resume, kind)
         self.epoch_started = _next_epoch(chain, log_id or os.urandom(16), lost, record_tokens, software)
         self.next_seq = chain.seq
@@ -399,7 +399,7 @@ class LogWriter:
         self._start()
 
     def _open(self, resume: bool, kind: Kind) -> tuple[Chain, bool]:
-        """Lock the directory; returns where its log ends, and whether something was cut off there."""
+        """Lock the directory; return where its log ends, and True if something was cut off there."""
         try:
             self._lock = claim(self.directory, resume)
             try:
@@ -423,10 +423,10 @@ class LogWriter:
         return window
 
     def begin_epoch(self, at_least: int) -> EpochStarted:
-        """What the epoch begins with; before the first batch, it is made `at_least` this one.
+        """Return the first event of the epoch; before the first batch, the epoch is made `at_least` this one.
 
-        For a state whose sequences and copies have numbers of a later epoch, from another log: numbers given out from
-        now on must be new to both.
+        For a state with sequences and copies numbered by a later epoch, of another log: new numbers must be new to
+        both.
         """
         if at_least > self.epoch_started.epoch:
             if self._appended:
@@ -475,7 +475,7 @@ class LogWriter:
         return self._refused + self._appended - self.batches_written
 
     def stats(self) -> LogStats:
-        """The counters of this moment; for any thread."""
+        """The counters at this moment; for any thread."""
         trouble = self._recorder.failure or self._recorder.trouble
         # What was appended is read last: counters only grow, so the lag cannot come out negative.
         written, dropped = self.batches_written, self.dropped_batches
@@ -490,24 +490,23 @@ class LogWriter:
     def durable_seq(self) -> int:
         """The last batch known to be on disk, those of earlier epochs included (-1: none); for any thread.
 
-        Those before it are on disk, too, or told there to be lost. With "never" it goes on where files end.
+        Those before it are on disk too, or recorded as lost. With "never" it advances at ends of files.
         """
         return self._recorder.output.durable_seq
 
     @property
     def has_lost(self) -> bool:
-        """Whether batches are lost of which no `Gap` has told yet."""
+        """True if batches are lost that no `Gap` has announced yet."""
         self._note_spoiled()
         return self._lost is not None
 
     # --- engine thread ------------------------------------------------------------------------------
 
     def append(self, batch: EventBatch, size: int | None = None) -> bool:
-        """Hand over the next batch; False if it was dropped. The log keeps a reference until it is written.
+        """Append the next batch; False if it was dropped. The log keeps a reference until it is written.
 
-        `size` is that of `events.size.batch_bytes`, for who knows it already.
-        A disk that refuses is no reason to raise, nor to wait on with "always": `check` tells of it. Raises
-        LogWriteFailed if the log is closed.
+        `size`, if known already, is `events.size.batch_bytes` of the batch. A failing disk neither raises nor, with
+        "always", prolongs the wait: `check` reports it. Raises LogWriteFailed if the log is closed.
         """
         recorder = self._recorder
         if recorder.failure is not None:
@@ -533,12 +532,12 @@ class LogWriter:
         return True
 
     def _wait_for_last(self) -> None:
-        """Wait until the last batch is durable or the disk refuses. (In `append` the closure would cost each call.)"""
+        """Wait until the last batch is durable or writing fails. (In `append` the closure would cost each call.)"""
         recorder, target = self._recorder, self._appended
         self._wait(lambda: recorder.done >= target or recorder.trouble is not None, None)
 
     def _admit(self, seq: int, total: int) -> bool:
-        """Decide about a batch that does not go without saying."""
+        """Decide about a batch that does not fit without further checks."""
         if self._lost is None:
             if self._has_room(total):
                 self._recorder.hurry.set()
@@ -565,7 +564,7 @@ class LogWriter:
         return 2 * (self._appended - done) > self._max_batches or 2 * (total - done_bytes) > self._max_bytes
 
     def _has_room(self, total: int, part: float = 0) -> bool:
-        """Whether the next batch fits, and leaves this part of the queue free."""
+        """True if the next batch fits, and leaves this fraction of the queue free."""
         recorder = self._recorder
         queued, size = self._appended - recorder.done, total - recorder.done_bytes
         kept = 1 - part
@@ -573,7 +572,7 @@ class LogWriter:
         return queued == 0 or (queued < self._max_batches * kept and size <= self._max_bytes * kept)
 
     def take_gap(self) -> Gap | None:
-        """The range of lost batches, once the disk takes them and the queue is half empty; None: nothing to say.
+        """Return the range of lost batches, once writing works and the queue is half empty; None: nothing to announce.
 
         The next batch must carry it, and the whole state; it is accepted whatever its size. To record a loss
         before closing, call `flush` first: it makes room.
@@ -588,7 +587,7 @@ class LogWriter:
         return Gap(first_seq=first, last_seq=last, reason=self._lost_by)
 
     def _note_spoiled(self) -> None:
-        """A batch that could not be encoded is lost, and with it all behind it."""
+        """Record that a batch could not be encoded, by which all batches after it are lost."""
         recorder = self._recorder
         spoiled = recorder.spoiled
         if spoiled is not None and not recorder.is_announced(spoiled):
@@ -596,7 +595,7 @@ class LogWriter:
             self._lost, self._lost_by = (first, self._expected_seq - 1), recorder.spoiled_by
 
     def check(self) -> None:
-        """Raise LogWriteFailed if nothing is recorded any more or, with overflow="block", while the disk refuses."""
+        """Raise LogWriteFailed if nothing is recorded any more or, with overflow="block", while writing fails."""
         failure = self._recorder.failure or (self._recorder.trouble if self._blocks else None)
         if failure is not None:
             raise failure.with_traceback(None)
@@ -604,10 +603,10 @@ class LogWriter:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything appended is written, and durable unless `fsync` is "never".
 
-        `timeout` in seconds; False if it passed. Raises LogWriteFailed if the disk refuses, which is tried at once.
+        `timeout` in seconds; False if it passed. Raises LogWriteFailed if writing fails, which is retried at once.
         """
         recorder = self._recorder
-        # Asked before any lock is touched: in a forked child, the parent's thread may hold them for ever.
+        # Checked before any lock is touched: in a forked child, the parent's thread may hold them for ever.
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
         target, failed_before = self._appended, recorder.failed_tries
@@ -622,10 +621,10 @@ class LogWriter:
         return self._wait(done, timeout)
 
     def wait_durable(self, seq: int, timeout: float | None = None) -> bool:
-        """Wait until batch `seq` is on disk, or the Gap that tells of its loss; for any thread. It hastens nothing.
+        """Wait until batch `seq` is on disk, or the Gap that announces its loss; for any thread. Hastens nothing.
 
-        `timeout` in seconds; False if it passed, or if nothing will tell, with `fsync` "never". Raises LogWriteFailed
-        if the log ends without it. While the disk refuses, it waits on.
+        `timeout` in seconds; False if it passed, or if that cannot be known, with `fsync` "never". Raises
+        LogWriteFailed if the log ends without it. While writing fails, it keeps waiting.
         """
         if self.durable_seq >= seq:
             return True
@@ -650,14 +649,14 @@ class LogWriter:
         return True
 
     def lose(self) -> None:
-        """Say that what is recorded goes on and the log will not: its end tells that a batch more is lost."""
+        """Record that the state continues and the log does not: its end shows one more lost batch."""
         self._lost_behind = 1
 
     def close(self) -> None:
         """Write what is queued and the mark of an orderly end; stop the thread; release the lock.
 
-        Where the disk refuses, it is tried once more, and then LogWriteFailed is raised; what was written before can
-        be read, and the log is closed nevertheless. A second call does nothing.
+        If writing fails, it is retried once, and then LogWriteFailed is raised; the batches written before can be read,
+        and the log is closed nevertheless. A second call does nothing.
         """
         if self._closed:
             return
@@ -678,12 +677,12 @@ class LogWriter:
         recorder.tell()
 
     def _drain_at_exit(self) -> None:
-        """Save what is queued when the program ends without `close`. No end is marked: nobody closed it."""
+        """Save the queue when the program exits without `close`. No end is marked: the log was not closed."""
         with contextlib.suppress(LogWriteFailed):
             self.flush(_EXIT_SECONDS)
 
     def disown(self) -> None:
-        """In a forked child: the log is the parent's, and its lock must not outlive the parent in us."""
+        """In a forked child: release the log and its lock, which are the parent's."""
         self._closed = True
         self._recorder.failure = LogWriteFailed(
             self.directory, "the process that writes it is the parent of this one"
@@ -694,7 +693,7 @@ class LogWriter:
 
 
 _open_logs = weakref.WeakSet[LogWriter]()
-"""A forked child must let go of them: logs are written by the process that opened them."""
+"""Logs that a forked child must release: only the process that opened a log writes it."""
 
 
 def _disown_all() -> None:
@@ -708,9 +707,9 @@ os.register_at_fork(after_in_child=_disown_all)
 def _next_epoch(
     chain: Chain, new_id: bytes, lost: bool, tokens_recorded: bool, software: str
 ) -> EpochStarted:
-    """Let `chain`, where the log ends, be that with which its next epoch begins; returns what that begins with.
+    """Make `chain`, the end of the log, the beginning of the next epoch; return its first event.
 
-    A log without segments gets `new_id`. `lost`: whether something was cut off at its end.
+    A log without segments gets `new_id`. `lost`: True if something was cut off at its end.
     """
     previous = None if chain.log_id is None else chain.epoch
     clean = not lost and (previous is None or chain.closed)
