@@ -1,16 +1,15 @@
 """``prometheus://HOST:PORT`` serves a cache's metrics over HTTP, for Prometheus to fetch.
 
-``prometheus://:9090`` listens on all addresses, ``prometheus://127.0.0.1:9090`` only to its own machine. With
-``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` to those only who have a certificate of that
-authority. With ``?label=tenant`` requests are counted by that label of theirs, too: the first 20 values, or as many as
-``label_values=`` says, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their
-names are in docs/how-to/monitoring.md.
+``prometheus://:9090`` listens on all addresses, ``prometheus://127.0.0.1:9090`` only on its own machine. With
+``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` only with clients that have a certificate of that
+authority. With ``?label=tenant`` requests are also counted by that label: the first 20 values, or `label_values` of
+them, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their names are in
+docs/how-to/monitoring.md.
 
 `BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
 lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The
-`MetricsCollector` names the metrics. The server differs from `prometheus_client`'s own in what a slow or hostile peer
-can do: a connection has ten seconds for all that it wants, TLS included, and there are at most 32; one more ends the
-oldest one.
+`MetricsCollector` names the metrics. The server limits slow and hostile peers, other than `prometheus_client`'s own: a
+connection has ten seconds in all, TLS included, and there are at most 32; one more ends the oldest one.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ _UNKNOWN = 0
 
 
 class _SlotTimes:
-    """When the blocks of one window and level were stored and last used, in ns; 0 where that is unknown."""
+    """Times at which the blocks of one window and level were stored and last used, in ns; 0 if unknown."""
 
     def __init__(self, size: int) -> None:
         self.stored, self.used = np.zeros(size, np.int64), np.zeros(size, np.int64)
 
 
 OTHERS = "other"
-"""Stands for all values of a label behind the first ones."""
+"""Stands for all values of a label after the first ones."""
 _LONGEST_VALUE = 256
 
 
 class LabelCounts(NamedTuple):
-    """Of the requests with one value of a label."""
+    """Counters of the requests with one value of a label."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -67,9 +66,9 @@ class LabelCounts(NamedTuple):
 
 
 class LabelMetrics:
-    """Counts requests by one of their labels, of which at most `values` values are told apart: those that come first.
+    """Counts requests by one label, with at most `values` values of their own: the first ones.
 
-    So no counter ever goes down, and however many values clients think of, there are no more series.
+    So no counter ever goes down, and the number of series is bounded, whatever values clients use.
     """
 
     def __init__(self, label: str, values: int) -> None:
@@ -108,7 +107,7 @@ class BlockMetrics:
         self.reuse_gap = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.copy_seconds = {name: Histogram(SECONDS) for name in ("offload", "onboard")}
         self.now = 0
-        """When the last batch was made."""
+        """Time of the last batch."""
         self._times: list[tuple[_SlotTimes, _SlotTimes]] = []
         self._block_bytes: list[int] = []
         self._transfers: dict[int, tuple[str, int]] = {}
@@ -132,7 +131,7 @@ class BlockMetrics:
         }
 
     def fold(self, batch: ev.EventBatch) -> None:
-        """Count what one batch says."""
+        """Count one batch."""
         self.now = batch.ts
         for event in batch.events:
             handler = self._handlers.get(type(event))
@@ -171,7 +170,7 @@ class BlockMetrics:
         secondary = max(event.reused_secondary)
         self.requests += 1
         self.prompt_tokens += event.num_tokens
-        # Where windows differ, what one of them has to bring back counts as reused from secondary.
+        # If windows differ, tokens that one of them has to onboard count as reused from secondary.
         self.reused_tokens["primary"] += event.reused - event.reused_partial - secondary
         self.reused_tokens["secondary"] += secondary
         self.reused_tokens["partial"] += event.reused_partial
@@ -247,19 +246,19 @@ class BlockMetrics:
 
 
 PREFIX = "kvcache_"
-"""Of all names."""
+"""Prefix of all names."""
 
 
 class MetricsCollector:
-    """What prometheus-client asks for the metrics of one cache."""
+    """The collector by which prometheus-client reads the metrics of one cache."""
 
     def __init__(self, blocks: BlockMetrics, model: str) -> None:
         self._blocks, self._model = blocks, model
         self.probe: Probe | None = None
-        """Of a manager, or of a fold of its log; None: what only they know is left out."""
+        """The probe of a manager, or of a fold of its log; None: metrics that need one are left out."""
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as of now."""
+        """Yield all current metrics."""
         yield from self._of_requests()
         if self._blocks.by_label is not None:
             yield from self._of_labels(self._blocks.by_label)
@@ -276,7 +275,7 @@ class MetricsCollector:
             yield from self._of_log(self.probe.log_stats())
             yield from self._of_sinks(self.probe.sink_stats())
 
-    # -- what events say
+    # -- from events
 
     def _of_requests(self) -> Iterator[Metric]:
         blocks = self._blocks
@@ -335,7 +334,7 @@ class MetricsCollector:
         text = "Time from the decision to copy blocks to the step that found the copy complete."
         yield self._histogram("copy_seconds", text, blocks.copy_seconds, "direction")
 
-    # -- what the process knows
+    # -- from the process
 
     def _of_state(self, stats: Any) -> Iterator[Metric]:
         slots: dict[tuple[str, str], int] = {}
@@ -375,7 +374,7 @@ class MetricsCollector:
     def _of_log(self, log: Any) -> Iterator[Metric]:
         if log is None:
             return
-        # Whoever only reads the log does not know what its writer has before itself.
+        # A process that only reads the log does not know its writer's queue.
         text = "Batches in the log's files; durable, unless the log is set to fsync=never."
         yield self._counter("log_batches", text, log.batches)
         yield self._counter("log_bytes", "Bytes in the log's files.", log.bytes)
@@ -438,30 +437,30 @@ MAX_CONNECTIONS = 32
 MAX_SECONDS = 10.0
 """A connection's life."""
 _LOOK_SECONDS = 0.5
-"""How often connections are looked at that are too old; whoever stops the server waits as long."""
+"""Interval of the check for connections that are too old; stopping the server takes as long."""
 _PAUSE_SECONDS = 0.1
-"""After a connection that could not be taken: without it, one that waits while no file can be opened is tried again
-and again."""
+"""Pause after a connection that could not be accepted: without it, accepting would be retried in a busy loop while no
+file can be opened."""
 
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base's name
-        """Say nothing about who asks."""
+        """Log no requests."""
 
 
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """Listens on `host` ("": all addresses) at `port` (0: any that is free), once it is made. Raises OSError.
+    """Listens on `host` ("": all addresses) at `port` (0: any free one), from its construction on. Raises OSError.
 
     With `tls` it speaks HTTPS only.
     """
 
     daemon_threads = True
     request_queue_size = 128
-    """Of connections that were not taken yet; where there is no room, the system lets who comes wait for a second."""
+    """Connections waiting to be accepted; further ones are delayed by the system for a second."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self._since: dict[socket.socket, float] = {}
-        """When each connection began; the oldest is the first."""
+        """Start time of each connection, oldest first."""
         self._lock = threading.Lock()
         address = host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")  # noqa: S104  as the URL says
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -472,7 +471,7 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def server_bind(self) -> None:
-        """Take the address, without asking the network for its name as HTTPServer does."""
+        """Bind without resolving the host's name as HTTPServer does."""
         if self.address_family == socket.AF_INET6 and self.server_address[0] == "::":
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
@@ -480,7 +479,7 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Take a connection. What goes wrong, as where no file can be opened, passes."""
+        """Accept a connection. Errors, as when no file can be opened, are ignored."""
         try:
             return super().get_request()
         except OSError:
@@ -488,7 +487,7 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Have a thread answer; where there are too many, the oldest connection ends."""
+        """Answer on a thread; above the limit, close the oldest connection."""
         with self._lock:
             if len(self._since) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._since))
@@ -513,7 +512,7 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
             self._since.pop(request, None)
 
     def service_actions(self) -> None:
-        """Hang up on who is there for too long."""
+        """Close connections that are too old."""
         now = time.monotonic()
         with self._lock:
             for connection, since in self._since.items():
@@ -521,11 +520,11 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
                     _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: whoever knocks could fill the log."""
+        """Log nothing: any peer could fill the log."""
 
 
 def tls_context(certfile: str, keyfile: str | None, client_cafile: str | None) -> ssl.SSLContext:
-    """What encrypts; with `client_cafile` for those only who have a certificate of that authority. Raises OSError."""
+    """Return the TLS context; with `client_cafile` for clients with that authority's certificates. Raises OSError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certfile, keyfile)
     if client_cafile is not None:
@@ -536,12 +535,12 @@ def tls_context(certfile: str, keyfile: str | None, client_cafile: str | None) -
 
 def _hang_up(connection: socket.socket) -> None:
     with suppress(OSError):
-        # TLS has nothing to say any more.
+        # TLS has no more messages.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 PORT = 9090
-"""Where the URL names none."""
+"""Port if the URL has none."""
 
 
 class PrometheusOptions(msgspec.Struct, frozen=True):
@@ -555,12 +554,12 @@ class PrometheusOptions(msgspec.Struct, frozen=True):
 
 
 class PrometheusSink(Sink):
-    """Counts what batches say, and serves that to whoever asks."""
+    """Counts batches, and serves the counters over HTTP."""
 
     folds = True
     watches = True
     needs_cache = True
-    """Its counters are those since the engine began, also where it is not in the engine's process."""
+    """Its counters are those since the engine started, also in another process than the engine's."""
     needs_tokens = False
 
     def __init__(self, host: str, port: int, options: PrometheusOptions, model: str) -> None:
@@ -571,16 +570,16 @@ class PrometheusSink(Sink):
         self._server: MetricsServer | None = None
 
     def watch(self, probe: Probe) -> None:
-        """Serve also what events do not say: gauges, step times, log and sinks, as far as the probe knows."""
+        """Also serve metrics that events do not have: gauges, step times, log and sinks, if the probe has them."""
         self.collector.probe = probe
 
     @property
     def port(self) -> int:
-        """Where it listens while it is open: the URL's, or any free one for port 0."""
+        """The port while open: the URL's, or the one found for port 0."""
         return self._server.server_port if self._server is not None else self._port
 
     def open(self) -> None:
-        """Listen. Raises SinkError if the address cannot be had, or the certificates cannot be read."""
+        """Listen. Raises SinkError if the address is not available, or the certificates cannot be read."""
         from prometheus_client import make_wsgi_app
         from prometheus_client.registry import CollectorRegistry
 
@@ -614,7 +613,7 @@ class PrometheusSink(Sink):
 
 
 def create(url: SinkURL, context: SinkContext) -> PrometheusSink:
-    """The sink for a ``prometheus:`` URL."""
+    """Create the sink for a ``prometheus:`` URL."""
     options = url.read_options(PrometheusOptions)
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "metrics are at /metrics: give host and port only")

@@ -1,15 +1,14 @@
 """The wire format of vLLM's KV events, which most KV-aware routers read, and the forms that resemble it.
 
-A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers count the batches of one publisher;
-who misses some asks its replay socket (a ROUTER, so ask with a DEALER) with an empty frame and the first number
-wanted, and is sent ``"", topic, number, batch`` for each batch from there on, then an end marker with the number -1
+A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers count the batches of one publisher; a
+subscriber that missed some sends its replay socket (a ROUTER, so use a DEALER) an empty frame and the first number
+wanted, and receives ``"", topic, number, batch`` for each batch from there on, then an end marker with the number -1
 and an empty batch. Until vLLM 0.25 answers had no topic; `parse_answer` reads both.
 
 *Reading* (`decode_batch`): every form that any release since 0.9 has written. An event is a map with a ``type`` (since
-0.24) or an array that begins with it (before); fields only ever came at the end of the array, so shorter ones are
-older. Unknown fields are kept aside and events of unknown types by name, since a stream that grows must not go dark.
-Anything else that does not fit refuses the whole batch, and its bytes are not repeated: they may hold somebody's
-prompt.
+0.24) or an array that begins with it (before); fields were only ever added at the end of the array, so shorter ones
+are older. Unknown fields are kept, and unknown types of events by name, since a stream that grows must stay readable.
+Anything else that does not fit refuses the whole batch, and its bytes are not repeated: they may hold a user's prompt.
 
 *Writing* (`encode_batch`): the maps of 0.24 and later, with the keys of 0.33, byte by byte, from the changes of an
 `events.feed.fold.Feed`: ``[ts, [event, ...], rank]``. What differs from vLLM's own bytes is chosen for the consumers:
@@ -18,8 +17,8 @@ prompt.
   is nil: some take 0 for a parent that they have missed.
 * Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. No negative one is ever
   written, because it would cost a reader the whole batch.
-* What left a level at once is one removal. A host block is announced with its tokens, as if it were new: routers cannot
-  follow moves.
+* Blocks that leave a level at once are one removal. A host block is announced with its tokens, as if it were
+  new: routers cannot follow moves.
 
 `encode_arrays` writes positional arrays, as vLLM did until 0.23: trailing empty fields are left out, and each block is
 an event of its own, since some readers take the event's parent for the parent of all its blocks. `encode_sglang` writes
@@ -47,15 +46,15 @@ Hash = int | bytes
 
 
 class _Told(msgspec.Struct, frozen=True, gc=False, tag_field="type", forbid_unknown_fields=True):
-    """An event that is known here."""
+    """Base of the known events."""
 
 
 class BlockStored(_Told, frozen=True, gc=False, tag=True):
-    """Consecutive blocks of one prefix became resident; `token_ids` are those of all of them."""
+    """Consecutive blocks of one prefix became resident; `token_ids` are the tokens of all of them."""
 
     block_hashes: tuple[Hash, ...]
     parent_block_hash: Hash | None
-    """The block before the first one; None at the start of a prompt."""
+    """The parent of the first block; None at the start of a prompt."""
     token_ids: tuple[int | tuple[int, ...], ...]
     """Empty in notices about lower tiers. Pairs where a draft model's cache works on bigrams."""
     block_size: int
@@ -72,11 +71,11 @@ class BlockStored(_Told, frozen=True, gc=False, tag=True):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
-    """Per block, the tokens after it that its hash covers too."""
+    """Per block, the tokens after it that its hash covers as well."""
     cache_salt: str | None = None
     """The salt of the prompt; vLLM has it in `extra_keys` instead."""
     more: dict[str, Any] | None = None
-    """Fields that are not known here, as they came."""
+    """Unknown fields, as received."""
 
 
 class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
@@ -88,7 +87,7 @@ class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
     locality: str | None = None
     ownership: str | None = None
     more: dict[str, Any] | None = None
-    """Fields that are not known here, as they came."""
+    """Unknown fields, as received."""
 
 
 class AllBlocksCleared(_Told, frozen=True, gc=False, tag=True):
@@ -96,7 +95,7 @@ class AllBlocksCleared(_Told, frozen=True, gc=False, tag=True):
 
 
 class Unknown(msgspec.Struct, frozen=True, gc=False):
-    """An event of a type that this software does not know."""
+    """An event of an unknown type."""
 
     name: str
 
@@ -108,10 +107,10 @@ class VLLMBatch(msgspec.Struct, frozen=True, gc=False):
     """One message of the stream."""
 
     ts: float
-    """When it was made, in seconds since the epoch."""
+    """Time of its creation, in seconds since the epoch."""
     events: tuple[VLLMEvent, ...]
     rank: int | None
-    """The data-parallel rank of the publisher; None where it does not say."""
+    """The data-parallel rank of the publisher; None if not given."""
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -121,7 +120,7 @@ class _Envelope(msgspec.Struct, array_like=True):
 
 
 class _Named(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Of maps alone, without any field or type that is not known here: what nearly every batch is."""
+    """Maps only, without unknown fields or types: the form of nearly every batch."""
 
     ts: float
     events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
@@ -132,7 +131,7 @@ _Plain = str | int | float | bool | None
 
 
 class _Usual(msgspec.Struct, array_like=True):
-    """Extra keys as engines write them, which are looked at many times faster than any others."""
+    """Extra keys as engines write them, which are checked many times faster than any others."""
 
     keys: tuple[tuple[_Plain | list[_Plain], ...] | None, ...]
 
@@ -149,22 +148,22 @@ _KNOWN = {kind: frozenset((*fields, "type")) for kind, fields in _FIELDS.items()
 
 
 _DEEPEST = 32
-"""Containers inside each other in a field of any kind; engines write two. Who packs it again has a stack of its own."""
+"""Limit of nested containers in a field of any kind; engines write two. Encoding it recurses as well."""
 
 
 def positions(kind: str) -> tuple[str, ...]:
-    """The fields of a type of event, in the order of its array."""
+    """Return the fields of a type of event, in the order of its array."""
     return tuple(name for name in _FIELDS[_TYPES[kind]] if name != "cache_salt")
 
 
 def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
-    """Read one payload frame; raises EventDecodeError if it is no batch."""
+    """Decode one payload frame; raises EventDecodeError if it is no batch."""
     try:
         named = _decode_named(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _decode_any(payload)
     if any(not isinstance(event, AllBlocksCleared) and event.more is not None for event in named.events):
-        return _decode_any(payload)  # whoever sends a field of that name sends one that is not known
+        return _decode_any(payload)  # an unknown field that has this name
     for event in named.events:
         if type(event) is BlockStored and event.extra_keys and any(event.extra_keys):
             _refuse_deep_keys(event.extra_keys)
@@ -179,7 +178,7 @@ def _refuse_deep_keys(keys: tuple[tuple[Any, ...] | None, ...]) -> None:
 
 
 def _refuse_deep(value: Any, left: int = _DEEPEST) -> None:
-    """Raise EventDecodeError where containers are inside each other too often."""
+    """Raise EventDecodeError for containers nested too deep."""
     inner = [*value, *value.values()] if isinstance(value, dict) else value
     for each in inner:
         if isinstance(each, list | tuple | dict):
@@ -189,7 +188,7 @@ def _refuse_deep(value: Any, left: int = _DEEPEST) -> None:
 
 
 def _decode_any(payload: bytes | memoryview) -> VLLMBatch:
-    """The same, event by event, each in whatever form it has."""
+    """Decode event by event, each in whatever form it has."""
     try:
         envelope = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -222,7 +221,7 @@ def _event(item: Any) -> VLLMEvent:
 
 
 Salts = Callable[[bytes], str | None]
-"""Finds a salt by its digest, where it is known."""
+"""Finds a salt by its digest, if known."""
 MEDIA = ("GPU", "CPU")
 """By level. Readers compare letters exactly."""
 
@@ -237,10 +236,10 @@ _SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
 _UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
 _UINT16_ARRAY, _UINT32_ARRAY = 0xDC, 0xDD
 _EVENTS_AT = 1 + _TS.size
-"""Where the array of events begins in a batch."""
+"""Offset of the array of events in a batch."""
 
 _FEW_NAMES, _FEW_TOKENS = 4, 32
-"""Up to here a call of numpy costs more than it saves."""
+"""Up to these counts a call of numpy costs more than it saves."""
 
 _CLEARED = _pack({"type": "AllBlocksCleared"})
 _STORED_KEYS, _REMOVED_KEYS = 0x8B, b"\x84"
@@ -260,7 +259,7 @@ def encode_batch(
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
 ) -> bytes:
-    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
+    """Encode one batch; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
     groups = tuple(groups)
     parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
@@ -278,7 +277,7 @@ def encode_batch(
 
 
 def with_salts(changes: Sequence[AnyChange], salts: Salts | None) -> Sequence[AnyChange]:
-    """The changes, with the salts that are found by their digests; of others, readers get the digest in hex."""
+    """Return the changes, with the salts found by their digests; for other salts, readers receive the digest in hex."""
     return changes if salts is None else [_salted(change, salts) for change in changes]
 
 
@@ -289,13 +288,13 @@ def _salted(change: AnyChange, salts: Salts) -> AnyChange:
 
 
 def told_salt(stored: Stored) -> str | None:
-    """The salt where it is known (`with_salts`), or its digest in hex."""
+    """Return the salt if it is known (`with_salts`), or its digest in hex."""
     digest = stored.namespace.salt_digest
     return stored.salt if stored.salt is not None or digest is None else digest.hex()
 
 
 def join_batches(batches: Sequence[bytes], rank: int = 0) -> bytes:
-    """One batch with the events of several that `encode_batch` has made, in order; its time is the last one's."""
+    """Join several batches made by `encode_batch` into one, in order; its time is the last one's."""
     if len(batches) == 1:
         return batches[0]
     end = _pack(rank)
@@ -308,7 +307,7 @@ def join_batches(batches: Sequence[bytes], rank: int = 0) -> bytes:
 
 
 def _count_events(batch: bytes) -> tuple[int, int]:
-    """How many events there are in a batch, and where they begin."""
+    """Return the number of events in a batch, and the offset of the first."""
     kind = batch[_EVENTS_AT]
     if kind == _UINT16_ARRAY:
         return _UINT16.unpack_from(batch, _EVENTS_AT)[1], _EVENTS_AT + _UINT16.size
@@ -322,7 +321,7 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
     parent, namespace = stored.parent, stored.namespace
     if (
         blocks == 1 and parent and stored.tokens and not stored.extras
-    ):  # what decoding stores, several times per engine step
+    ):  # stores by decoding, several per engine step
         start, mid, end = _around_one(
             namespace, told_salt(stored), stored.level, stored.tokens_per_block, stored.group, groups
         )
@@ -356,7 +355,7 @@ def _around_one(
     group: int,
     groups: tuple[GroupCreated, ...],
 ) -> tuple[bytes, bytes, bytes]:
-    """What stands before the name, between the parent and the token ids, and behind those, of one inner block."""
+    """Return the bytes before the name, between the parent and the token ids, and after those, of one inner block."""
     keys, attention = _attention(group, *kind_and_window(groups, group), salt is not None)
     extra_keys, _ = _extra_keys(namespace, None)
     return (
@@ -373,14 +372,14 @@ def _add_removed(parts: list[bytes | bytearray], removed: Removed) -> None:
 
 
 def _array(length: int) -> bytes:
-    """The header of an array."""
+    """Return the header of an array."""
     if length < 16:
         return _SHORT_ARRAYS[length]
     return _UINT16.pack(_UINT16_ARRAY, length) if length < 1 << 16 else _UINT32.pack(_UINT32_ARRAY, length)
 
 
 def _names(names: bytes, blocks: int) -> bytes | bytearray:
-    """Fixed-width uint64; the names are big-endian already."""
+    """Encode names as fixed-width uint64; they are big-endian already."""
     if blocks <= _FEW_NAMES:
         return b"".join([_UINT64 + names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)])
     items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
@@ -389,7 +388,7 @@ def _names(names: bytes, blocks: int) -> bytes | bytearray:
 
 
 def _token_ids(tokens: bytes) -> bytes | bytearray:
-    """Fixed-width uint32."""
+    """Encode token ids as fixed-width uint32."""
     count = len(tokens) // TOKEN_BYTES
     if count <= _FEW_TOKENS:
         unpack, pack, headers, size = _few_token_ids(count)
@@ -401,14 +400,14 @@ def _token_ids(tokens: bytes) -> bytes | bytearray:
 
 @lru_cache(maxsize=_FEW_TOKENS + 1)
 def _few_token_ids(count: int) -> tuple[Callable[..., tuple[int, ...]], Callable[..., bytes], int, int]:
-    """Reads so many tokens; lays them out with gaps; what belongs there; the bytes of all."""
+    """Return a reader of `count` tokens, a packer with gaps, the constant for the gaps, and the total size in bytes."""
     headers = int.from_bytes(b"\xce\0\0\0\0" * count, "big")
     return struct.Struct(f"<{count}I").unpack, struct.Struct(">" + "xI" * count).pack, headers, 5 * count
 
 
 @lru_cache(maxsize=1024)
 def _scope(namespace: Namespace, level: int, tokens_per_block: int) -> bytes:
-    """What stands between the tokens and the extra keys."""
+    """Return the bytes between the tokens and the extra keys."""
     return b"".join((
         _BLOCK_SIZE, _pack(tokens_per_block),
         _LORA_ID, _pack(namespace.lora_id),
@@ -419,7 +418,7 @@ def _scope(namespace: Namespace, level: int, tokens_per_block: int) -> bytes:
 
 
 def adapter_name(namespace: Namespace) -> str | None:
-    """The name under which routers keep an adapter's blocks apart; its number, if it has no other.
+    """Return the name that separates an adapter's blocks in routers; its number, if it has no name.
 
     Routers ignore `lora_id`, and would take blocks without a name for those of the base model.
     """
@@ -430,26 +429,26 @@ def adapter_name(namespace: Namespace) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _extra_keys(namespace: Namespace, salt: str | None) -> tuple[bytes, bytes]:
-    """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
+    """Encode the extra keys of the first block and of the others: the adapter, at the root the salt."""
     adapter, of_root = scope_keys(namespace, salt)
     return _pack(adapter + of_root or None), _pack(adapter or None)
 
 
 def scope_keys(namespace: Namespace, salt: str | None) -> tuple[list[str], list[str]]:
-    """What the hashes cover before a block's items, and behind them: the adapter, and the salt, at the root."""
+    """Return the extra keys before and after a block's items: the adapter, and the salt, at the root."""
     adapter = adapter_name(namespace)
     return [] if adapter is None else [adapter], [] if salt is None else [salt]
 
 
 def _with_extras(stored: Stored) -> list[bytes]:
-    """What the hashes cover, block by block; between adapter and salt the items as [digest, where it begins]."""
+    """Encode the extra keys, block by block; between adapter and salt the items as [digest, offset]."""
     adapter, salt = scope_keys(stored.namespace, None if stored.parent else told_salt(stored))
     first, *others = stored.extras
     return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
 
 
 def kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
-    """The group's attention, and its window if it slides."""
+    """Return the group's attention, and its window if it slides."""
     if group < len(groups) and groups[group].kind == SLIDING:
         return "sliding_window", groups[group].window
     crosses = group < len(groups) and groups[group].kind == CROSS
@@ -458,7 +457,7 @@ def kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, in
 
 @lru_cache(maxsize=256)
 def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple[bytes, bytes]:
-    """A store's start, which says how many keys there are, and its end but for the salt."""
+    """Encode a store's start, with the number of keys, and its end except the salt."""
     end = _GROUP + _pack(group) + _KIND + _pack(kind)
     if window is not None:
         end += _WINDOW + _pack(window)
@@ -467,7 +466,7 @@ def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple
 
 
 def _salt(salt: str | None) -> bytes:
-    """A key that vLLM does not know, by which Dynamo keeps salted blocks apart."""
+    """Encode a key unknown to vLLM, by which Dynamo keeps salted blocks apart."""
     return b"" if salt is None else _pack("cache_salt") + _pack(salt)
 
 
@@ -490,36 +489,36 @@ class Message(NamedTuple):
 
 
 def encode_seq(seq: int) -> bytes:
-    """A number as a frame."""
+    """Encode a number as a frame."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
 def decode_seq(frame: bytes) -> int:
-    """A frame as a number; raises EventDecodeError if it has not 8 bytes."""
+    """Decode a number from a frame; raises EventDecodeError if it has not 8 bytes."""
     if len(frame) != SEQ_BYTES:
         raise EventDecodeError(f"a message number has {len(frame)} bytes, not {SEQ_BYTES}")
     return int.from_bytes(frame, "big")
 
 
 def parse_message(frames: Sequence[bytes]) -> Message:
-    """What a SUB socket received; raises EventDecodeError."""
+    """Parse the frames received by a SUB socket; raises EventDecodeError."""
     if len(frames) != 3:
         raise EventDecodeError(f"a message has {len(frames)} frames, not 3")
     return _message(*frames)
 
 
 def replay_request(start: int) -> list[bytes]:
-    """What a DEALER socket sends for all batches from `start` on."""
+    """Return the frames that a DEALER socket sends to request all batches from `start` on."""
     return [b"", encode_seq(start)]
 
 
 def parse_answer(frames: Sequence[bytes]) -> Message | None:
-    """What a DEALER socket received; None is the end of the replay. Raises EventDecodeError."""
+    """Parse the frames received by a DEALER socket; None is the end of the replay. Raises EventDecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise EventDecodeError("an answer has 4 frames, or 3, of which the first one is empty")
     topic = frames[1] if len(frames) == 4 else b""
     seq, payload = frames[-2:]
-    # The empty batch is the sign: no real one is, whatever its number.
+    # The empty batch is the mark: no real one is empty, whatever its number.
     return _message(topic, seq, payload) if payload else None
 
 
@@ -530,9 +529,9 @@ def _message(topic: bytes, seq: bytes, payload: bytes) -> Message:
 
 
 _SHORTEST = 7
-"""Fields of a stored block up to its medium, its name among them: what every reader of arrays expects."""
+"""Fields of a stored block up to its medium, including its name: the minimum that every reader of arrays expects."""
 _PER_BLOCK = ("extra_keys", "lookahead_token_ids")
-"""Fields with an entry for each block."""
+"""Fields that have an entry per block."""
 
 
 def encode_arrays(
@@ -541,7 +540,7 @@ def encode_arrays(
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
 ) -> bytes:
-    """One batch of positional arrays; the arguments are those of `vllm.encode_batch`."""
+    """Encode one batch as positional arrays; the arguments are those of `vllm.encode_batch`."""
     events: list[list[Any]] = []
     for change in changes:
         if isinstance(change, Stored):
@@ -572,14 +571,14 @@ def _stored_arrays(stored: Stored, groups: Sequence[GroupCreated]) -> Iterator[l
 
 
 def _array_of(event: dict[str, Any]) -> list[Any]:
-    """What an engine told, as an array: fields that arrays have no place for are left out."""
+    """Convert an engine's event to an array, without fields that arrays cannot hold."""
     array = [event["type"], *(event.get(name) for name in positions(event["type"]))]
     least = _SHORTEST if event["type"] == "BlockStored" else len(("BlockRemoved", "hashes", "medium"))
     return _trimmed(array, least)
 
 
 def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Stored blocks one by one, as far as it is known whose the tokens are; a salt where arrays have it."""
+    """Yield stored blocks one by one, if it is known which tokens are whose; with a salt if arrays have it."""
     names, tokens, size = event["block_hashes"], event.get("token_ids") or [], event.get("block_size", 0)
     if event["type"] != "BlockStored" or (tokens and len(tokens) != len(names) * size):
         yield event
@@ -601,14 +600,14 @@ def _trimmed(event: list[Any], least: int = _SHORTEST) -> list[Any]:
 
 
 def _array_extra_keys(stored: Stored, at: int, *, at_root: bool) -> list[list[Any]] | None:
-    """What the block's hash covers besides its tokens."""
+    """Return the extra keys of the block's hash."""
     adapter, salt = scope_keys(stored.namespace, told_salt(stored) if at_root else None)
     keys = [*adapter, *(stored.extras[at] if stored.extras else ()), *salt]
     return [keys] if keys else None
 
 
 def token_ids(tokens: bytes) -> list[int]:
-    """A column of tokens as numbers."""
+    """Return a column of tokens as numbers."""
     numbers: list[int] = unpack_i32(tokens).view(np.uint32).tolist()
     return numbers
 
@@ -624,7 +623,7 @@ def encode_sglang(
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
 ) -> bytes:
-    """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
+    """Encode one batch as SGLang's maps; the arguments are those of `vllm.encode_batch`."""
     events: list[dict[str, Any]] = []
     crosses = {index for index, group in enumerate(groups) if group.kind == CROSS}
     for change in changes:
@@ -663,7 +662,7 @@ def _stored_map(stored: Stored) -> dict[str, Any]:
 
 
 def _with_signed_hashes(told: dict[str, Any]) -> dict[str, Any]:
-    """What an engine told, with 64-bit hashes as SGLang's readers take them; whole digests stay."""
+    """Return an engine's event with 64-bit hashes as SGLang's readers take them; whole digests stay."""
     told["block_hashes"] = list(map(_as_signed, told["block_hashes"]))
     if "parent_block_hash" in told:
         told["parent_block_hash"] = _as_signed(told["parent_block_hash"])
@@ -680,9 +679,9 @@ def _signed(names: bytes) -> list[int]:
 
 
 Encode = Callable[[Sequence[AnyChange], float, int, Sequence[GroupCreated]], bytes]
-"""Writes one batch, as `encode_batch` does; `join_batches` puts several of any of these formats together."""
+"""Encodes one batch, as `encode_batch` does; `join_batches` joins several of any of these formats."""
 Join = Callable[[Sequence[bytes], int], bytes]
-"""Makes one payload of several; the number is the rank."""
+"""Joins several payloads into one; the number is the rank."""
 
 ARRAY_OVERHEAD = 5
-"""Arrays take up to so many times the bytes that are reckoned for maps, since each block is an event of its own."""
+"""Factor by which arrays may exceed the estimated size of maps, since each block is an event of its own."""

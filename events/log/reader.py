@@ -41,10 +41,10 @@ from events.types import FEED_EVENTS, FORMAT_VERSION, CacheCreated, EpochStarted
 
 _POLL_SECONDS = 0.05
 Kind = Literal["cache", "feed"]
-"""What a log is of: a cache, by its own manager; or what engines tell, by `kvcache tap`."""
+"""Kind of a log: of a cache, by its own manager; or of engines' published events, by `kvcache tap`."""
 Step = Literal["stop", "next", "again"]
 Item = tuple[Frame | Snapshot, EventBatch | None]
-"""A frame with its batch (None: it is the mark of an orderly end), or a snapshot that stands for segments."""
+"""A frame with its batch (None: the mark of an orderly end), or a snapshot that replaces segments."""
 
 
 _BEFORE_ALL = (-1, "")
@@ -52,42 +52,42 @@ _BEFORE_ALL = (-1, "")
 
 @dataclass(frozen=True)
 class LogEnd:
-    """How a log ends.
+    """The end of a log.
 
-    `kind` is "clean" after an orderly close, "open" where a writer is at work or stopped between frames, and
-    "torn" where it stopped inside one. `path` and `offset` say where the readable part ends.
+    `kind` is "clean" after an orderly close, "open" while a writer is at work or after it stopped between frames, and
+    "torn" if it stopped inside one. `path` and `offset` are the end of the readable part.
     """
 
     kind: Literal["clean", "open", "torn"]
     last_seq: int | None
-    """Of the last batch that was read; None if there is none."""
+    """The last batch read; None if there is none."""
     path: Path
     offset: int
     next_seq: int
     """Greater than last_seq + 1 if the writer lost its last batches and closed without recording a Gap."""
     begins: int | None = None
-    """The batch with whose snapshot reading began; None: it began with the log."""
+    """The batch with the snapshot from which reading began; None: it began with the log."""
 
 
 class LogReader:
     """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
 
     Iterating raises NotALog, LogDamaged, LogTooNew, LogOutdated, ZstdMissing or LogOfOtherKind; batches before the bad
-    place have been yielded by then. With `follow` it waits for more at the end, until `stop()` returns True, which is
-    asked every `poll_seconds`. `start` is the number of the first batch wanted: segments before it are not read and may
-    be missing; where its own is missing, too, the first batch that is there comes first. Every iteration begins anew.
-    `kind` is that of logs which the caller understands (None: any); the beginning of an epoch of another one raises
-    LogOfOtherKind.
+    place have been yielded by then. With `follow` it waits for more at the end, until `stop()`, called every
+    `poll_seconds`, returns True. `start` is the number of the first batch wanted: segments before it are not read and
+    may be missing; where its own is missing, too, the first batch that is there comes first. Every iteration begins
+    anew. `kind` is that of logs which the caller understands (None: any); the beginning of an epoch of another one
+    raises LogOfOtherKind.
 
     A log whose beginning was removed begins with the oldest snapshot: a batch with the whole state, as that with which
-    an epoch begins. So does what follows a removed part that should have been read (from `start`, or because the reader
-    was too slow): there a `Gap` in that batch says what is missing. With `state_at` reading begins with the newest
-    snapshot of that batch or an earlier one, if there is one. `before`: segments from this batch on are not read.
-    While it follows, it has a lease (`events.log.leases`) on what comes.
+    an epoch begins. The same holds after a removed part that should have been read (from `start`, or because the reader
+    was too slow): there a `Gap` in that batch names the missing batches. With `state_at` reading begins with the newest
+    snapshot of that batch or an earlier one, if there is one. `before`: segments from this batch on are not read. While
+    it follows, it has a lease (`events.log.leases`) on batches to come.
 
-    With `damaged`, which is called with each damaged place, nothing is raised for it: reading goes on behind it, with
-    the next whole frame, whatever is missing before that. `places`: which segments are read, in the order of these
-    numbers instead of those in their names.
+    With `damaged`, which is called with each damaged place, nothing is raised for it: reading continues after it, with
+    the next whole frame, whatever is missing before that. `places`: the segments to read, in the order of these numbers
+    instead of those in their names.
     """
 
     def __init__(
@@ -113,43 +113,43 @@ class LogReader:
         self._state_at = state_at
         self._before, self._damaged, self._places = before, damaged, places
         self.snapshot: Snapshot | None = None
-        """That with which reading began, if it did not begin with the log."""
+        """The snapshot from which reading began; None: it began with the log."""
         self.chain = Chain()
-        """Behind what was read, once an iteration has come to its end."""
+        """The end of what was read, once an iteration is complete."""
         self.closed = False
-        """Whether what was read last is the mark of an orderly end: nothing comes but a new epoch."""
+        """True if the mark of an orderly end was read last: only a new epoch can follow."""
         self.bytes_read = 0
-        """So far, headers of segments and frames included; without what is before `start`."""
+        """Bytes read so far, including headers of segments and frames, without those before `start`."""
         self._lease: Lease | None = None
         self._place: Segment | None = None
-        """Where reading is, or has ended."""
+        """The segment being read, or read last."""
         self.header: SegmentHeader | None = None
-        """Of the segment that is read."""
+        """Header of the segment being read."""
         self._epoch = -1
-        """The one that reading begins with. A later one may begin below `start`, if a crash took batches back."""
+        """The epoch in which reading begins. A later one may begin below `start`, if a crash took batches back."""
         self._is_stopped = False
-        """Whether nobody waits for more."""
+        """True if no further batches are waited for."""
         self._end: LogEnd | None = None
         self._reached: LogEnd
-        """How the log ends if nothing follows."""
+        """The end of the log if nothing follows."""
         self._last_seq: int | None = None
         self._key_bytes = NAME_BYTES
-        """Of the cache created last; before any, the least that keys with names have."""
+        """Key size of the cache created last; before any, the minimum for keys with names."""
 
     @property
     def end(self) -> LogEnd:
-        """How the log ends. Known after an iteration that ran to its end; RuntimeError before."""
+        """The end of the log. Known after a complete iteration; RuntimeError before."""
         if self._end is None:
             raise RuntimeError("the log has not been read to its end")
         return self._end if self.snapshot is None else replace(self._end, begins=self.snapshot.seq)
 
     @property
     def first_ts(self) -> int | None:
-        """When the log's first batch was made, if reading began with a snapshot; None: the first one read is that."""
+        """Time of the log's first batch, if reading began with a snapshot; None: the first one read is that."""
         return None if self.snapshot is None else self.snapshot.about.first_ts
 
     def bytes_left(self) -> int:
-        """Bytes of the files behind what was read so far. For any thread; raises OSError."""
+        """Return the bytes of the files after the part read so far. For any thread; raises OSError."""
         place, left = self._place, 0
         for path in segment_paths(self.directory):
             ahead = -1 if place is None else first_seq(path) - first_seq(place.path)
@@ -174,13 +174,13 @@ class LogReader:
                 time.sleep(self._poll_seconds)
 
     def live(self) -> Iterator[EventBatch | None]:
-        """Iterate over the batches, and None each time when all was read that is there; following, without end."""
+        """Iterate over the batches, with None each time all existing ones were read; following, without end."""
         for item in self._leased():
             if item is None or item[1] is not None:
                 yield item and item[1]
 
     def _leased(self) -> Iterator[Item | None]:
-        """All there is; while it follows, nobody is to remove what comes."""
+        """Yield everything; while following, under a lease, so that nothing to come is removed."""
         if not is_log(self.directory):
             raise NotALog(self.directory)
         self._lease = Lease(self.directory) if self._follow else None
@@ -209,7 +209,7 @@ class LogReader:
             try:
                 segment = Segment(path, is_named=self._places is None)
             except FileNotFoundError:
-                continue  # Recovery has put it aside: it held no whole frame. Or it is not kept any longer.
+                continue  # Recovery has put it aside: it held no whole frame. Or retention has removed it.
             except (LogDamaged, OSError) as error:
                 self._report(error, path, chain)
                 previous = self._place_of(path)
@@ -217,7 +217,7 @@ class LogReader:
             with segment:
                 self._hold(first_seq(path))
                 state = self._instead_of_missing(segment, chain)
-                # What was removed meanwhile may have been listed: what stands there now counts.
+                # Segments listed before may be removed by now: the current ones count.
                 if state is not None or (self._misfits(segment, chain) and self._behind(previous) != path):
                     continue
                 ahead = replace(chain)
@@ -231,7 +231,7 @@ class LogReader:
         return header is not None and chain.refuses_segment(header) is not None
 
     def _header_of(self, segment: Segment) -> SegmentHeader | None:
-        """Its header; None if it has none that is whole and more can be read nevertheless."""
+        """Return its header; None if it has no whole one and more can be read nevertheless."""
         try:
             return segment.header()
         except (LogDamaged, OSError):
@@ -240,7 +240,7 @@ class LogReader:
             return None
 
     def _report(self, error: LogDamaged | OSError, path: Path, chain: Chain, offset: int = 0) -> None:
-        """Tell of damage; raise the error where nobody wants to hear of it."""
+        """Report damage; raise the error if there is no `damaged`."""
         try:
             if self._damaged is None or (isinstance(error, OSError) and error.errno not in UNREADABLE):
                 raise error
@@ -255,7 +255,7 @@ class LogReader:
             self._lease.hold(first)
 
     def _beginning(self) -> tuple[Chain, tuple[int, str], tuple[Snapshot, EventBatch] | None]:
-        """What the first segment wanted must continue, the one before it, and the snapshot to begin with."""
+        """Return what the first segment wanted must continue, the one before it, and the snapshot to begin with."""
         if self._state_at is not None:
             newest = snapshots(self.directory, at_most=self._state_at, newest_first=True)
             state = next(readable(newest), None)
@@ -267,7 +267,7 @@ class LogReader:
         for at in range(first, -1, -1) if paths else ():
             with suppress(FileNotFoundError), Segment(paths[at]) as segment:
                 header = segment.header()
-                # Cut short, it is being put aside by recovery: what is wanted has not been written yet.
+                # Cut short, it is being put aside by recovery: the batch wanted has not been written yet.
                 if header is not None:
                     self._epoch = header.epoch
                     chain = header.chain()
@@ -279,12 +279,12 @@ class LogReader:
         return self._beginning() if gone else (Chain(), _BEFORE_ALL, None)
 
     def _instead_of_missing(self, segment: Segment, chain: Chain) -> tuple[Snapshot, EventBatch] | None:
-        """What stands for the segments before this one that are not kept any longer; None: none are missing."""
+        """Return the snapshot that replaces the removed segments before this one; None: none are missing."""
         header = self._header_of(segment)
         if header is None or header.number <= chain.number:
             return None
         if self._behind(_BEFORE_ALL, before=segment.path) is not None:
-            return None  # Whoever removes the oldest ones leaves no hole.
+            return None  # Retention removes the oldest ones and leaves no hole.
         for snapshot, batch in readable(snapshots(self.directory)):
             if snapshot.header.number > chain.number:
                 if self._start is None and self._last_seq is None:
@@ -294,7 +294,7 @@ class LogReader:
         return None
 
     def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, tuple[int, str]]:
-        """What the segment behind it continues, and what comes before that one; the log may end there."""
+        """Return what the segment after it continues, and the place before that one; the log may end there."""
         about, path, size = snapshot.about, self.directory, 0
         for path in segment_paths(self.directory)[-1:]:
             with suppress(FileNotFoundError):
@@ -306,18 +306,18 @@ class LogReader:
         return snapshot.chain(), (snapshot.seq + 1, "")
 
     def _next(self, previous: tuple[int, str]) -> Generator[None, None, Path | None]:
-        """The segment behind this place; following, this waits for it."""
+        """Return the segment after this place; following, wait for it."""
         while (path := self._behind(previous)) is None and (yield from self._pause()):
             pass
         ends = path is not None and self._before is not None and first_seq(path) >= self._before
         return None if ends else path
 
     def _place_of(self, path: Path) -> tuple[int, str]:
-        """Where a segment stands among the others."""
+        """Return a segment's place in the order of the others."""
         return (first_seq(path) if self._places is None else self._places[path]), path.name
 
     def _behind(self, place: tuple[int, str], before: Path | None = None) -> Path | None:
-        """The first segment that stands behind this place, and before that one."""
+        """Return the first segment after this place, and before that one."""
         paths = segment_paths(self.directory)
         if self._places is not None:
             paths = sorted((path for path in paths if path in self._places), key=self._place_of)
@@ -328,13 +328,13 @@ class LogReader:
         return None
 
     def _pause(self) -> Generator[None, None, bool]:
-        """Say that nothing more is there; False if nobody wants to wait for the writer."""
+        """Yield that nothing more is there; return False if the writer is not to be waited for."""
         if self._follow:
             yield
         return self._follow and not self._is_stopped
 
     def _segment(self, segment: Segment, chain: Chain) -> Generator[Item | None, None, Step]:
-        """Yield what one segment holds, then say what to do next."""
+        """Yield the items of one segment, then return the next step."""
         entered = False
         try:
             step = self._enter(segment, chain)
@@ -342,7 +342,7 @@ class LogReader:
             return step or (yield from self._in_segment(segment, chain))
         except OSError as error:
             self._report(error, segment.path, chain, segment.offset if entered else 0)
-            # The segment behind it is gone on with.
+            # Reading continues with the segment after it.
             chain.number += not entered
             chain.behind_damage, chain.closed = True, False
             return "next"
@@ -356,7 +356,7 @@ class LogReader:
                 looked_again = False
                 self.closed = chain.closed
                 if found.header.seq >= wanted or chain.epoch != self._epoch:
-                    # Of a compressed frame, with the last one in it.
+                    # The end of a compressed frame, with the last one in it.
                     self.bytes_read += segment.offset - found.offset
                     batch = self._batch(segment, found, chain)
                     if batch is not None or found.header.flags & CLOSED:
@@ -380,7 +380,7 @@ class LogReader:
                 return self._ends(segment, found, chain, "again")
 
     def _goes_on(self, segment: Segment, found: Broken, chain: Chain) -> bool:
-        """Whether something can be read behind damage."""
+        """Return True if reading can continue after damage."""
         self._report(LogDamaged(segment.path, found.offset, chain.seq, found.reason), segment.path, chain)
         return segment.go_on_behind(found, chain)
 
@@ -400,7 +400,7 @@ class LogReader:
         except LogDamaged as error:
             self._report(error, segment.path, chain)
             if header is None and segment.is_headed():
-                return "next"  # What is in it belongs into another place.
+                return "next"  # Its content belongs to another place.
             chain.behind_damage = True
             if header is None and (header := self._guessed(segment, chain)) is None:
                 chain.number += 1
@@ -414,7 +414,7 @@ class LogReader:
         return None
 
     def _guessed(self, segment: Segment, chain: Chain) -> SegmentHeader | None:
-        """What a segment whose header is damaged most likely is."""
+        """Return the most likely header of a segment with a damaged one."""
         log_id = chain.log_id
         for path in segment_paths(self.directory) if log_id is None else ():
             with suppress(LogError, OSError), Segment(path) as other:
@@ -430,7 +430,7 @@ class LogReader:
         return step
 
     def _batch(self, segment: Segment, frame: Frame, chain: Chain) -> EventBatch | None:
-        """What a frame holds; None: it is the mark of an orderly end, or holds nothing, which was reported."""
+        """Return a frame's batch; None: it is the mark of an orderly end, or is unreadable, which was reported."""
         header, reason = frame.header, "header and payload disagree"
         if header.flags & CLOSED:
             return None
@@ -453,7 +453,7 @@ class LogReader:
         return batch
 
     def _what_is_broken(self, path: Path, batch: EventBatch) -> str | None:
-        """What no reader of the events could make sense of; None if there is nothing."""
+        """Describe a part of the batch that no reader could interpret; None if there is none."""
         for event in batch.events:
             if type(event) is FeedStarted and self._kind == "cache":
                 raise LogOfOtherKind(self.directory, "feed")
@@ -471,7 +471,7 @@ class LogReader:
 
 
 class Stamp(msgspec.Struct, array_like=True, frozen=True):
-    """How a batch begins."""
+    """The beginning of a batch."""
 
     seq: int
     ts: int
@@ -487,15 +487,15 @@ class Head:
     log_id: bytes
     epoch: int
     seq: int
-    """Of the last batch; one less than the first one of a segment that holds none yet."""
+    """The last batch; one less than the first one of a segment that is still empty."""
     ts: int | None
-    """When that batch was made, nanoseconds since 1970; None: it was not looked at."""
+    """Time of that batch, nanoseconds since 1970; None: not read."""
     closed: bool
-    """Whether the writer has ended in order."""
+    """True if the writer closed the log."""
 
 
 class LogHead:
-    """Looks at the end of a log again and again; reads what came since, and at first the last segment."""
+    """The end of a log, looked up repeatedly; reads new frames only, at first the last segment."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -505,7 +505,10 @@ class LogHead:
         self._ts: int | None = None
 
     def look(self) -> Head | None:
-        """The end now; None if there is no segment. What is broken ends it. Raises LogDamaged, LogTooNew, OSError."""
+        """Return the current end; None if there is no segment. A broken frame ends it.
+
+        Raises LogDamaged, LogTooNew, OSError.
+        """
         if not is_log(self._directory) or not (paths := segment_paths(self._directory)):
             return None
         segment = self._segment
@@ -551,12 +554,15 @@ class Beginning:
     log_id: bytes
     epoch: int
     seq: int
-    """Of its first batch, which may not be written yet."""
+    """Its first batch, which may not be written yet."""
     is_snapshot: bool = False
 
 
 def beginnings(directory: Path) -> list[Beginning]:
-    """Of all epochs whose first segment is there, and all snapshots, oldest first. Raises LogDamaged, LogTooNew."""
+    """Return the beginnings of all epochs with a first segment, and all snapshots, oldest first.
+
+    Raises LogDamaged, LogTooNew.
+    """
     oldest = segment_paths(directory)[:1]
     found = [
         Beginning(each.header.log_id, each.header.epoch, each.seq, True) for each in snapshots(directory)
@@ -564,23 +570,23 @@ def beginnings(directory: Path) -> list[Beginning]:
     previous: SegmentHeader | None = None
     for header in _headers(directory):
         begins = header.number == 0 if previous is None else header.epoch > previous.epoch
-        # Where segments were removed, only its first batch tells what a segment begins with.
+        # After removed segments, only a segment's first batch shows how it begins.
         if begins or (previous is None and _begins_epoch(directory, header.base_seq)):
             found.append(Beginning(header.log_id, header.epoch, header.base_seq))
         previous = header
     if segment_paths(directory)[:1] != oldest:
-        return beginnings(directory)  # What the log begins with was removed meanwhile.
+        return beginnings(directory)  # The beginning of the log was removed meanwhile.
     # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
     return sorted(found, key=lambda each: (each.epoch, each.seq))
 
 
 def has_segments(directory: Path) -> bool:
-    """Whether anything is written that can be read."""
+    """Return True if anything readable is written."""
     return next(_headers(directory), None) is not None
 
 
 def first_batch(directory: Path, beginning: Beginning) -> EventBatch | None:
-    """What is there of it, whatever that says; None: it is not written yet, or not readable."""
+    """Return its first batch, whatever its content; None: not written yet, or not readable."""
     if not beginning.is_snapshot:
         return _batch(directory, beginning.seq)
     found = (each for each in snapshots(directory, at_most=beginning.seq, newest_first=True))
@@ -599,7 +605,7 @@ def _begins_epoch(directory: Path, seq: int) -> bool:
 
 
 def kind_of(directory: Path) -> Kind | None:
-    """What a log is of, by one of its batches; None: there is none. Raises as `LogReader` does."""
+    """Return the kind of a log, by one of its batches; None: it has none. Raises as `LogReader` does."""
     # The newest segment: there a batch with the whole state is the exception.
     for start in [*reversed([first_seq(path) for path in segment_paths(directory)])] or [0]:
         batch = next(iter(LogReader(directory, start=start, kind=None)), None)
@@ -609,7 +615,7 @@ def kind_of(directory: Path) -> Kind | None:
 
 
 def refuse_other_kind(directory: Path, kind: Kind) -> None:
-    """Raise LogOfOtherKind if there is a log of another kind; one whose beginning cannot be read is let pass."""
+    """Raise LogOfOtherKind if there is a log of another kind; one with an unreadable beginning passes."""
     with suppress(LogDamaged, LogTooNew):
         found = kind_of(directory)
         if found not in (None, kind):
@@ -618,7 +624,7 @@ def refuse_other_kind(directory: Path, kind: Kind) -> None:
 
 def _headers(directory: Path) -> Iterator[SegmentHeader]:
     for path in segment_paths(directory):
-        # One that is gone, or cut short, is being put aside by recovery.
+        # One that is missing, or cut short, is being put aside by recovery.
         with suppress(FileNotFoundError), Segment(path) as segment:
             header = segment.header()
             if header is not None:

@@ -1,4 +1,5 @@
-"""A subscriber to one publisher of KV events in vLLM's wire format, which asks its replay socket for what was missed.
+"""A subscriber to one publisher of KV events in vLLM's wire format, which requests missed batches from its replay
+socket.
 
 ::
 
@@ -9,10 +10,10 @@
 `AsyncSubscriber` is the same for asyncio (``async with``, ``async for``); `NativeSubscriber` reads all events of a
 cache (``format=native``). Where many publishers connect to one reader, see `events.subscribe.gathering`.
 
-From the bottom up: a `Connection` is one socket, reopened where the other end turned it away; a `Follower` puts the
-messages of one publisher in order and opens a new line for each question, so that no late answer to an old one mixes
-in; a `Publication` is a live line and a follower, without waiting; subscribers add how to wait. A publisher that is not
-there yet is waited for, and one that comes back is connected to again.
+From the bottom up: a `Connection` is one socket, reopened if the other end refused it; a `Follower` puts the messages
+of one publisher in order and opens a new connection for each replay request, so that no late answer to an old one mixes
+in; a `Publication` is a live connection and a follower, without waiting; subscribers add the waiting. Publishers that
+are not there yet are waited for, and those that come back are reconnected.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from events.subscribe.sockets import (
 )
 
 CALL_AGAIN_SECONDS = 1.0
-"""ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
+"""Pause before reconnecting after a refusal; ZeroMQ itself gives up for good."""
 MAX_QUEUED = 100_000
 """Messages in the receiving queue of each socket; beyond it the publisher drops live ones."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""Who sends more in one frame is disconnected."""
+"""Largest frame; senders of larger ones are disconnected."""
 _HEARTBEAT_MS = 10_000
 Item = TypeVar("Item")
 _READABLE = int(zmq.POLLIN)
@@ -63,10 +64,10 @@ _DISCONNECTED = zmq.Event.DISCONNECTED
 
 
 class Readable(Protocol):
-    """Takes sockets that end a wait when they can be read: a `zmq.Poller`, or what asyncio has in its place."""
+    """A registry of sockets that end a wait when readable: a `zmq.Poller`, or its counterpart in asyncio."""
 
     def register(self, socket: zmq.Socket[bytes], flags: int) -> object:
-        """Wait for this one, too."""
+        """Wait for this socket as well."""
 
 
 class Connection:
@@ -83,11 +84,11 @@ class Connection:
         server: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind, or connect to who has the public key `server` (None: the one that `curve` names).
+        """Bind, or connect to the peer with the public key `server` (None: the one that `curve` names).
 
         Raises EndpointError.
         """
-        host = host_of(endpoint, binds=bind)  # raises, where ZeroMQ would try for ever
+        host = host_of(endpoint, binds=bind)  # raises; ZeroMQ itself would retry for ever
         self._endpoint, self._bound, self._keyed = endpoint, bind, curve is not None
         self._clock = clock
         self.socket = context.socket(kind)
@@ -98,11 +99,11 @@ class Connection:
         self._monitor = self.socket.get_monitor_socket(int(seen))
         self._call_at: float | None = None
         self.calls = 0
-        """How often it was connected again, after which what was sent before is lost."""
+        """Number of reconnections, at each of which messages sent before are lost."""
         self.refused = 0
-        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        """Connections that failed because of a key that is missing, wrong or not allowed."""
         self.connected = False
-        """Whether the other end was there at the last `look`; of a bound socket False."""
+        """True if the other end was there at the last `look`; of a bound socket False."""
         try:
             (self.socket.bind if bind else self.socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -137,12 +138,12 @@ class Connection:
 
     @property
     def endpoint(self) -> str:
-        """As it was given; where any free port was asked for, with the port that was found."""
+        """The endpoint as given; if any free port was requested, with the port found."""
         return str(self.socket.get_string(zmq.LAST_ENDPOINT)) if self._bound else self._endpoint
 
     def look(self) -> None:
-        """Hear who came and went and of refusals, and call again who has turned us away: its list may have grown."""
-        # What `poll` finds out, without making a poller for it.
+        """Process connections and refusals, and reconnect after a refusal: the list of keys may have grown."""
+        # The events that `poll` would report, without making a poller.
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             event = recv_monitor_message(self._monitor)["event"]
             if event in (_CONNECTED, _DISCONNECTED):
@@ -157,23 +158,23 @@ class Connection:
             self._call_again()
 
     def wait(self, poller: Readable) -> float | None:
-        """Have it end a wait when there is a message to `receive` or something to `look` at.
+        """Register it with `poller`, to end a wait when there is a message to `receive` or something to `look` at.
 
-        Returns after how many seconds the wait must end anyway; None: it need not.
+        Returns the longest allowed wait in seconds; None: unlimited.
         """
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         return None if self._call_at is None else max(0.0, self._call_at - self._clock())
 
     def receive(self) -> list[bytes] | None:
-        """The frames of the next message, if there is one."""
+        """Return the frames of the next message, if there is one."""
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def receive_from(self) -> tuple[list[bytes], str] | None:
-        """The frames of the next message, and its sender's public key (empty: not encrypted), if there is one."""
+        """Return the next message's frames, and its sender's public key (empty: not encrypted), if there is one."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -191,7 +192,7 @@ class Connection:
         self.socket.close(linger=0)
 
     def _call_again(self) -> None:
-        with suppress(zmq.ZMQError):  # it may have let go of it by itself
+        with suppress(zmq.ZMQError):  # the poller may have dropped it by itself
             self.socket.disconnect(self._endpoint)
         self.socket.connect(self._endpoint)
 
@@ -201,7 +202,7 @@ def poll_until(
 ) -> list[Item]:
     """Wait until there is something to `take`, and return it; empty after `timeout_ms`.
 
-    `wait` has a poller end a wait when it is time to look, and says after how many seconds that is so anyway.
+    `wait` registers with a poller, and returns the longest allowed wait in seconds.
     """
     deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
     while True:
@@ -215,7 +216,7 @@ def poll_until(
 
 
 def shortest(waits: Iterable[float | None], deadline: float | None) -> float | None:
-    """The shortest of `waits`, and of the time up to the deadline (monotonic), in seconds; None: none ends."""
+    """Return the shortest of `waits`, and of the time up to the deadline (monotonic), in seconds; None: unlimited."""
     seconds = [wait for wait in waits if wait is not None]
     if deadline is not None:
         seconds.append(max(0.0, deadline - time.monotonic()))
@@ -223,29 +224,29 @@ def shortest(waits: Iterable[float | None], deadline: float | None) -> float | N
 
 
 def refuse_insecure(endpoint: str, curve: Curve | None) -> None:
-    """Raise InsecureEndpoint if anybody on another machine could connect to what is to be bound there."""
+    """Raise InsecureEndpoint if other machines could connect to the endpoint to be bound."""
     host = host_of(endpoint, binds=True)
     if curve is None and host is not None and not is_loopback(host):
         raise InsecureEndpoint(endpoint)
 
 
 READ_AT_ONCE = 256 << 10
-"""Bytes of messages between two reports, so that a flood cannot keep `work` from returning. What is decoded of so much
-is still in the processor's cache when it is reported: four times as much at once takes half as long again."""
+"""Bytes of messages between two reports, so that a flood cannot keep `work` from returning. The decoded batches of this
+size are still in the processor's cache when they are reported: four times the size takes half as long again."""
 _MESSAGE_BYTES = 256
-"""What a message counts besides its payload."""
+"""Size counted for a message in addition to its payload."""
 
 
 def weight(frames: list[bytes]) -> int:
-    """What a message counts towards `READ_AT_ONCE`."""
+    """Return the size of a message that counts towards `READ_AT_ONCE`."""
     return _MESSAGE_BYTES + len(frames[-1])
 
 
 class Follower(Generic[AnyReport]):
     """One publisher.
 
-    `ask` opens a socket to its replay (None: it cannot be asked); `order` makes reports of its messages, which begin
-    with `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`, in seconds of the clock.
+    `ask` opens a socket to its replay (None: it has none); `order` makes reports of its messages, which begin with
+    `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`, in seconds of the clock.
     """
 
     def __init__(
@@ -266,26 +267,26 @@ class Follower(Generic[AnyReport]):
         self._asked_since: float | None = None
         self._question = 0
         self.asking: Connection | None = None
-        """The socket of the question that is open."""
+        """The socket of the open replay request."""
         self.malformed = 0
-        """Messages that were ignored since they do not even have a number."""
+        """Messages ignored because they do not even have a number."""
         self.heard_at = self._clock()
-        """When its last message came."""
+        """Time of its last message."""
         self.refused = 0
-        """Connections to the replay that came to nothing because of keys."""
+        """Connections to the replay that failed because of keys."""
 
     @property
     def unanswered_seconds(self) -> float:
-        """For how long it has been asked without a word of answer; 0: it is not, or has answered."""
+        """Seconds for which a replay request has had no answer; 0: there is none, or an answer has begun."""
         return 0.0 if self._asked_since is None else self._clock() - self._asked_since
 
     @property
     def has_room(self) -> bool:
-        """Whether more live messages can be held until the answer is there."""
+        """True if more live messages can be held until the answer is complete."""
         return self._continuity.holding < HELD_MAX
 
     def live(self, frames: list[bytes]) -> None:
-        """Take in a message of the stream."""
+        """Accept a message of the stream."""
         self.heard_at = self._clock()
         try:
             self._continuity.live(parse_message(frames))
@@ -293,13 +294,13 @@ class Follower(Generic[AnyReport]):
             self.malformed += 1
 
     def give_up(self, reason: str) -> list[AnyReport]:
-        """What is to be reported where it is not followed any more."""
+        """Return the last reports of a publisher that is no longer followed."""
         self.close()
         self._continuity.give_up(reason)
         return self._continuity.take()
 
     def read_answers(self) -> None:
-        """Take in what was answered."""
+        """Read the messages of the answer."""
         if self.asking is None:
             return
         self._look()
@@ -315,14 +316,14 @@ class Follower(Generic[AnyReport]):
             if message is None:
                 self._end_replay(complete=True)
                 return
-            # Live messages were filtered by their publisher; it is asked for numbers, not for topics.
+            # Live messages were filtered by their publisher; replays are requested by numbers, not by topics.
             if not message.topic or message.topic.startswith(self._topic):
                 self._continuity.answer(message)
         if self.patience() == 0:
             self._end_replay(complete=False)
 
     def ask(self) -> None:
-        """Ask for a replay, if one is wanted."""
+        """Request a replay, if one is wanted."""
         start = self._continuity.take_request()
         if start is None:
             return
@@ -332,11 +333,11 @@ class Follower(Generic[AnyReport]):
         self._asked_since = self._clock()
 
     def take(self) -> list[AnyReport]:
-        """What is to be reported since the last call."""
+        """Return the reports since the last call."""
         return self._continuity.take()
 
     def patience(self) -> float | None:
-        """Seconds until waiting for an answer is given up; None: nothing is waiting for it."""
+        """Seconds until the wait for an answer is given up; None: nothing waits for one."""
         if self.asking is None or not self._continuity.holding:
             return None
         now = self._clock()
@@ -345,17 +346,17 @@ class Follower(Generic[AnyReport]):
         return max(0.0, self._waiting_since + self._replay_timeout - now)
 
     def wait(self, poller: Readable) -> float | None:
-        """Have an answer end a wait; returns after how many seconds it must end anyway (None: it need not)."""
+        """Register the answer's socket; return the longest allowed wait in seconds (None: unlimited)."""
         if self.asking is None:
             return None
         return shortest([self.asking.wait(poller), self.patience()], None)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the open replay request."""
         self._stop_asking()
 
     def _look(self) -> None:
-        """Hear of refusals. ZeroMQ calls again, but what was asked went with the connection."""
+        """Process refusals. ZeroMQ reconnects, but the request was lost with the connection."""
         assert self.asking is not None
         before, again = self.asking.refused, self.asking.calls
         self.asking.look()
@@ -384,12 +385,12 @@ class Publication(ABC, Generic[AnyReport]):
 
     Args:
         endpoint: where it publishes, as ``tcp://127.0.0.1:5557``.
-        replay: where it can be asked for what was missed; None: what is missed is lost.
+        replay: the endpoint of its replay; None: missed batches are lost.
         topic: only messages whose topic begins with this; answers without any topic pass, too.
-        start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
-        replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
+        start: the first batch wanted: 0 for all that the publisher can still replay; None: the next one.
+        replay_timeout: seconds that live messages wait for a publisher that does not answer.
         curve: our keys and the publisher's public one, if it encrypts.
-        context: ZeroMQ's, for who follows many publishers and need not have threads for each; None: one of its own.
+        context: ZeroMQ's, to share its threads between many publishers; None: one of its own.
         clock: the seconds by which all waits for the publisher count; the timeout of a `poll` is in real ones.
 
     Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
@@ -413,7 +414,7 @@ class Publication(ABC, Generic[AnyReport]):
         self._ready: deque[AnyReport] = deque()
         self._lines = ExitStack()
         self.closed = False
-        """Whether it was told to `close`."""
+        """True after `close`."""
         try:
             if context is None:
                 context = zmq.Context()
@@ -423,7 +424,7 @@ class Publication(ABC, Generic[AnyReport]):
             self._lines.callback(self._live.close)
             self._live.socket.subscribe(topic)
             if replay is not None:
-                # A wrong endpoint is told now, not at the first gap.
+                # A wrong endpoint is reported now, not at the first gap.
                 self._line_to_replay().close()
             ask = None if replay is None else self._line_to_replay
             order = self._order(start, can_ask=ask is not None)
@@ -438,7 +439,7 @@ class Publication(ABC, Generic[AnyReport]):
 
     @abstractmethod
     def _order(self, start: int | None, *, can_ask: bool) -> MessageOrder[AnyReport]:
-        """What puts its messages in order."""
+        """Return the order of its messages."""
 
     def close(self) -> None:
         """Disconnect; may be called twice."""
@@ -447,28 +448,28 @@ class Publication(ABC, Generic[AnyReport]):
 
     @property
     def connected(self) -> bool:
-        """Whether the publisher was there when it was last listened to."""
+        """True if the publisher was there at the last look."""
         return self._live.connected
 
     @property
     def malformed(self) -> int:
-        """Messages that were ignored since they do not even have a number."""
+        """Messages ignored because they do not even have a number."""
         return self._follower.malformed
 
     @property
     def refused(self) -> int:
-        """How often the publisher has turned us away because of a key that is missing, wrong or not allowed."""
+        """Refusals by the publisher because of a key that is missing, wrong or not allowed."""
         return self._live.refused + self._follower.refused
 
     @property
     def unanswered_seconds(self) -> float:
-        """For how long the replay endpoint has been asked without a word of answer; 0: it is not, or has answered."""
+        """Seconds for which a replay request has had no answer; 0: there is none, or an answer has begun."""
         return self._follower.unanswered_seconds
 
     def wait(self, poller: Readable) -> float | None:
-        """Have it end a wait for several readers when it is to be polled again.
+        """Register it with `poller`, to end a wait for several readers when it is to be polled again.
 
-        Returns after how many seconds that must be anyway; None: it need not.
+        Returns the longest allowed wait in seconds; None: unlimited.
         """
         waits = [self._follower.wait(poller)]
         if self._follower.has_room:
@@ -476,7 +477,7 @@ class Publication(ABC, Generic[AnyReport]):
         return shortest(waits, None)
 
     def _take(self) -> list[AnyReport]:
-        """What there is to report now, in order, with what an iteration that was left has not handed out."""
+        """Return the pending reports, in order, including those left over by an abandoned iteration."""
         self._follower.read_answers()
         self._read_live()
         self._follower.ask()
@@ -508,14 +509,14 @@ class BlockingPublication(Publication[AnyReport]):
         self.close()
 
     def __iter__(self) -> Iterator[AnyReport]:
-        """Reports as they come, until the subscriber is closed. Who leaves the loop and comes again misses none."""
+        """Yield reports as they come, until the subscriber is closed. A loop that is left and resumed misses none."""
         while not self.closed:
             self._ready += self.poll()
             while self._ready:
                 yield self._ready.popleft()
 
     def poll(self, timeout_ms: int | None = None) -> list[AnyReport]:
-        """Wait until there is something to report, and return it in order; empty after `timeout_ms`.
+        """Wait for reports, and return them in order; empty after `timeout_ms`.
 
         To be called all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
         """
@@ -542,7 +543,7 @@ class AsyncSubscriber(Publication[Report]):
         self.close()
 
     def __aiter__(self) -> Self:
-        """Reports as they come, until the subscriber is closed."""
+        """Yield reports as they come, until the subscriber is closed."""
         return self
 
     async def __anext__(self) -> Report:
@@ -553,7 +554,7 @@ class AsyncSubscriber(Publication[Report]):
         return self._ready.popleft()
 
     async def poll(self, timeout_ms: int | None = None) -> list[Report]:
-        """Wait until there is something to report, and return it in order; empty after `timeout_ms`, and once closed.
+        """Wait for reports, and return them in order; empty after `timeout_ms`, and once closed.
 
         To be awaited all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
         """
@@ -579,10 +580,10 @@ class AsyncSubscriber(Publication[Report]):
 
 
 class _Watch:
-    """One wait for ZeroMQ's sockets, by the file descriptors with which they say that something has happened.
+    """One wait for ZeroMQ's sockets, by the file descriptors that signal their events.
 
-    Not `zmq.asyncio.Poller`: where a wait is cancelled it lets go of descriptors a moment later, and takes them away
-    from the next wait.
+    Not `zmq.asyncio.Poller`: after a cancelled wait it releases descriptors a moment later, and takes them away from
+    the next wait.
     """
 
     def __init__(self) -> None:
@@ -592,16 +593,16 @@ class _Watch:
         self._descriptors: list[int] = []
 
     def register(self, socket: zmq.Socket[bytes], flags: int) -> None:
-        """As of a `zmq.Poller`; whatever `flags` ask for, it is to be read."""
+        """Register like a `zmq.Poller`; always for reading, whatever the `flags`."""
         descriptor = int(socket.get(zmq.FD))
         self._loop.add_reader(descriptor, self._wake)
         self._descriptors.append(descriptor)
         self._sockets.append(socket)
 
     async def wait(self, seconds: float | None) -> None:
-        """Until something may have come, for so long at most."""
+        """Wait until a socket may be readable, for at most `seconds`."""
         try:
-            # A descriptor tells of changes only, so that what is there already has to be asked for.
+            # A descriptor signals changes only, so pending messages have to be checked for.
             if not any(int(socket.get(zmq.EVENTS)) & int(zmq.POLLIN) for socket in self._sockets):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
@@ -610,7 +611,7 @@ class _Watch:
             self.end()
 
     def end(self) -> None:
-        """Watch no more; at once, since a descriptor's number may soon be another's."""
+        """Unregister; at once, since a descriptor's number may soon be another's."""
         while self._descriptors:
             self._loop.remove_reader(self._descriptors.pop())
         self._wake()
@@ -621,18 +622,18 @@ class _Watch:
 
 
 _ASK_AGAIN_SECONDS = 1.0
-"""Between two subscriptions anew: a large state takes a while to tell."""
+"""Interval between two new subscriptions: a large state takes a while to arrive."""
 
 
 class NativeSubscriber(BlockingPublication[NativeReport]):
-    """Listens to one publisher, whose messages are msgpack (``format=native``).
+    """Subscribes to one publisher of msgpack messages (``format=native``).
 
     The arguments are those of `events.subscribe.subscriber.Publication`, but that it always begins with the state.
     """
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no state yet, or none that what it hears fits to."""
+        """True if it has no state yet, or none that fits the messages received."""
         return self._continuity.waiting
 
     def _order(self, start: int | None, *, can_ask: bool) -> NativeContinuity:
@@ -645,7 +646,7 @@ class NativeSubscriber(BlockingPublication[NativeReport]):
         now = self._clock()
         hears_in_vain = self._continuity.waiting and self._continuity.next is not None
         if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
-            # To the publisher that is a newcomer, who is told the state.
+            # For the publisher this is a new subscriber, which receives the state.
             self._asked_at = now
             self._live.socket.unsubscribe(self._topic)
             self._live.socket.subscribe(self._topic)

@@ -1,16 +1,16 @@
-"""The state of workers whose feeds were recorded: a fold over the events of a log of kind `feed`.
+"""The state of workers with recorded feeds: a fold over the events of a log of kind `feed`.
 
 `from_wire` and `to_wire` convert between vLLM's KV events and those of the log; nothing is lost but the order of a
-map's keys, and whether an absent value is left out or nil. What a store says of all its blocks is kept once (`Scope`),
-the rest by block. In sliding windows a store may name fewer blocks than its tokens make, and nothing says which: then
-its tokens stay with all of its blocks.
+map's keys, and the difference between a missing value and nil. Fields that a store has for all its blocks are kept once
+(`Scope`), the others per block. In sliding windows a store may name fewer blocks than its tokens make, and it is not
+known which: then its tokens stay with all of its blocks.
 
 Engines may store a block again while it is resident, and remove each copy: copies are counted, and the block is
-resident until the last one is gone. Behind a loss nothing is known to be resident but what is stored after it. A block
-that is on its way between levels is resident nowhere for a moment; it is kept as long as a resident block follows it
-(`Lineage`), so that a reader who joins just then can place those blocks.
+resident until the last one is gone. After a loss only blocks stored since are known to be resident. A block that is on
+its way between levels is resident nowhere for a moment; it is kept as long as a resident block follows it (`Lineage`),
+so that a reader who joins just then can place those blocks.
 
-`WorkerFeed` is what routers get of one worker: its own events, without copies.
+`WorkerFeed` is the feed of one worker for routers: its own events, without copies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CLEARED = _pack({"type": "AllBlocksCleared"})
 
 
 def from_wire(worker: int, event: VLLMEvent) -> AnyTold:
-    """What a worker told, as an event of the log."""
+    """Convert a worker's event on the wire to an event of the log."""
     if isinstance(event, BlockStored):
         return _stored(worker, event)
     if isinstance(event, BlockRemoved):
@@ -103,7 +103,7 @@ def _stored(worker: int, event: BlockStored) -> FeedStored:
 
 
 def to_wire(event: FeedStored | FeedRemoved) -> bytes:
-    """The event as one of vLLM's maps, in msgpack: all fields that vLLM always has, and others that have a value."""
+    """Encode the event as one of vLLM's msgpack maps: all fields that vLLM always has, and others with a value."""
     fields: dict[str, Any] = {"block_hashes": event.block_hashes}
     if isinstance(event, FeedStored):
         fields |= {
@@ -124,23 +124,23 @@ def to_wire(event: FeedStored | FeedRemoved) -> bytes:
 
 
 PER_BLOCK = ("extra_keys", "lookahead_token_ids")
-"""Further fields that have an entry for each block."""
+"""Further fields with an entry for each block."""
 SLIDING_KINDS = ("sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention")
-"""Of attention that looks back only so far; as engines call them."""
+"""Kinds of attention with a limited view, as engines name them."""
 ODD_TOKENS = "token_ids"
-"""The further field that has tokens which are no plain numbers."""
+"""The further field for tokens that are no plain numbers."""
 
 _Own = tuple[tuple[str, Any], ...]
 
 
 class Scope(NamedTuple):
-    """What a store says of all its blocks: the event without the columns that the blocks have."""
+    """Fields common to all blocks of a store: the event without the columns per block."""
 
     event: FeedStored
     whole: bool
-    """Whether the tokens are in it, too, because nobody knows which are whose."""
+    """True if the tokens are in it as well, because it is not known which belong to which block."""
     chained: bool = True
-    """Whether a block is of no use without its parent, as with full attention."""
+    """True if a block is useless without its parent, as with full attention."""
 
 
 class WorkerBlock(NamedTuple):
@@ -149,13 +149,13 @@ class WorkerBlock(NamedTuple):
     name: Hash
     parent: Hash | None
     tokens: bytes
-    """int32 LE; empty where the engine did not say, or `scope.whole`."""
+    """int32 LE; empty if the engine did not publish them, or if `scope.whole`."""
     own: _Own
     """Its entries of further fields."""
     scope: Scope
 
     def field(self, name: str) -> Any:
-        """Its entry of a further field, or what is said of all; None: there is none."""
+        """Return its entry of a further field, or the value common to all blocks; None: there is none."""
         for key, value in self.own:
             if key == name:
                 return value
@@ -164,7 +164,7 @@ class WorkerBlock(NamedTuple):
 
 
 def blocks_of(event: FeedStored) -> list[WorkerBlock]:
-    """The blocks that are stored, in order."""
+    """Return the stored blocks, in order."""
     hashes, size = event.block_hashes, event.block_size
     more: dict[str, Any] = _unpack(event.more) if event.more else {}
     count = len(hashes)
@@ -196,7 +196,7 @@ def _has_each(value: Any, count: int) -> bool:
 
 
 def stores_of(blocks: Iterable[WorkerBlock]) -> Iterator[FeedStored]:
-    """Events that store these blocks, in this order; those that follow each other in one prefix by one event."""
+    """Yield events that store these blocks, in this order; consecutive blocks of one prefix in one event."""
     run: list[WorkerBlock] = []
     for block in blocks:
         if run and not _continues(run[-1], block):
@@ -237,7 +237,7 @@ def _store(run: Sequence[WorkerBlock]) -> FeedStored:
 
 
 def parents_first(blocks: Iterable[WorkerBlock]) -> Iterator[WorkerBlock]:
-    """The blocks in their order, but each behind its parent, in whatever places of its group that is."""
+    """Yield the blocks in their order, but each after its parent, wherever in its group that is."""
     rows = list(blocks)
     at: dict[tuple[int, Hash], list[int]] = {}
     for row, block in enumerate(rows):
@@ -268,15 +268,15 @@ Key = tuple[int, Hash]
 
 
 class Lineage:
-    """What hangs behind which block, resident or kept."""
+    """Children of each block, resident or kept."""
 
     def __init__(self) -> None:
         self._children: dict[Key, int] = {}
         self.kept: dict[Key, WorkerBlock] = {}
-        """In the order in which they went."""
+        """Kept blocks in the order in which they left."""
 
     def add(self, group: int, block: WorkerBlock) -> None:
-        """It is resident in one more place."""
+        """Count one more place of residence."""
         if not block.scope.chained:
             return
         if block.parent is not None:
@@ -286,7 +286,7 @@ class Lineage:
             self._let_go(group, back)
 
     def take(self, group: int, block: WorkerBlock, *, is_last: bool) -> None:
-        """It is resident in one place less; `is_last`: and now in none of its group."""
+        """Count one place of residence less; `is_last`: it is now resident nowhere in its group."""
         if not block.scope.chained:
             return
         if is_last and (group, block.name) in self._children:
@@ -295,12 +295,12 @@ class Lineage:
             self._let_go(group, block)
 
     def clear(self) -> None:
-        """Nothing is resident."""
+        """Remove everything."""
         self._children.clear()
         self.kept.clear()
 
     def _let_go(self, group: int, block: WorkerBlock) -> None:
-        """Nothing of it hangs behind its parent any more, which may have been kept for it alone."""
+        """Unlink it from its parent, which may have been kept for it alone."""
         gone: WorkerBlock | None = block
         while gone is not None and gone.parent is not None:
             key = (group, gone.parent)
@@ -314,11 +314,11 @@ class Lineage:
 
 GPU = "GPU"
 MOST_COPIES = 100
-"""Of one block in one place that are counted: of more, the last ones are not known to be there."""
+"""Counted copies of one block in one place: further ones are ignored."""
 
 
 class BlockPlace(NamedTuple):
-    """Where blocks are, as the engine calls it; a removal has to name the same."""
+    """A place of blocks, as the engine names it; a removal has to name the same."""
 
     medium: str
     group: int
@@ -327,56 +327,56 @@ class BlockPlace(NamedTuple):
 
 
 def place_of(event: FeedStored | FeedRemoved) -> BlockPlace:
-    """No medium is the GPU, no group the first one."""
+    """Return the place of an event's blocks: without a medium the GPU, without a group the first one."""
     return BlockPlace(event.medium or GPU, event.group_idx or 0, event.locality, event.ownership)
 
 
 def name_of(seen: WorkerSeen) -> str:
-    """What people call a worker: where it is, and its rank if it is not the first one."""
+    """Return a worker's display name: its address, and its rank unless it is the first one."""
     return f"{seen.source}#{seen.rank}" if seen.rank else seen.source
 
 
 @dataclass
 class WorkerState:
-    """What is known of one engine, or of one of its data-parallel ranks."""
+    """The known state of one engine, or of one of its data-parallel ranks."""
 
     seen: WorkerSeen
     complete: bool = True
-    """Whether all that is resident in it is known."""
+    """True if all its resident blocks are known."""
     number: int | None = None
-    """Of the last batch."""
+    """Number of the last batch."""
     published_ts: int | None = None
-    """When that was published, by its clock."""
+    """Time at which that was published, by the worker's clock."""
     blocks: dict[BlockPlace, dict[Hash, WorkerBlock]] = field(default_factory=dict)
     copies: dict[tuple[BlockPlace, Hash], int] = field(default_factory=dict)
-    """Of blocks that have several."""
+    """Copies of blocks that have several."""
     lineage: Lineage = field(default_factory=Lineage)
     batches: int = 0
     gaps: int = 0
     lost: int = 0
-    """Batches in these."""
+    """Batches lost in these."""
     restarts: int = 0
     clears: int = 0
     stored: int = 0
     removed: int = 0
     repeated: int = 0
-    """Blocks that were stored while they were resident."""
+    """Blocks stored while resident."""
     unknown_removals: int = 0
-    """Blocks that were removed, but not known to be there: behind a loss, that is as it has to be."""
+    """Blocks removed that were not known to be there: after a loss, this is expected."""
     unknown_events: int = 0
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The display name."""
         return name_of(self.seen)
 
     @property
     def num_blocks(self) -> int:
-        """Resident, each counted once for each place that it is in."""
+        """Resident blocks, each counted once for each of its places."""
         return sum(map(len, self.blocks.values()))
 
     def store(self, event: FeedStored) -> list[WorkerBlock]:
-        """Take the blocks in; returns those that were not resident there before."""
+        """Add the blocks; return those that were not resident there before."""
         place = place_of(event)
         there = self.blocks.setdefault(place, {}) if event.block_hashes else {}
         new = []
@@ -392,7 +392,7 @@ class WorkerState:
         return new
 
     def remove(self, event: FeedRemoved) -> list[Hash]:
-        """Take a copy of each away; returns those that are not resident there any more."""
+        """Remove a copy of each; return those that are no longer resident there."""
         place = place_of(event)
         there = self.blocks.get(place, {})
         gone = []
@@ -414,23 +414,23 @@ class WorkerState:
         return any(place.group == group and name in there for place, there in self.blocks.items())
 
     def forget(self) -> None:
-        """Nothing is resident."""
+        """Remove all resident blocks."""
         self.blocks.clear()
         self.copies.clear()
         self.lineage.clear()
 
     def resident(self) -> Iterator[FeedStored | FeedRemoved]:
-        """Events that make what is resident now; nothing that happens later changes them.
+        """Yield events that make the current resident blocks; later changes do not affect them.
 
-        They are stores, parents first. What is resident only behind a block that is not there at the moment comes with
-        that block, which is removed again at the end.
+        They are stores, parents first. Children of a block that is temporarily absent come with that block, which is
+        removed again at the end.
         """
         blocks = [block for there in self.blocks.values() for block in there.values()]
         kept = [*self.lineage.kept.values()]
         return chain(stores_of(parents_first(blocks + kept)), _removals(kept))
 
     def copied(self) -> Iterator[FeedStored]:
-        """Stores of the further copies that there are of some of these: of all that have a second one, a third, …"""
+        """Yield stores of the further copies of these blocks: of all that have a second one, a third, …"""
         return stores_of(
             self.blocks[place][name]
             for number in range(1, max(self.copies.values(), default=1))
@@ -440,7 +440,7 @@ class WorkerState:
 
 
 def _removals(blocks: Iterable[WorkerBlock]) -> Iterator[FeedRemoved]:
-    """Deepest first."""
+    """Yield removals, deepest blocks first."""
     for block in reversed(list(parents_first(blocks))):
         event = block.scope.event
         yield FeedRemoved(
@@ -461,7 +461,7 @@ class FeedState:
         self.started: FeedStarted | None = None
         self.tokens_recorded = True
         self.workers: dict[int, WorkerState] = {}
-        """Of this epoch, by their numbers."""
+        """Workers of this epoch, by number."""
         self._handlers: dict[type, Callable[[Any], object]] = {
             ev.EpochStarted: self._begin_epoch,
             FeedStarted: self._start,
@@ -476,17 +476,17 @@ class FeedState:
         }
 
     def apply(self, event: ev.AnyEvent) -> None:
-        """Change the state by one event; those of other kinds of logs change nothing. KeyError: an unknown worker."""
+        """Apply one event; events of other kinds of logs change nothing. Raises KeyError for an unknown worker."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
     def store(self, event: FeedStored) -> list[WorkerBlock]:
-        """What becomes resident by it."""
+        """Apply a store; return the blocks that become resident."""
         return self.workers[event.worker].store(event)
 
     def remove(self, event: FeedRemoved) -> list[Hash]:
-        """What is not resident any more."""
+        """Apply a removal; return the hashes that are no longer resident."""
         return self.workers[event.worker].remove(event)
 
     def _begin_epoch(self, event: ev.EpochStarted) -> None:
@@ -524,11 +524,11 @@ class FeedState:
 
 
 class SeveralWorkers(EventsError):
-    """A feed is that of one worker."""
+    """A feed needs one worker, and the log has several."""
 
 
 class WorkerFeed(StreamFold[AnyChange]):
-    """Folds batches into the changes of the worker with this name; None: of the only one that there is.
+    """Folds batches into the changes of the worker with this name; None: of the only worker.
 
     `fold` raises SeveralWorkers.
     """
@@ -545,14 +545,14 @@ class WorkerFeed(StreamFold[AnyChange]):
         self._handlers |= dict.fromkeys(told, self._hear)
 
     def snapshot(self) -> Iterator[AnyChange]:
-        """Everything that is known to be resident, as stores, parents first; what is folded later changes nothing."""
+        """Yield all known resident blocks, as stores, parents first; later folds do not affect it."""
         if self.worker is None:
             return iter(())
         return map(_told, self.worker.resident())
 
     @property
     def missing(self) -> str | None:
-        """Whom the log does not know (yet), in words; None: its worker is there."""
+        """Return a text naming the worker that the log does not know (yet); None: it is there."""
         if self.worker is not None:
             return None
         if self._name is None:
@@ -561,7 +561,7 @@ class WorkerFeed(StreamFold[AnyChange]):
         return f"the log knows of no worker {self._name}; there are {names}"
 
     def _hear(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
-        """What some worker told."""
+        """Apply an event of some worker."""
         worker = self.worker
         if worker is None or event.worker != worker.seen.worker:
             return
@@ -603,19 +603,19 @@ def _told(event: FeedStored | FeedRemoved) -> EncodedEvent:
 
 
 class Prefix(NamedTuple):
-    """What a worker has of a prompt."""
+    """The part of a prompt resident in one worker."""
 
     worker: WorkerState
     tokens: int
     blocks: int
     media: dict[str, int]
-    """Blocks by the best place that each is in, in the worker's own words."""
+    """Number of blocks by the best place of each, in the worker's own terms."""
 
 
 def longest_prefixes(
     workers: Iterable[WorkerState], tokens: bytes, *, lora: str | None = None, salt: str | None = None
 ) -> list[Prefix]:
-    """Of each worker what it has, most first; `tokens` are int32 LE. Also what its last token is in counts."""
+    """Return the resident prefix per worker, longest first; `tokens` (int32 LE) may match up to the last one."""
     found = [_longest(worker, tokens, lora, salt) for worker in workers]
     return sorted(found, key=lambda prefix: -prefix.tokens)
 
@@ -638,7 +638,7 @@ def _longest(worker: WorkerState, tokens: bytes, lora: str | None, salt: str | N
 def _path(
     blocks: Iterable[tuple[str, WorkerBlock]], tokens: bytes, lora: str | None, salt: str | None
 ) -> list[tuple[str, int]]:
-    """The medium and the tokens of each block from the prompt's beginning on."""
+    """Return the medium and the tokens of each block from the prompt's beginning on."""
     behind: dict[Hash | None, list[tuple[str, WorkerBlock]]] = {}
     for medium, block in blocks:
         if block.tokens:
@@ -661,10 +661,10 @@ def _path(
 
 
 def _suits(block: WorkerBlock, lora: str | None, salt: str | None) -> bool:
-    """Whether a prompt with this adapter and, at its beginning, this salt may have the block.
+    """Return True if a prompt with this adapter and, at its beginning, this salt may use the block.
 
-    Engines tell a salt as it is, or as its SHA-256 in hex. What else a block's hash covers (images), no prompt of plain
-    tokens has.
+    Engines publish a salt in clear, or as its SHA-256 in hex. Other extra keys of a block's hash (images) match no
+    prompt of plain tokens.
     """
     event = block.scope.event
     adapter = event.lora_name if event.lora_name is not None or event.lora_id is None else str(event.lora_id)
