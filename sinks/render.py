@@ -1,11 +1,11 @@
-"""Events as lines for people: one line per event, counts instead of contents.
+"""Events as human-readable lines: one line per event, counts instead of contents.
 
 A line starts with the event's address (batch seq and index), so that it can be found again in the log::
 
      12.0  SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3
      12.1  BlocksStored      request=chat-1 group=0 primary blocks=2 first=35 1f2e3d4c..9a8b7c6d priority=35
 
-A sequence is named by its request, or by its handle, as in ``#7``, if the stream has not said whose that is (`Known`).
+A sequence is named by its request, or by its handle, as in ``#7``, if the stream has not given its request (`Known`).
 ``reused`` counts tokens found in primary, found in secondary, and copied from a block that matched in part.
 
 SECURITY: no line contains token ids, because lines end up in terminals, tickets and logs. Texts from outside
@@ -49,26 +49,26 @@ from events.types import (
 )
 
 MAX_REQUESTS = 1 << 16
-"""Of more, the oldest are forgotten: where batches are lost, not every end is heard of."""
+"""Limit of known requests, of which the oldest are forgotten: after lost batches, some ends are never seen."""
 
 
 class Known:
-    """To be told every event of a stream, in order, each before its line is made."""
+    """Names collected from a stream: see every event, in order, before its line is made."""
 
     def __init__(self, key_bytes: int = 0) -> None:
         self.key_bytes = key_bytes
-        """Of the cache (`CacheCreated.key_bytes`)."""
+        """Key size of the cache (`CacheCreated.key_bytes`)."""
         self.requests: dict[int, RequestId] = {}
-        """The ids of the requests that run, or have just ended, by their handles; not those of encoders' inputs:
-        `EncoderAdded` says who reads one, and branches of that may do so longer."""
+        """Ids of the requests that run, or have just ended, by handle; not for encoder inputs: `EncoderAdded` names the
+        reader of one, and its branches may read longer."""
         self._ended: int | None = None
         self.workers: dict[int, str] = {}
-        """The names of workers, by their numbers in a log of `kvcache tap`."""
+        """Names of workers, by their numbers in a log of `kvcache tap`."""
 
     def see(self, event: AnyEvent) -> None:
-        """Learn from one event."""
+        """Collect the names in one event."""
         if self._ended is not None:
-            # Not when it ended: its last line names it, too.
+            # Not at its end: its last line names it as well.
             self.requests.pop(self._ended, None)
             self._ended = None
         if isinstance(event, SequenceAdded):
@@ -94,14 +94,14 @@ class Known:
 
 
 NAME_DIGITS = 8
-"""Hex digits shown of a block's name: enough to tell blocks apart by eye, and to search the log for."""
+"""Hex digits shown of a block's name: enough to distinguish blocks by eye, and to search the log for."""
 TEXT_LENGTH_MAX = 64
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
 _TYPE_WIDTH = max(len(kind.__name__) for kind in ev.AnyEvent.__args__)
 
 
 def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
-    """The lines of a batch, without newlines. All of the stream's events before it were seen by `known`."""
+    """Yield the lines of a batch, without newlines. All earlier events of the stream were seen by `known`."""
     for index, event in enumerate(batch.events):
         known.see(event)
         address = f"{batch.seq}.{index}"
@@ -109,20 +109,20 @@ def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
 
 
 def render_event(event: ev.AnyEvent, known: Known) -> str:
-    """One event, which was seen by `known`, without its address."""
+    """Render one event, which was seen by `known`, without its address."""
     details = _DETAILS.get(type(event), _fields)(event, known)
     return f"{type(event).__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
 
 
 def _fields(event: ev.AnyEvent, known: Known) -> str:
-    """What there is to say of an event, field by field."""
+    """Render an event's fields, one by one."""
     fields = event.__struct_fields__
     said = (phrase(getattr(event, name), known) for name, phrase in _PHRASES.items() if name in fields)
     return " ".join(filter(None, said))
 
 
 def text(value: object) -> str:
-    """A text from outside, cut short, and quoted unless it is plain."""
+    """Render a text from outside, cut short, and quoted unless it is plain."""
     spelled = str(value)
     if len(spelled) > TEXT_LENGTH_MAX:
         spelled = spelled[: TEXT_LENGTH_MAX - 1] + "\N{HORIZONTAL ELLIPSIS}"
@@ -130,7 +130,7 @@ def text(value: object) -> str:
 
 
 def _whose(handle: int, known: Known) -> str:
-    """The request, or the handle if the request is not known."""
+    """Render the request, or the handle if the request is not known."""
     request_id = known.requests.get(handle)
     return _handle(handle) if request_id is None else f"request={text(request_id)}"
 
@@ -140,19 +140,19 @@ def _for(handle: int | None, known: Known) -> str:
 
 
 def _handle(handle: int) -> str:
-    """Counted from 1 in each epoch, which is named where it is not the first one."""
+    """Render a handle, counted from 1 in each epoch; the epoch is shown unless it is the first."""
     epoch = epoch_of(handle)
     return f"#{epoch}.{handle - first_number(epoch) + 1}" if epoch else f"#{handle}"
 
 
 def _sequences(handles: bytes, known: Known) -> str:
-    """Whose it is if there is one sequence, otherwise how many there are."""
+    """Render the only sequence, otherwise their number."""
     unpacked = unpack_i64(handles)
     return _whose(int(unpacked[0]), known) if len(unpacked) == 1 else f"sequences={len(unpacked)}"
 
 
 def _transfers(transfers: bytes) -> str:
-    """All by their numbers: those that follow each other as 2..9."""
+    """Render all transfer numbers: consecutive ones as 2..9."""
     spans: list[list[int]] = []
     for number in unpack_i64(transfers).tolist():
         if spans and number == spans[-1][1] + 1:
@@ -168,7 +168,7 @@ def _blocks(slots: bytes) -> str:
 
 
 def _count(slots: bytes | tuple[bytes, ...]) -> str:
-    """How many slots, or how many of each group."""
+    """Render the number of slots, or the number per group."""
     return _per_group(list(map(_count, slots))) if isinstance(slots, tuple) else str(len(slots) // SLOT_BYTES)
 
 
@@ -177,12 +177,12 @@ def _levels(counts: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def _per_group(values: Sequence[object]) -> str:
-    """One value, or one for each group."""
+    """Render one value, or one per group."""
     return "/".join(map(str, values))
 
 
 def _names(packed: bytes) -> str:
-    """The first and the last name of a column."""
+    """Render the first and the last name of a column."""
     if not packed:
         return ""
     first, last = _name(packed[:NAME_BYTES]), _name(packed[-NAME_BYTES:])
@@ -190,7 +190,7 @@ def _names(packed: bytes) -> str:
 
 
 def _names_in(slots: bytes, names: bytes) -> str:
-    """The same of the blocks in these slots; names of blocks before may come first."""
+    """Render the names of the blocks in these slots; names of earlier blocks may come first."""
     return _names(names[max(0, len(names) - len(slots) // SLOT_BYTES * NAME_BYTES) :])
 
 
@@ -280,7 +280,7 @@ def _blocks_updated(e: ev.BlocksUpdated, known: Known) -> str:
 
 
 def _lasting(duration: int | None) -> str:
-    """For how long a priority holds, if not for good."""
+    """Render a priority's duration, if limited."""
     return f" for={duration / 1e9:g}s" if duration else ""
 
 
@@ -320,7 +320,7 @@ def _worker(number: int, known: Known) -> str:
 
 
 def _told_blocks(e: ev.FeedStored | ev.FeedRemoved, known: Known) -> str:
-    """Who, where, how many, and the first and the last hash."""
+    """Render worker, place, count, and the first and the last hash."""
     ends = dict.fromkeys(map(_hash, (e.block_hashes[:1] + e.block_hashes[-1:])))
     where = f"{text(e.medium or 'GPU')} group={e.group_idx or 0} blocks={len(e.block_hashes)}"
     return f"{_worker(e.worker, known)} {where}{' ' * bool(ends)}{'..'.join(ends)}"
@@ -345,7 +345,7 @@ def _worker_seen(e: ev.WorkerSeen, known: Known) -> str:
 
 
 def _ends(numbers: Sequence[int] | Any) -> str:
-    """The first and the last of some numbers."""
+    """Render the first and the last of some numbers."""
     return "..".join(dict.fromkeys([str(each) for each in (*numbers[:1], *numbers[-1:])]))
 
 
@@ -409,7 +409,7 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.FeedRestarted: lambda e, known: f"{_worker(e.worker, known)} number={e.first} after={e.last}",
     ev.FeedUnknown: lambda e, known: f"{_worker(e.worker, known)} type={text(e.name)}",
 }
-"""How events are written of which not all is to be said, or not in the order of `_PHRASES`."""
+"""Renderers of events with fields that are left out, or not in the order of `_PHRASES`."""
 
 _PHRASES: dict[str, Callable[[Any, Known], str]] = {
     "worker": _worker,
@@ -434,4 +434,4 @@ _PHRASES: dict[str, Callable[[Any, Known], str]] = {
     "reason": lambda value, known: f"reason={text(value)}",
     "endpoints": lambda value, known: f"endpoints={','.join(map(text, value))}",
 }
-"""How fields of all other events are written, in this order; fields that are not here are left out."""
+"""Renderers of the fields of all other events, in this order; other fields are left out."""

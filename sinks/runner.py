@@ -1,6 +1,6 @@
 """A sink's thread, and the bounded queue between it and the engine's thread.
 
-Whatever a sink does (sleeps, raises, hangs, exits its thread, forks), `put` does not wait for it. And nothing is lost
+Whatever a sink does (sleep, raise, hang, exit its thread, fork), `put` does not wait for it. And nothing is lost
 without a trace: a batch that does not reach the sink is counted as dropped, and an `EventBatch` with a `Gap` over its
 seq takes its place in the sink's stream. At any time::
 
@@ -12,14 +12,14 @@ is half full. Only an overflow takes the lock. A row of lost batches is one `Los
 in the queue; between two losses there is always a batch, so both stay bounded. Counters only grow, and each has one
 writer (`put_*` the engine's thread, all else whoever holds the lock), so the fast path knows the fill without the lock.
 
-*The runner.* A sink that fails is reported, once, and when it works again. One that keeps failing is quarantined:
-closed, while batches go by it, and tried again with growing pauses. When it can be opened and takes the gap over what
-it has missed, it goes on. (A fold after such a gap needs the whole state, which the manager publishes then.) So a disk
-that was full for a while costs what came in that while, and no more. Every counter and the list of owed gaps belongs to
-the sink's thread, and the rest are flags that are set once.
+*The runner.* A failing sink is reported once, and again when it recovers. One that keeps failing is quarantined:
+closed, while batches pass it by, and retried with growing pauses. Once it can be opened and accepts the gap over the
+missed batches, it continues. (A fold after such a gap needs the whole state, which the manager publishes then.) So a
+disk that was full for a while costs the batches of that while, and no more. Every counter and the list of owed gaps
+belongs to the sink's thread, and the rest are flags that are set once.
 
-SECURITY: texts of a sink's exceptions may quote what was being written. Only those of the operating system
-and of `SinkError` are kept; of all others, the type and the place in the code.
+SECURITY: texts of a sink's exceptions may quote the batch being written. Only those of the operating system and of
+`SinkError` are kept; of all others, the type and the place in the code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sinks.base import Overflow, Sink, SinkError, SinkOpenError, SinkStats, Stat
 
 @dataclass(slots=True)
 class LostBatches:
-    """A row of batches that the sink will not get, with nothing delivered between them."""
+    """A run of lost batches, with nothing delivered between them."""
 
     first_seq: int
     last_seq: int
@@ -51,7 +51,7 @@ class LostBatches:
     reason: str
 
     def as_batch(self) -> EventBatch:
-        """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
+        """Return the batch that takes their place. It has the seq of the last lost batch, so that seq keeps rising."""
         gap = Gap(first_seq=self.first_seq, last_seq=self.last_seq, reason=self.reason)
         return EventBatch(self.last_seq, self.ts, (gap,))
 
@@ -63,7 +63,7 @@ Item = Queued | LostBatches
 
 
 def note_loss(items: list[LostBatches] | deque[Item], loss: LostBatches) -> None:
-    """Put a loss at the end of `items`, or extend the one that is there by it."""
+    """Append a loss to `items`, or extend the last one by it."""
     last = items[-1] if items else None
     if isinstance(last, LostBatches) and last.reason == loss.reason:
         last.last_seq, last.ts = loss.last_seq, loss.ts
@@ -74,8 +74,8 @@ def note_loss(items: list[LostBatches] | deque[Item], loss: LostBatches) -> None
 class BatchQueue:
     """Batches on their way to one sink; `put` is for one thread, `take` for one other.
 
-    `max_events` and `max_bytes` bound it; an empty queue takes one batch of any size, so that a state export
-    larger than the bound is not lost for good. `overflow` says what gives way when it is full.
+    `max_events` and `max_bytes` bound it; an empty queue takes one batch of any size, so that a state export larger
+    than the bound is not lost for good. `overflow` selects what is dropped when it is full.
     """
 
     def __init__(self, max_events: int, max_bytes: int, overflow: Overflow) -> None:
@@ -94,13 +94,13 @@ class BatchQueue:
         self.dropped_batches = self.dropped_events = 0
 
     def __len__(self) -> int:
-        """The batches that wait, and the losses between them."""
+        """Number of waiting batches, and losses between them."""
         return len(self._items)
 
     def put(self, batch: EventBatch, size: int | None = None) -> None:
         """Append a batch. Never raises or waits.
 
-        `size` is that of `events.size.batch_bytes`, for who knows it already.
+        `size`, if known already, is `events.size.batch_bytes` of the batch.
         """
         if size is None:
             size = batch_bytes(batch)
@@ -127,7 +127,7 @@ class BatchQueue:
             return item
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the queue is half full, `wake` is called, or the time is up, which it says by False."""
+        """Wait until the queue is half full, `wake` is called, or the time is up, for which it returns False."""
         woken = self._wake.wait(seconds)
         self._wake.clear()
         return woken
@@ -137,12 +137,12 @@ class BatchQueue:
         self._wake.set()
 
     def refuse(self, reason: str) -> None:
-        """From now on whatever is put is lost for `reason`. What is in the queue stays."""
+        """Drop all later batches for `reason`. Queued ones stay."""
         with self._lock:
             self._refusal = reason
 
     def accept(self, reason: str) -> None:
-        """Take batches again, unless they are refused for another reason than this one."""
+        """Accept batches again, unless they are refused for another reason than this one."""
         with self._lock:
             if self._refusal == reason:
                 self._refusal = None
@@ -157,7 +157,7 @@ class BatchQueue:
         return losses
 
     def drop_all(self, reason: str) -> None:
-        """Turn what is in the queue into losses, where it is. For after `refuse`."""
+        """Turn the queued batches into losses, in place. Called after `refuse`."""
         with self._lock:
             losses: deque[Item] = deque()
             while self._items:
@@ -166,7 +166,7 @@ class BatchQueue:
 
     def become_child(self) -> None:
         """Start anew in a forked process, empty and refusing: the content is the parent's to deliver."""
-        # Whoever held the lock at the fork does not exist in this process.
+        # The thread that held the lock at the fork does not exist in this process.
         self._lock = threading.Lock()
         self._items.clear()
         self._refusal = "forked"
@@ -182,7 +182,7 @@ class BatchQueue:
                 self._items.append(item)
 
     def _fits(self, item: Queued) -> bool:
-        """Whether `item`, which is counted already, is alone or has room."""
+        """Return True if `item`, which is counted already, is alone or has room."""
         events, total = self._put_events - self._left_events, self._put_bytes - self._left_bytes
         return total == item[1] or (total <= self._max_bytes and events <= self._max_events)
 
@@ -193,7 +193,7 @@ class BatchQueue:
         self._items.extendleft(reversed(losses))
 
     def _lose(self, item: Item, reason: str) -> LostBatches:
-        """What stands for an item that the sink will not get; a loss stays what it is."""
+        """Return the loss that replaces a dropped item; a loss stays as it is."""
         if isinstance(item, LostBatches):
             return item
         self._count_left(item)
@@ -208,12 +208,12 @@ class BatchQueue:
 
 POLL_SECONDS = 0.01
 OPEN_SECONDS = 2.0
-"""How long `start` waits to learn whether the sink could be opened."""
+"""Time that `start` waits for the sink to open."""
 GRACE_SECONDS = 0.25
-"""How long `close` waits beyond the drain for the last `Gap` to be written."""
+"""Time that `close` waits, after the drain, for the last `Gap` to be written."""
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.1, 5.0
 SILENCE_SECONDS = 60.0
-"""It is said once in this time that a sink fails, however often it does and recovers."""
+"""Minimum time between two reports that a sink fails, however often it does and recovers."""
 
 
 _log = get_logger("sinks")
@@ -222,17 +222,17 @@ _log = get_logger("sinks")
 class SinkRunner:
     """Feeds a sink from the engine's thread.
 
-    The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the oldest
-    batches or the newest. None leaves that to the sink's own `overflow`. `tick`
-    is called after each batch and about every 10 ms while none comes. After `max_errors` failures in a row, with pauses
-    that double from `backoff_seconds` to 5 s, the sink is quarantined and reported. It is opened again after
-    `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close` waits at most
-    `drain_seconds` and a quarter second for the last `Gap`, and for none of the pauses.
+    The queue is bounded by `max_events` and `max_bytes`; `overflow` selects which batches are dropped when it is full:
+    the oldest or the newest. None means the sink's own `overflow`. `tick` is called after each batch and about every 10
+    ms while none comes. After `max_errors` failures in a row, with pauses that double from `backoff_seconds` to 5 s,
+    the sink is quarantined and reported. It is opened again after `retry_seconds`, and as long as that fails after
+    pauses that double up to `retry_seconds_max`. `close` waits at most `drain_seconds` and a quarter second for the
+    last `Gap`, and never for a pause.
 
     Tests replace `clock` and `pause`. The sink's thread calls `pause` to wait for some seconds, or until the event is
     set, which happens when the runner is closed; it returns whether the event is set.
 
-    `put`, `start` and `close` belong to the engine's thread, all else to any.
+    Only the engine's thread calls `put`, `start` and `close`; the rest is for any.
     """
 
     def __init__(
@@ -256,28 +256,28 @@ class SinkRunner:
         self.name = name
         self.sink = sink
         self.hides_tokens = sink.needs_tokens is False
-        """Whether token ids are taken out before the sink gets a batch."""
+        """True if token ids are removed from the sink's batches."""
         self._queue = BatchQueue(max_events, max_bytes, overflow or sink.overflow)
         # Not a method around it: the engine calls this once per step and sink.
         self.put = self._queue.put
-        """Hand a batch to the sink. Never raises or waits."""
+        """Put a batch into the sink's queue. Never raises or waits."""
         self._drain_seconds, self._clock, self._wait = drain_seconds, clock, pause
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
         self._retries = 0
-        """Of a quarantined sink, since it has failed after a longer time of work."""
+        """Retries of a quarantined sink since its last failure after longer operation."""
         self._recovered_at = self._told_at = float("-inf")
         self._failing_since: float | None = None
         self._is_open = self._open_failed = self._reopen_asked = self._forked = False
         self._owed: list[LostBatches] = []
-        """Losses whose gaps are not written yet."""
+        """Losses with gaps not written yet."""
         self._batches = self._events = self._failed_batches = self._failed_events = 0
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
         self._state: State = "running"
         self._opened, self._closing = threading.Event(), threading.Event()
         self._started = threading.Event()
-        """Whether `start` has returned, or `close` was called."""
+        """Set once `start` has returned, or `close` was called."""
         self._deadline = 0.0
         self._thread: threading.Thread | None = None
         _runners.add(self)
@@ -285,10 +285,10 @@ class SinkRunner:
     # --- the engine's thread ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread and open the sink. To be called once.
+        """Start the thread and open the sink. Call once.
 
-        Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to
-        open goes on doing so while batches wait in its queue; if it fails then, it is tried again as others are.
+        Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to open goes on
+        doing so while batches wait in its queue; if it fails then, it is retried like any other.
         """
         if self._thread is not None:
             raise RuntimeError(f"sink {self.name} was started already")
@@ -302,7 +302,7 @@ class SinkRunner:
         self._started.set()
 
     def close(self) -> None:
-        """Deliver what is queued, within the drain time, and let the sink close. Further calls do nothing."""
+        """Deliver the queue, within the drain time, and close the sink. Further calls do nothing."""
         if self._closing.is_set() or self._forked:
             return
         self._queue.refuse("closed")
@@ -321,13 +321,13 @@ class SinkRunner:
             _log.warning("sink_lost_batches", sink=self.name, **lost)
 
     def reopen(self) -> None:
-        """Have the sink call its `reopen`, if it has one, on its own thread. May be called in a signal handler."""
-        # A flag that is looked at, since a lock may be held by what the signal has interrupted.
+        """Request a call of the sink's `reopen`, if it has one, on its own thread. Safe in a signal handler."""
+        # A flag, since the interrupted code may hold a lock.
         self._reopen_asked = True
 
     def stats(self) -> SinkStats:
-        """The counters of this moment."""
-        # What was put is read last: counters only grow, so the lag cannot come out negative.
+        """The counters at this moment."""
+        # `put` counters are read last: counters only grow, so the lag cannot come out negative.
         batches, events = self._batches, self._events
         dropped_batches = self._queue.dropped_batches + self._failed_batches
         return SinkStats(
@@ -345,7 +345,7 @@ class SinkRunner:
 
     @property
     def state(self) -> State:
-        """Whether batches reach the sink at the moment, which are also given to one that is failing ("running")."""
+        """The state of delivery; a failing sink that is still given batches is "running"."""
         return self._state
 
     # --- the sink's thread ------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ class SinkRunner:
     def _run(self) -> None:
         if not self._open():
             self._open_failed = True
-            self._state = "quarantined"  # What is put stays in the queue: the sink has missed nothing yet.
+            self._state = "quarantined"  # Batches put stay in the queue: the sink has missed nothing yet.
         self._opened.set()
-        self._started.wait()  # which refuses a sink that could not be opened in time, and says why
+        self._started.wait()  # which refuses a sink that could not be opened in time, and gives the reason
         if self._open_failed and not self._closing.is_set():
             self._report_quarantine()
         while self._serve() and self._recover():
@@ -365,7 +365,7 @@ class SinkRunner:
         self._close_sink()
 
     def _serve(self) -> bool:
-        """Deliver until there is nothing more to come (False), or the sink fails too often."""
+        """Deliver until the queue is closed and empty (False), or the sink fails too often."""
         while (item := self._next()) is not None:
             self._deliver(item)
             self._call_tick()
@@ -381,7 +381,7 @@ class SinkRunner:
             self._call("close", self.sink.close)
 
     def _recover(self) -> bool:
-        """Try a quarantined sink until it works; False if the runner is closed before that."""
+        """Retry a quarantined sink until it works; False if the runner is closed before that."""
         self._close_sink()
         while not self._wait(
             self._closing, pause_after(self._retries + 1, self._retry_seconds, self._retry_seconds_max)
@@ -400,7 +400,7 @@ class SinkRunner:
         return False
 
     def _takes_what_it_missed(self) -> bool:
-        """Whether the sink works: that it could be opened proves little, as where a disk is full."""
+        """Return True if the sink works: opening alone proves little, as when a disk is full."""
         for loss in self._queue.take_losses():
             note_loss(self._owed, loss)
         return self._settle() and self._call("tick", self.sink.tick)
@@ -414,7 +414,7 @@ class SinkRunner:
         return self._state != "quarantined" and not self._forked
 
     def _next(self) -> Item | None:
-        """Take the head of the queue; wait for one; None when closing has emptied it, or the sink was given up."""
+        """Take the head of the queue, waiting for one; None when closing has emptied it, or the sink was abandoned."""
         while self._may_go_on():
             # Read before `take`: nothing is queued any more after it is set, so empty then means finished.
             closing = self._closing.is_set()
@@ -446,7 +446,7 @@ class SinkRunner:
             self._note_success()
 
     def _settle(self) -> bool:
-        """Write the gaps that the stream is owed. What cannot be written now stays owed."""
+        """Write the owed gaps. Gaps that cannot be written now stay owed."""
         while self._owed:
             if not self._write(self._owed[0].as_batch()):
                 return False
@@ -472,7 +472,7 @@ class SinkRunner:
     def _run_tick(self, what: str, method: Callable[[], None]) -> None:
         if not self._may_go_on():
             return
-        # Counted apart: that batches are taken does not mean that ticks work.
+        # Counted separately: a sink that accepts batches may still fail in `tick`.
         if self._call(what, method):
             self._tick_errors_in_row = 0
             if self._failing_since is not None:
@@ -522,7 +522,7 @@ class SinkRunner:
         self._queue.drop_all("quarantined")
         self._failing_since = None
         if self._clock() - self._recovered_at > self._retry_seconds_max:
-            # One that fails soon again has not recovered, and is not to be tried more often for that.
+            # A sink that fails again soon has not recovered, and is not retried more often for that.
             self._retries = 0
         self._report_quarantine()
 
@@ -530,20 +530,20 @@ class SinkRunner:
         _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)
 
     def _become_child(self) -> None:
-        """A forked child has none of its parent's threads."""
+        """Mark a forked child, which has none of its parent's threads."""
         self._forked = True
         self._state = "closed"
         self._queue.become_child()
 
 
 def pause_after(failures: int, first: float = BACKOFF_SECONDS, longest: float = BACKOFF_SECONDS_MAX) -> float:
-    """Return how long to wait after N failures in a row: pauses double from `first` up to `longest`, in seconds."""
+    """Return the pause after N failures in a row: doubling from `first` up to `longest`, in seconds."""
     return min(first * 2.0 ** min(failures - 1, 16), longest)
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, without any text that may quote what was being published."""
-    # An OSError without a number was made up by a library, and may hold anything.
+    """Describe an error, without any text that may quote events being published."""
+    # A library made an OSError without a number, and it may hold anything.
     if isinstance(error, SinkError | UnsafeFile) or (isinstance(error, OSError) and error.errno is not None):
         return f"{type(error).__name__}: {error}"
     return type_and_place(error)

@@ -1,8 +1,8 @@
 """Segment files: their names, and reading one of them frame by frame.
 
-A reader takes as much into memory as one window or one frame, and believes no length before its checksum.
-What it cannot read it calls broken, with the reason; whether that means an interrupted write or damage
-depends on what lies behind (`Segment.is_damaged`); what is done about it is in the table of `events.log.recovery`.
+A reader holds one window or one frame in memory, and trusts no length before its checksum. Unreadable frames are
+reported as broken, with the reason; if that means an interrupted write or damage depends on the bytes after it
+(`Segment.is_damaged`); the table of `events.log.recovery` has the consequences.
 """
 
 from __future__ import annotations
@@ -49,36 +49,36 @@ UNFINISHED_SUFFIX = ".tmp"
 SNAPSHOT_SUFFIX = ".kvsnap"
 LEASES_NAME = "leases"
 KEEPER_NAME = "KEEPER"
-"""Locked by who makes snapshots and removes what is not to be kept."""
+"""Locked by the process that makes snapshots and removes old segments."""
 SEGMENT_SUFFIX = ".kvlog"
 OUTDATED_SUFFIX = ".kvlogz"
-"""Of segments that an earlier version has compressed: `kvcache log compress` converts them."""
+"""Suffix of segments compressed by an earlier version: `kvcache log compress` converts them."""
 NOT_EXPANDED = "a compressed frame does not hold what was written"
 SHORT_HEADER = "the segment header is cut short"
 UNREADABLE = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
-"""How the system says that the disk does not have what a file holds."""
+"""Error numbers by which the system reports that the disk does not have a file's content."""
 _WINDOW_BYTES = 1 << 20
 _TIMES_LOOKED_AT = 16
-"""Behind damage, payloads are looked at that together have so many times the bytes of their segment, and no more."""
+"""After damage, payloads are checked up to this multiple of their segment's bytes."""
 _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{OUTDATED_SUFFIX})")
 _OWN_NAME = re.compile(
     rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{OUTDATED_SUFFIX})(\.new)?"
     rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
-    # What sinks and sidecars keep here, which may come before the first segment.
+    # Files that sinks and sidecars keep here, possibly before the first segment.
     rf"|(feed-.+\.numbers|publish-.+\.json)(\.lock|\.new)?|{re.escape(PROBE_PREFIX)}.+"
 )
 
 
 def segment_name(base_seq: int) -> str:
-    """File name of the segment whose first batch is `base_seq`."""
+    """Return the file name of the segment with the first batch `base_seq`."""
     return f"{base_seq:020d}.kvlog"
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """The segments of a log, oldest first; other names are not looked at.
+    """Return the segments of a log, oldest first; other names are ignored.
 
-    Of one that is there in the form of format 1 and of this one, as when converting was interrupted, it is the new one.
+    A segment in both the format 1 and this one, as after an interrupted conversion, is the new one.
     """
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
     of_number = {first_seq(Path(name)): name for name in sorted(names, reverse=True)}
@@ -86,33 +86,33 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def remove_segment(path: Path) -> None:
-    """Remove it, in whichever form it is there. Raises OSError."""
+    """Remove a segment in any of its forms. Raises OSError."""
     for suffix in (OUTDATED_SUFFIX, SEGMENT_SUFFIX):
         path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def first_seq(path: Path) -> int:
-    """The number in a segment's name: that of its first batch."""
+    """Return the number in a segment's name: that of its first batch."""
     return int(path.stem)
 
 
 def is_log(directory: Path) -> bool:
-    """Whether a writer has been here."""
+    """Return True if a writer has used the directory."""
     # pathlib's is_dir raises for a name that is too long.
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return any(name == LOCK_NAME or _NAME.fullmatch(name) for name in names)
 
 
 def holds_foreign_files(directory: Path) -> bool:
-    """Whether anything is here, in a directory without segments, that no log writer or sink left."""
+    """Return True if a directory without segments has files that no log writer or sink left."""
     names = os.listdir(directory)
-    # A writer has been here before the sinks were opened, which may keep whatever they like here.
+    # A writer was here before the sinks were opened, which may keep any files here.
     return not all(map(_OWN_NAME.fullmatch, names)) and not is_lock_file(directory / LOCK_NAME)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame whose checksums are right."""
+    """A frame with correct checksums."""
 
     header: FrameHeader
     offset: int
@@ -121,21 +121,22 @@ class Frame:
 
 @dataclass(frozen=True)
 class Broken:
-    """No frame can be read at this place."""
+    """The reason why no frame can be read at this place."""
 
     offset: int
     reason: str
     what: Literal["cut", "misplaced", "nonsense"] = "cut"
-    """Not whole, which interrupted writing may have caused; or another frame; or whole, and holds no frames."""
+    """Cut: incomplete, possibly by an interrupted write. Misplaced: another frame. Nonsense: whole, but holds no
+    frames."""
 
 
 class Segment:
     """One segment file, open for reading; `offset` is where the next frame begins, or the compressed one that holds it.
 
-    `magic`: what it begins with. `is_named`: whether its name must be that which its header says.
+    `magic`: its first bytes. `is_named`: True if its name must match its header.
 
-    Opening raises LogDamaged if it is no file, LogOutdated, and OSError; reading a compressed one where that cannot be
-    done, ZstdMissing.
+    Opening raises LogDamaged if it is no file, LogOutdated, and OSError; reading a compressed one without zstd raises
+    ZstdMissing.
     """
 
     def __init__(self, path: Path, magic: bytes = MAGIC, *, is_named: bool = True) -> None:
@@ -147,10 +148,10 @@ class Segment:
         self._seed = 0
         self._stream: Expander | None = None
         self._block = memoryview(b"")
-        """Frames that were expanded and not read yet."""
+        """Expanded frames not read yet."""
         self._behind_block = 0
         self._patience: int | None = None
-        """Bytes of payloads that are looked at behind damage; None: there was none yet."""
+        """Remaining bytes of payloads to be checked after damage; None: there was none yet."""
         self.descriptor = open_file(path)
 
     def __enter__(self) -> Self:
@@ -160,11 +161,11 @@ class Segment:
         os.close(self.descriptor)
 
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Current size of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def data(self, offset: int, count: int) -> bytes:
-        """So many bytes from there on; fewer only at the end (the system stops at 2 GiB)."""
+        """Read `count` bytes from `offset` on; fewer only at the end (the system stops at 2 GiB)."""
         try:
             data = os.pread(self.descriptor, count, offset)
             while len(data) < count and (
@@ -176,23 +177,23 @@ class Segment:
         return data
 
     def replaced(self) -> bool:
-        """Whether the name now means another file, or none."""
+        """Return True if the name now means another file, or none."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         except FileNotFoundError:
             return True
 
     def renewed(self) -> bool:
-        """Whether the writer has put a copy in the place of the file, of which a sync had failed; go on in that then.
+        """Continue in the writer's copy that replaced the file after a failed sync; True if there is one.
 
-        It holds what was durable, and what was behind that is written there once more: places stay the same.
+        It holds the durable part, and the rest is written there once more: offsets stay the same.
         """
         if self._header is None or not self.replaced():
             return False
         try:
             copy = Segment(self.path)
         except (FileNotFoundError, LogDamaged):
-            return False  # It is not to be kept any longer, or something else has its name.
+            return False  # Retention has removed it, or its name is another file's.
         data = copy.data(0, SEGMENT_HEADER_BYTES)
         if len(data) < SEGMENT_HEADER_BYTES or parse_segment_header(data) != self._header:
             os.close(copy.descriptor)
@@ -226,7 +227,7 @@ class Segment:
         return header
 
     def is_headed(self) -> bool:
-        """Whether it has a whole header, whatever that says."""
+        """Return True if it has a whole header, whatever its content."""
         data = self._bytes(0, SEGMENT_HEADER_BYTES)
         return len(data) == SEGMENT_HEADER_BYTES and parse_segment_header(data, self._magic) is not None
 
@@ -234,7 +235,7 @@ class Segment:
         self._header, self._seed = header, seed_of(header.log_id, header.epoch)
 
     def guess(self, log_id: bytes, chain: Chain) -> SegmentHeader | None:
-        """What it most likely is if its header is damaged: what follows `chain` in that epoch or the next one."""
+        """Return the likely header of one that is damaged: the next after `chain` in that epoch or the next one."""
         for epoch in (chain.epoch, chain.epoch + 1):
             header = SegmentHeader(
                 VERSION, FORMAT_VERSION, MAX_WINDOW_LOG, log_id, epoch, chain.number, chain.seq, chain.crc
@@ -246,7 +247,7 @@ class Segment:
         return None
 
     def read(self, chain: Chain) -> Frame | Broken | None:
-        """The frame at `offset`, which must continue `chain`; both then go on. None at the end of the file."""
+        """Return the frame at `offset`, which must continue `chain`, and advance both. None at the end of the file."""
         if self._block:
             return self._in_block(chain)
         start = self.offset
@@ -273,7 +274,7 @@ class Segment:
         return Frame(header, start, payload)
 
     def _expand(self, header: FrameHeader, payload: memoryview) -> bool:
-        """Expand a compressed frame. False: what it holds is nothing, though its checksums are right."""
+        """Expand a compressed frame. False: its content is no frame, though its checksums are right."""
         assert self._header is not None
         stream, self._stream = self._stream, None
         if header.flags & BEGINS_STREAM:
@@ -289,7 +290,7 @@ class Segment:
         return bool(self._block)
 
     def _in_block(self, chain: Chain) -> Frame | Broken:
-        """The next frame in what was expanded. What is wrong there was written so."""
+        """Return the next frame of the expanded ones. Errors there were written so."""
         block = self._block
         header = parse_frame_header(block, self._seed) if len(block) >= FRAME_HEADER_BYTES else None
         if header is None or header.flags & (COMPRESSED | CLOSED):
@@ -309,12 +310,12 @@ class Segment:
         return frame
 
     def _broken(self, reason: str, what: Literal["cut", "misplaced", "nonsense"] = "cut") -> Broken:
-        # The next look must be at the file: recovery may cut what is broken, a writer may complete it.
+        # The next read must be of the file: recovery may cut the broken part, a writer may complete it.
         self._window = memoryview(b"")
         return Broken(self.offset, reason, what)
 
     def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
-        # The size is looked at first so that a cut file does not make us ask for a gigabyte of nothing.
+        # The size is checked first so that a cut file does not make us request a gigabyte of nothing.
         if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self.size():
             return None
         payload = self._bytes(start, header.payload_bytes)
@@ -323,9 +324,9 @@ class Segment:
         return payload
 
     def is_damaged(self, found: Broken, chain: Chain, *, is_last: bool) -> bool:
-        """Whether what is broken was whole once; if not, it is where writing was interrupted.
+        """Return True if the broken frame was whole once; if not, writing was interrupted there.
 
-        So it was if the header of a later batch behind it says that all before that was on disk.
+        It was if the header of a later batch after it states that all before that was on disk.
         """
         return (
             not is_last
@@ -337,9 +338,9 @@ class Segment:
         )
 
     def go_on_behind(self, found: Broken, chain: Chain) -> bool:
-        """Go on with the next whole frame behind what is damaged, which `chain` then expects; False: there is none.
+        """Continue with the next whole frame after the damage, which `chain` then expects; False: there is none.
 
-        Of a stream of which something is lost, nothing is whole.
+        A stream with a lost part has no whole frame.
         """
         self._block, self._stream = memoryview(b""), None
         chain.behind_damage, chain.closed = True, False
@@ -349,7 +350,7 @@ class Segment:
             begins = header.flags & BEGINS_STREAM or not header.flags & COMPRESSED
             if header.seq < chain.seq or not begins or replace(chain, seq=header.seq).refuses_frame(header):
                 continue
-            # Headers by the thousand, each for all of the segment, were not left by any accident.
+            # Headers by the thousand, each for the whole segment, are no accident.
             self._patience -= header.payload_bytes
             if self._patience < 0:
                 return False
@@ -359,7 +360,7 @@ class Segment:
         return False
 
     def _headers_from(self, position: int) -> Iterator[tuple[int, FrameHeader]]:
-        """All places from there on where a whole header of a frame stands."""
+        """Yield all offsets from `position` on with a whole header of a frame."""
         while len(chunk := self.data(position, _WINDOW_BYTES)) >= FRAME_HEADER_BYTES:
             for hit in _SYNC.finditer(chunk, 0, len(chunk) - FRAME_HEADER_BYTES + len(SYNC)):
                 header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
@@ -369,19 +370,19 @@ class Segment:
             position += len(chunk) - FRAME_HEADER_BYTES + 1
 
     def _bytes(self, offset: int, count: int) -> memoryview:
-        """Up to `count` bytes at `offset`; fewer only at the end of the file."""
+        """Read up to `count` bytes at `offset`; fewer only at the end of the file."""
         begin = offset - self._window_start
         if begin < 0 or begin + count > len(self._window):
             try:
                 window = self.data(offset, max(count, _WINDOW_BYTES))
             except OSError:
-                window = self.data(offset, count)  # Where the disk does not give back what is behind that.
+                window = self.data(offset, count)  # For a disk that cannot read the bytes after that.
             self._window, self._window_start, begin = memoryview(window), offset, 0
         return self._window[begin : begin + count]
 
 
 def open_file(path: Path) -> int:
-    """Open a file of a log to read it. Raises LogDamaged if it is no file, LogOutdated, OSError."""
+    """Open a file of a log for reading. Raises LogDamaged if it is no file, LogOutdated, OSError."""
     # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make us wait
     # for ever.
     try:
@@ -389,7 +390,7 @@ def open_file(path: Path) -> int:
     except OSError as error:
         if not path.is_symlink():
             raise
-        # The system's own words tell nobody what to do.
+        # The system's own message gives no advice.
         advice = f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
         raise OSError(error.errno, advice, str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -402,7 +403,7 @@ def open_file(path: Path) -> int:
 
 
 def closed_chain(segment: Segment) -> Chain | None:
-    """Where a log goes on behind a segment that ends with the mark; None if it does not. Raises as `Segment.header`."""
+    """Return the chain after a segment that ends with the mark; None if it does not. Raises as `Segment.header`."""
     header, size = segment.header(), segment.size()
     if header is None or size < SEGMENT_HEADER_BYTES + FRAME_HEADER_BYTES:
         return None
@@ -416,22 +417,22 @@ def closed_chain(segment: Segment) -> Chain | None:
 
 
 def is_closed(path: Path) -> bool:
-    """Whether a segment ends with the mark. Raises LogDamaged, LogTooNew, OSError."""
+    """Return True if a segment ends with the mark. Raises LogDamaged, LogTooNew, OSError."""
     with Segment(path) as segment:
         return closed_chain(segment) is not None
 
 
 def make_segment(path: Path, parts: Iterable[Sequence[bytes | memoryview]]) -> int:
-    """Make a file of these bytes, which gets the name `path` when they are on disk; open for writing behind them.
+    """Make a file of these bytes, which is named `path` once they are on disk; return it, open for appending.
 
-    Raises OSError, and what `parts` raises; then the file is not used any more, whether it has got its name or not.
+    Raises OSError, and the errors of `parts`; then the file is no longer used, with its name or not.
     """
     unfinished = unfinished_path(path)
     descriptor = create_file(unfinished, os.O_WRONLY | os.O_APPEND)
     try:
         for part in parts:
             write_all(descriptor, part)
-        # Whatever the policy of syncs: once per segment costs nothing, and a header cut short looks like damage.
+        # Under every policy: one sync per segment is cheap, and a header cut short looks like damage.
         sync_file(descriptor)
         unfinished.rename(path)
         sync_directory(path.parent)
@@ -444,9 +445,9 @@ def make_segment(path: Path, parts: Iterable[Sequence[bytes | memoryview]]) -> i
 
 
 def renew_segment(path: Path, reached: frames.Chain, end: int) -> int:
-    """Put a copy of a segment's first `end` bytes, with which the log has got to `reached`, into its place.
+    """Replace a segment by a copy of its first `end` bytes, at which the log has reached `reached`.
 
-    Raises OSError, and LogWriteFailed if these bytes are not there any more: nobody has them then.
+    Raises OSError, and LogWriteFailed if these bytes are gone: they are lost then.
     """
     try:
         with Segment(path) as segment:
@@ -457,7 +458,7 @@ def renew_segment(path: Path, reached: frames.Chain, end: int) -> int:
 
 
 def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
-    """Raise LogWriteFailed if a segment's first `end` bytes are not those with which the log has got to `reached`."""
+    """Raise LogWriteFailed if a segment's first `end` bytes are not those that led the log to `reached`."""
     try:
         with Segment(path) as segment:
             for _ in _intact(segment, reached, end):
@@ -467,7 +468,7 @@ def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
 
 
 def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple[bytes, ...]]:
-    """A segment's bytes up to there; LogDamaged if they are not those that were written."""
+    """Yield a segment's bytes up to `end`; raise LogDamaged if they are not those written."""
     header = segment.header()
     if header is None:
         raise LogDamaged(segment.path, 0, None, "the segment has no header")
@@ -478,11 +479,11 @@ def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple
         if segment.offset > copied:
             yield (segment.data(copied, segment.offset - copied),)
             copied = segment.offset
-    # Where it has no frame yet, the number before its first one may be lower: those between were lost.
+    # Without a frame yet, the number before its first one may be lower: those between were lost.
     if segment.offset != end or replace(chain, seq=reached.seq) != reached:
         raise LogDamaged(segment.path, segment.offset, chain.seq, "it is not what was written")
 
 
 def unfinished_path(path: Path) -> Path:
-    """What a segment is called until it has its name."""
+    """Return a segment's file name until it is complete."""
     return path.with_name(path.name + UNFINISHED_SUFFIX)

@@ -1,4 +1,4 @@
-"""The order of a publisher's messages: what is new, what comes twice, what is missing. Knows no socket.
+"""The order of a publisher's messages: new, repeated or missing. Independent of sockets.
 
 Live messages are numbered, and some may never arrive. What an order does with each message::
 
@@ -15,22 +15,20 @@ Live messages are numbered, and some may never arrive. What an order does with e
     asking     end of an answer that broke off             asking     (the rest is asked for)
 
 An answer is used up to its end, beyond the first live message that is held, because a publisher may answer with its
-whole state as of now instead of what it once said; the live messages up to there are then known already and are
-dropped. An answer that breaks off may be a part of such a state, to which no live message fits. A whole state makes up
-for everything before it: numbers that it jumps over need not be asked for.
+whole state as of now instead of the earlier batches; the live messages up to there are then included already and are
+dropped. An answer that breaks off may be a part of such a state, to which no live message fits. A whole state replaces
+everything before it: numbers that it jumps over need not be requested.
 
-*Maps* (`Continuity`): a batch that begins with "cleared" tells a whole state. A live number that goes back means that
-the publisher has started anew, with two exceptions. After a replay, live messages that it has told already are still on
-their way: those are older than the newest thing that it told, by the publisher's clock; a new start is younger. And a
-publisher may tell who connects again its state under the last number, which is of the same time then. (Nothing else in
-this format tells one life of a publisher from the next.)
+*Maps* (`Continuity`): a batch that begins with "cleared" is a whole state. A live number that goes back means that the
+publisher has restarted, with two exceptions. After a replay, live messages included in it are still in flight: those
+are older than its newest message, by the publisher's clock; a restart is younger. And a publisher may send a
+reconnecting subscriber its state under the last number, which is of the same time then. (Nothing else in this format
+distinguishes one life of a publisher from the next.)
 
-*All events* (`NativeContinuity`): two numbers say whether a message is the next one, the feed's and that of the batch
-in what the cache did. A batch that tells the whole state says of which epoch of which log it is: so a state that is
-told again is known as such, and a publisher that was started anew, but serves the same epoch, simply goes on. Here is a
-further state, *waiting*: at the beginning, and after a loss, all is dropped until a state is told, since it follows
-from what was not received.
-"""
+*All events* (`NativeContinuity`): two numbers identify the next message, the feed's and that of the cache's batch. A
+batch with the whole state names its epoch and log: so a repeated state is recognised, and a publisher that was
+restarted, but serves the same epoch, simply continues. There is a further state, *waiting*: at the beginning, and after
+a loss, all is dropped until a state arrives, since it builds on batches that were not received. """
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ from events.formats.vllm import AllBlocksCleared, Message, VLLMBatch, decode_bat
 from events.types import EventBatch
 
 HELD_MAX = 10_000
-"""Live messages held during a replay. More are left to the socket's own queue, where it is one publisher's alone."""
+"""Live messages held during a replay. Further ones stay in the socket's own queue, if it is one publisher's alone."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -56,7 +54,7 @@ class Received(msgspec.Struct, frozen=True):
     topic: str
     batch: VLLMBatch
     replayed: bool
-    """Whether it came from the replay socket."""
+    """True if it came from the replay socket."""
 
 
 class Missed(msgspec.Struct, frozen=True):
@@ -65,24 +63,24 @@ class Missed(msgspec.Struct, frozen=True):
     first: int
     last: int
     recovered: bool
-    """True: a replay has just delivered them. False: what they said will never be known."""
+    """True: a replay has just delivered them. False: their content is lost."""
     reason: str = "not received"
 
 
 class Restated(msgspec.Struct, frozen=True):
-    """The publisher tells its whole state: whatever was said under the numbers `first` to `last`, it includes."""
+    """The publisher sent its whole state, which includes the batches `first` to `last`."""
 
     first: int
     last: int
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """The publisher started anew; nothing it said before holds any more."""
+    """The publisher restarted; its earlier batches no longer hold."""
 
     last: int
     """The last number before."""
     first: int
-    """The first one that was heard after."""
+    """The first number received after."""
 
 
 Report = Received | Missed | Restated | Restarted
@@ -92,44 +90,44 @@ AnyReport = TypeVar("AnyReport")
 
 
 class MessageOrder(ABC, Generic[AnyReport]):
-    """Follows one publisher. Fed with messages, it gives reports, and asks for replays if it `can_ask`."""
+    """The order of one publisher's messages. Turns messages into reports, and requests replays if it `can_ask`."""
 
     def __init__(self, start: int | None, *, can_ask: bool) -> None:
         self._can_ask = can_ask
         self._next = start
-        """The number that should come; None: whichever comes first."""
+        """The number expected next; None: any."""
         self._asked: int | None = None
-        """The number from which was asked, while live messages are held."""
+        """The first number requested, while live messages are held."""
         self._request: int | None = None
         self._in_vain: int | None = None
-        """A start that was asked for because of a gap, and was not answered: not worth asking again."""
+        """The start of a request, because of a gap, that was not answered: not requested again."""
         self._held: list[Message] = []
         self._reports: list[AnyReport | Missed] = []
 
     def take(self) -> list[AnyReport]:
-        """Return what is to be reported since the last call."""
+        """Return the reports since the last call."""
         reports, self._reports = self._reports, []
         return cast("list[AnyReport]", reports)
 
     def take_request(self) -> int | None:
-        """Return the number from which to ask for a replay now, once."""
+        """Return the number from which to request a replay now, once."""
         request, self._request = self._request, None
         return request
 
     @property
     def holding(self) -> int:
-        """How many live messages wait for the end of a replay."""
+        """Number of live messages that wait for the end of a replay."""
         return len(self._held)
 
     @property
     def next(self) -> int | None:
-        """The feed's number that should come; None: none was received yet."""
+        """The feed's number expected next; None: none was received yet."""
         return self._next
 
     def live(self, message: Message) -> None:
-        """Take a message of the stream. While as many are held as may be, it takes the place of the last one.
+        """Accept a message of the stream. At the limit of held messages, it replaces the last one.
 
-        So it shows a gap later, for which is asked again.
+        So it shows a gap later, which is requested again.
         """
         if self._asked is None:
             self._accept(message, replayed=False)
@@ -139,24 +137,24 @@ class MessageOrder(ABC, Generic[AnyReport]):
         self._held.append(message)
 
     def give_up(self, reason: str) -> None:
-        """Nobody listens any more: from the next message on nothing is known."""
+        """Stop following: from the next message on nothing is known."""
         if self._next is not None:
             self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
 
     @abstractmethod
     def answer(self, message: Message) -> None:
-        """Take a message of the replay."""
+        """Accept a message of the replay."""
 
     @abstractmethod
     def end_of_replay(self, *, complete: bool = True) -> None:
-        """The answer is complete, or the publisher does not answer any more."""
+        """End the answer, which is complete or broke off."""
 
     @abstractmethod
     def _accept(self, message: Message, *, replayed: bool) -> None:
-        """Take a message that is not held."""
+        """Accept a message that is not held."""
 
     def _release_held(self) -> None:
-        """The first one may show another gap, and then the others wait again."""
+        """Release held messages; the first one may show another gap, and then the others wait again."""
         held, self._held = self._held, []
         for message in held:
             self.live(message)
@@ -169,25 +167,25 @@ class Continuity(MessageOrder[Report]):
         super().__init__(start, can_ask=can_ask)
         self._last_live: int | None = None
         self._last_ts = -math.inf
-        """When that was published."""
+        """Time at which that was published."""
         self._newest_replayed = -math.inf
         self._broken_first: int | None = None
-        """Where an answer began that broke off and was not completed since."""
+        """The beginning of an answer that broke off and was not completed since."""
         self._gap_last: int | None = None
         self._run_first = 0
-        """Where the unbroken part of the answer begins."""
+        """The beginning of the unbroken part of the answer."""
         if can_ask and start is not None:
             self._ask(start, None)
 
     def answer(self, message: Message) -> None:
-        """A message of the replay."""
+        """Accept a message of the replay."""
         assert self._next is not None
         if message.seq < self._next:
             return
         if message.seq > self._next:
             self._report_recovered()
             if begins_anew(message):
-                # It tells the state in place of what was asked for, under numbers of its choice.
+                # It is the state in place of the batches requested, under numbers of its choice.
                 self._restate(message.seq)
                 self._gap_last = None
             else:
@@ -196,7 +194,7 @@ class Continuity(MessageOrder[Report]):
         self._deliver(message, replayed=True)
 
     def end_of_replay(self, *, complete: bool = True) -> None:
-        """The answer is complete, or the publisher does not answer any more."""
+        """End the answer, which is complete or broke off."""
         assert self._next is not None
         self._report_recovered()
         if not complete and self._asked is not None and self._next > self._asked:
@@ -208,7 +206,7 @@ class Continuity(MessageOrder[Report]):
             reason = "the publisher broke off its answer, so what it told may be a part of something"
             self._reports.append(Missed(self._broken_first, self._next - 1, recovered=False, reason=reason))
         self._broken_first = None
-        # Only if live messages are there that prove it: a publisher that had said nothing yet may have by now.
+        # Only if live messages prove it: a publisher without batches then may have some by now.
         self._in_vain = self._asked if self._next == self._asked and self._gap_last is not None else None
         self._asked = None
         self._release_held()
@@ -239,7 +237,7 @@ class Continuity(MessageOrder[Report]):
         self._deliver(message, replayed=False)
 
     def _is_known(self, message: Message, *, went_back: bool) -> bool:
-        """Whether an old number tells what was told already."""
+        """Return True if an old number was received already."""
         ts = _published_at(message)
         if went_back:
             return message.seq == self._last_live and ts == self._last_ts
@@ -253,7 +251,7 @@ class Continuity(MessageOrder[Report]):
 
     def _restate(self, seq: int) -> None:
         assert self._next is not None
-        # To who has heard nothing yet nothing is told again.
+        # For a subscriber that has received nothing yet, nothing is repeated.
         if max(self._last_ts, self._newest_replayed) > -math.inf:
             self._reports.append(Restated(self._next, seq - 1))
         self._next = seq
@@ -264,7 +262,7 @@ class Continuity(MessageOrder[Report]):
         self._next = last + 1
 
     def _report_recovered(self) -> None:
-        """Say that the unbroken part of the answer, as far as it lies in the gap, is there."""
+        """Report the unbroken part of the answer, within the gap, as recovered."""
         if self._gap_last is None:
             return
         assert self._next is not None
@@ -292,7 +290,7 @@ class Continuity(MessageOrder[Report]):
 
 
 def _published_at(message: Message) -> float:
-    """When a message was published; what cannot be read is of no time."""
+    """Return the time at which a message was published; an unreadable one has none."""
     try:
         return decode_batch(message.payload).ts
     except EventDecodeError:
@@ -300,7 +298,7 @@ def _published_at(message: Message) -> float:
 
 
 def begins_anew(message: Message) -> bool:
-    """Whether a batch first clears everything, so that nothing before it matters."""
+    """Return True if a batch first clears everything, so that nothing before it matters."""
     try:
         events = decode_batch(message.payload).events
     except EventDecodeError:
@@ -309,14 +307,14 @@ def begins_anew(message: Message) -> bool:
 
 
 class ReceivedBatch(msgspec.Struct, frozen=True):
-    """A batch of the cache's events, in its place; the first one tells the whole state."""
+    """A batch of the cache's events, in its place; the first one has the whole state."""
 
     seq: int
     """The feed's number; the batch has its own."""
     topic: str
     batch: EventBatch
     replayed: bool
-    """Whether it was asked for."""
+    """True if it was requested from a replay."""
 
 
 NativeReport = ReceivedBatch | Missed | Restated | Restarted
@@ -328,23 +326,23 @@ class NativeContinuity(MessageOrder[NativeReport]):
     def __init__(self, *, can_ask: bool = False) -> None:
         super().__init__(None, can_ask=can_ask)
         self._origin: Origin | None = None
-        """Whose batches these are; None: no state was received yet."""
+        """The origin of these batches; None: no state was received yet."""
         self._last_seq = -1
-        """That of the last batch that was handed out."""
+        """Number of the last batch reported."""
         self.waiting = True
-        """Whether nothing can be handed out before a state is told."""
+        """True if nothing can be reported before a state arrives."""
         self._wanted_since: int | None = None
-        """The first number that was dropped while waiting."""
+        """The first number dropped while waiting."""
         self._gap_last = -1
-        """The last number of what was asked for; -1 once a state was told in its place."""
+        """The last number requested; -1 once a state came in its place."""
 
     def answer(self, message: Message) -> None:
-        """A message of the replay."""
+        """Accept a message of the replay."""
         if self._next is None or message.seq >= self._next:
             self._accept(message, replayed=True)
 
     def end_of_replay(self, *, complete: bool = True) -> None:
-        """The answer is complete, or the publisher does not answer any more."""
+        """End the answer, which is complete or broke off."""
         asked, self._asked = self._asked, None
         if self._next == asked:
             self._in_vain = asked
@@ -362,7 +360,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
         if origin is not None:
             self._take_state(message, batch, origin, replayed=replayed)
         elif self._next is not None and message.seq < self._next:
-            return  # a replay has told it
+            return  # already received in a replay
         elif self.waiting:
             self._drop(message.seq)
         elif self._next is not None and message.seq > self._next:
@@ -375,7 +373,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
     def _take_state(self, message: Message, batch: EventBatch, origin: Origin, *, replayed: bool) -> None:
         seq = message.seq
         if not self.waiting and origin == self._origin and batch.seq <= self._last_seq:
-            # Told again: nothing is new, and numbers that are jumped over told nothing that it does not include.
+            # Repeated: nothing is new, and numbers that are jumped over had nothing that it does not include.
             self._next = max(seq + 1, self._next or 0)
             return
         if self._origin is not None and origin != self._origin:
@@ -398,7 +396,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
         self._drop(message.seq)
 
     def _lose(self, first: int, last: int, reason: str) -> None:
-        """What was told there is lost, and what follows from it is of no use."""
+        """Report a loss; batches that build on it are useless."""
         if not self.waiting or self._origin is None:
             self._reports.append(Missed(first, last, recovered=False, reason=reason))
         self._drop(last)

@@ -1,17 +1,17 @@
-"""The socket on which a feed is published, and which sends whoever comes the state before anything else.
+"""The socket that publishes a feed, and sends each new subscriber the state before anything else.
 
 Readers connect to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
 stands, both are the same.
 
-It is an XPUB in manual mode: it hands over what subscribers say, and a subscription takes effect only when it is
-admitted. Just then one message can be sent to that subscriber alone. So a router that connects late, or again, gets
-nothing that it cannot understand, and those that were there before are not disturbed.
+It is an XPUB in manual mode: it passes on subscribers' messages, and a subscription takes effect only when it is
+admitted. At that moment one message can be sent to that subscriber alone. So a router that connects late, or again,
+receives nothing that it cannot interpret, and earlier subscribers are not disturbed.
 
 SECURITY: anybody who can connect can send anything, and what ZeroMQ has received waits in memory until it is read. Keys
 (`events.subscribe.sockets`) decide who can connect; ZeroMQ bounds the size of a frame, `Peers` the number of
-connections. What is read in one go is bounded, and the socket is closed for all, who connect again by themselves, in
-two cases: if what was said cannot be worked off, and if a message is no subscription, by which ZeroMQ loses count of
-whose subscription is whose.
+connections. The messages read in one go are bounded, and the socket is closed for all, who reconnect by themselves, in
+two cases: if reading cannot keep up, and if a message is no subscription, after which ZeroMQ confuses the owners of
+subscriptions.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from sinks.base import SinkError
 
 MAX_CONNECTIONS = 1000
 HANDSHAKE_SECONDS = 5.0
-"""Who has not said by then what it is goes."""
+"""Time limit of the handshake, after which a connection is closed."""
 SILENCE_SECONDS = 60.0
-"""A complaint is logged once in this time, however often there is reason for it."""
+"""Minimum time between two warnings of the same kind."""
 
 _BEGIN = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
 _READABLE = int(zmq.POLLIN)
@@ -53,16 +53,16 @@ _log = get_logger("sinks")
 
 
 class Complaints:
-    """Warnings about the peers of one socket, who could otherwise fill the log."""
+    """Rate-limited warnings about the peers of one socket, who could otherwise fill the log."""
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
         self._untold: dict[str, int] = {}
 
     def tell(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
-        """Log it, unless that was done lately; then it is counted for the next time.
+        """Log a warning, unless one was logged lately; then count it for the next one.
 
-        - `endpoint`: the socket's own; `peer`: the address of who it is about, if known.
+        - `endpoint`: the socket's own; `peer`: the peer's address, if known.
         """
         now = time.monotonic()
         if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
@@ -74,9 +74,9 @@ class Complaints:
 
 
 class Peers:
-    """Who is connected to a socket. For the thread that owns the socket, which makes it before it binds or connects.
+    """The connections of a socket. For the thread that owns the socket, created before it binds or connects.
 
-    `refusals` are the events (`events.subscribe.sockets`) that are logged; at a port without keys none is.
+    `refusals` are the events (`events.subscribe.sockets`) that are logged; at a port without keys none are.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class Peers:
         self._monitor = socket.get_monitor_socket(int(events) | refusals)
         self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.connected: dict[int, float] = {}
-        """Since when each is there."""
+        """Start time of each connection."""
         self.refused = 0
-        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        """Connections that failed because of a key that is missing, wrong or not allowed."""
         self._refusal: str | None = None
-        """Why a connection came to nothing that has not ended yet: only its end says which one it is."""
+        """The reason of a refused connection that has not ended yet: only its end shows which one it is."""
         self._addresses: dict[int, str | None] = {}
         self.turned_away = False
-        """Whether the other end, if we connect, has sent us away for good."""
+        """True if the other end of our own connection has refused us for good."""
 
     def refresh(self) -> list[int]:
-        """Note who came; returns those that left."""
+        """Record new connections; return those that ended."""
         left: list[int] = []
-        # What `poll` finds out, without making a poller for it.
+        # The events that `poll` would report, without making a poller.
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             message = recv_monitor_message(self._monitor)
             connection, event = int(message["value"]), message["event"]
             if event & _BEGIN:
-                # First, so that who is seen here has an address, whatever becomes of it at that moment.
+                # First, so that each connection seen here has an address, whatever becomes of it at that moment.
                 self._addresses[connection] = _address_of(connection)
                 self.connected[connection] = time.monotonic()
             elif event in REASONS:
@@ -124,19 +124,19 @@ class Peers:
         return left
 
     def cut_off(self, connection: int | None, reason: str) -> None:
-        """End a connection; nothing happens to a descriptor that has become something else."""
+        """Close a connection; a descriptor reused for something else is left alone."""
         self.complain("peer_cut_off", reason, connection)
         if connection is not None:
             _hang_up(connection, port_of(endpoint_of(self._socket)))
 
     def complain(self, event: str, reason: str, connection: int | None = None) -> None:
-        """Warn, of a connection with its address."""
+        """Log a warning about a connection, with its address."""
         peer = None if connection is None else self._addresses.get(connection)
         self._complaints.tell(event, reason, endpoint_of(self._socket), peer)
 
     def _end(self, connection: int) -> None:
         since = self.connected.pop(connection, None)
-        # Who is there for longer than a handshake takes is not the one whose handshake has failed.
+        # A connection older than a handshake takes is not the one with the failed handshake.
         if (
             self._refusal is not None
             and since is not None
@@ -147,13 +147,13 @@ class Peers:
         self._addresses.pop(connection, None)
 
     def close(self) -> None:
-        """End the monitor; before the socket is closed."""
+        """Close the monitor; before the socket is closed."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
 
 def connection_of(message: zmq.Frame) -> int | None:
-    """The descriptor of the connection over which a message came; None where there is none."""
+    """Return the descriptor of a message's connection; None if there is none."""
     try:
         return int(message.get(zmq.MessageOption.SRCFD))
     except (zmq.ZMQError, ValueError):
@@ -161,7 +161,7 @@ def connection_of(message: zmq.Frame) -> int | None:
 
 
 def _address_of(connection: int) -> str | None:
-    """Host and port of the other end; None if it has gone before anybody looked."""
+    """Return the other end's host and port; None if it has closed already."""
     with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
         host, port = peer.getpeername()[:2]
         return tcp_address(host, port).removeprefix("tcp://")
@@ -169,26 +169,26 @@ def _address_of(connection: int) -> str | None:
 
 
 def _hang_up(connection: int, port: int) -> None:
-    # A copy, so that what is looked at is what is ended, whoever closes the descriptor meanwhile.
+    # A copy, so that the descriptor inspected is the one shut down, even if it is closed meanwhile.
     with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
         if port in (peer.getsockname()[1], peer.getpeername()[1]):
             peer.shutdown(sockets.SHUT_RDWR)
 
 
 def endpoint_of(socket: zmq.Socket[bytes]) -> str:
-    """Where a socket was bound or connected last, as in ``tcp://127.0.0.1:5557``."""
+    """Return the last bound or connected address of a socket, as in ``tcp://127.0.0.1:5557``."""
     return str(socket.get_string(zmq.LAST_ENDPOINT))
 
 
 def port_of(endpoint: str | None) -> int:
-    """The port of a TCP endpoint; 0, any free one, where there is no endpoint yet."""
+    """Return the port of a TCP endpoint; 0, any free one, if there is no endpoint yet."""
     return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
 def own_address() -> str:
-    """The address by which other machines know this one; its name, if it has none."""
+    """Return the address by which other machines reach this one; its name, if it has none."""
     with suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        # Sends nothing: it only makes the system choose the address from which it would be sent.
+        # Sends nothing: it only makes the system choose the source address.
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
     return sockets.gethostname()
@@ -196,25 +196,25 @@ def own_address() -> str:
 
 @dataclass(frozen=True)
 class SocketPlace:
-    """A host and a port; 0, if it is to be bound, is any free one."""
+    """A host and a port to bind or to connect to; port 0, if bound, is any free one."""
 
     host: str
     port: int
     connects: bool = False
-    """Whether someone else is bound there."""
+    """True if the place is connected to, and another socket is bound there."""
 
     @property
     def address(self) -> str:
-        """As ZeroMQ writes it."""
+        """The address as ZeroMQ writes it."""
         return tcp_address(self.host, self.port)
 
     @property
     def is_near(self) -> bool:
-        """Whether nothing leaves this machine."""
+        """True if nothing leaves this machine."""
         return is_loopback(self.host)
 
     def take(self, socket: zmq.Socket[bytes]) -> None:
-        """Bind or connect; raises SinkError if that cannot be done. One that connects tries for ever."""
+        """Bind or connect; raises SinkError if that fails. A connecting socket retries for ever."""
         try:
             if self.connects:
                 socket.connect(self.address)
@@ -234,37 +234,37 @@ class SocketPlace:
 
 
 def binds_by_default(host: str) -> bool:
-    """Whether the place is taken or called, where nobody says: any address of this machine, and loopback, is taken."""
+    """Return True if the default is to bind: for any address of this machine, and for loopback."""
     return is_wildcard(host) or is_loopback(host)
 
 
 def pod_at(endpoint: str) -> str:
-    """Host and port of an endpoint as others reach them."""
+    """Return the host and port of an endpoint as others reach them."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return f"{own_address() if is_wildcard(host.strip('[]')) else host}:{port}"
 
 
 READ_AT_ONCE, READ_SECONDS = 1000, 0.003
-"""What subscribers say is read in such portions, so that they cannot keep the feed from its work."""
+"""Limits of one round of reading subscribers' messages, so that they cannot keep the feed from its work."""
 BEHIND_SECONDS = 1.0
-"""When they have said more than was read for so long, everybody has to come anew."""
+"""Time for which messages may exceed these limits before all connections are closed."""
 MAX_PREFIX_BYTES = 256
 MAX_PREFIXES = 64
-"""Different subscriptions of one connection, which are remembered here and by ZeroMQ; a router has one or two."""
+"""Different subscriptions of one connection, which are kept here and by ZeroMQ; a router has one or two."""
 TOLD_AT_ONCE = 4
-"""Different large first messages that may be on their way; further subscribers wait until one has been taken."""
+"""Different large first messages that may be in flight; further subscribers wait until one has been received."""
 TAKING_SECONDS = 10.0
-"""While others wait, who has not taken its first message in this time is cut off."""
+"""While others wait, a subscriber that has not received its first message in this time is disconnected."""
 LARGE_BYTES = 64 << 10
 REOPEN_SECONDS, REOPEN_TRIES = 1.0, 100
 CALL_AGAIN_SECONDS = 1.0
-"""ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
+"""Pause before reconnecting after a refusal; ZeroMQ itself gives up for good."""
 
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """Flags of a message's last frame and of the others, as plain numbers: combining flags of the enumeration takes longer
 than sending."""
 _COME, _GO = b"\x01", b"\x00"
-"""What a subscriber's message begins with; a topic's beginning follows."""
+"""First byte of a subscriber's message; the prefix of a topic follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class _Newcomer:
 
 @dataclass(slots=True)
 class FirstMessage:
-    """A large first message on its way."""
+    """A large first message in flight."""
 
     tracker: zmq.MessageTracker
     payload: bytes
@@ -284,10 +284,10 @@ class FirstMessage:
 
 
 class FeedSocket:
-    """Owns an XPUB at a place. For one thread.
+    """An XPUB at a place. For one thread.
 
-    `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing. `make` makes the
-    socket, with all its options, but neither bound nor connected. `keyed` says that it is encrypted.
+    `newcomer_waits` returns True if there is a subscriber to `admit`; until then it receives nothing. `make` makes the
+    socket, with all its options, but neither bound nor connected. `keyed`: True if it is encrypted.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class FeedSocket:
         self._socket.copy_threshold = LARGE_BYTES
         place = self._place
         refusals = SEEN_BY_CLIENT if place.connects else SEEN_BY_SERVER if self._keyed else 0
-        # What begins before a connection is asked about belongs to nobody, so this comes first.
+        # Events before the connections are read would belong to none, so this comes first.
         self.peers = Peers(self._socket, self._complaints, refusals=refusals)
         try:
             place.take(self._socket)
@@ -323,13 +323,13 @@ class FeedSocket:
         self._turned_away_at: float | None = None
         self._newcomer: _Newcomer | None = None
         self.topics: dict[int, set[bytes]] = {}
-        """The subscriptions of each connection that has any."""
+        """The subscriptions per connection."""
         self._told: set[int] = set()
-        """Connections that were told and have heard everything since; a further subscription needs no telling."""
+        """Connections that have the state and everything since; further subscriptions need no first message."""
         self.on_their_way: list[FirstMessage] = []
-        """Large first messages that subscribers may not have taken yet."""
+        """Large first messages that subscribers may not have received yet."""
         self._behind_since: float | None = None
-        """Since when there has been more to read than was read."""
+        """Time since which there has been more to read than was read."""
 
     @property
     def subscribers(self) -> int:
@@ -338,25 +338,25 @@ class FeedSocket:
 
     @property
     def refused(self) -> int:
-        """Connections that came to nothing because of keys."""
+        """Connections that failed because of keys."""
         return self._refused_before + self.peers.refused
 
     def send(self, seq: int, payload: bytes) -> None:
-        """Publish to all that were admitted. Who has no room loses it."""
-        # What `send_multipart` does, without looking at each frame twice and combining flags.
+        """Publish to all admitted subscribers. One without room loses it."""
+        # Like `send_multipart`, without checking each frame twice and combining flags.
         send = self._socket.send
         send(self.topic, _MORE)
         send(encode_seq(seq), _MORE)
         send(payload, _LAST)
 
     def look_around(self) -> None:
-        """See who is there, and who must go; to be called often."""
+        """Process connections, and close those over their limits; call often."""
         self._forget_who_left()
         if self._place.connects and self.peers.turned_away:
             self._call_again()
 
     def newcomer_waits(self) -> bool:
-        """Hear what subscribers say, up to one that waits to be admitted, or as much as is bearable."""
+        """Read subscribers' messages, up to one that waits to be admitted, or up to the limits; True if one waits."""
         deadline = time.monotonic() + READ_SECONDS
         for _ in range(READ_AT_ONCE):
             if self._newcomer is not None:
@@ -373,12 +373,12 @@ class FeedSocket:
         return False
 
     def admit(self, first: tuple[int, bytes] | None) -> None:
-        """Let the newcomer hear everything from now on, and before it `first`: a number and a payload, for it alone."""
+        """Send the new subscriber `first`, a number and a payload for it alone, then everything from now on."""
         newcomer, self._newcomer = self._newcomer, None
         assert newcomer is not None
         self._socket.setsockopt(zmq.SUBSCRIBE, newcomer.prefix)
         if newcomer.connection is None or newcomer.connection not in self.peers.connected:
-            return  # sent to nobody in particular, it would go to all
+            return  # without a recipient, it would go to all
         self._told.add(newcomer.connection)
         if first is None:
             return
@@ -392,11 +392,11 @@ class FeedSocket:
             self.on_their_way.append(FirstMessage(tracker, payload, newcomer.connection, time.monotonic()))
 
     def close(self) -> None:
-        """Close the socket; what was sent is still delivered as long as it lingers."""
+        """Close the socket; sent messages are still delivered during its linger time."""
         self.peers.close()
         self._socket.close()
 
-    # --- what subscribers say -----------------------------------------------------------------------------
+    # --- subscribers' messages ----------------------------------------------------------------------------
 
     def _hear(self, message: zmq.Frame) -> None:
         text, connection = message.bytes, connection_of(message)
@@ -407,7 +407,7 @@ class FeedSocket:
         elif word == _COME:
             self._come(prefix, connection)
         elif word == _GO and connection is None:
-            # Somebody left, and its connection's number may be another one's by now.
+            # A connection was closed, and its number may be another one's by now.
             self._told.clear()
         elif word == _GO:
             self._socket.setsockopt(zmq.UNSUBSCRIBE, prefix)
@@ -423,7 +423,7 @@ class FeedSocket:
                 return
             topics.add(prefix)
         if not self.topic.startswith(prefix):
-            return  # nothing is published that it could hear
+            return  # nothing is published that matches
         if connection in self._told:
             self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
         else:
@@ -433,7 +433,7 @@ class FeedSocket:
         topics = self.topics.get(connection, set()) if connection is not None else set()
         topics.discard(prefix)
         if connection is not None and not any(self.topic.startswith(each) for each in topics):
-            self._told.discard(connection)  # it does not hear everything any more
+            self._told.discard(connection)  # it no longer receives everything
         if not topics:
             self.topics.pop(connection, None)  # type: ignore[arg-type]  # None is not in it
 
@@ -450,13 +450,13 @@ class FeedSocket:
             self._reopen("peers say more than can be read")
 
     def _meet_stranger(self, connection: int | None) -> None:
-        """A message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
+        """Handle a message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
         self.peers.cut_off(connection, "it sends what is no subscription")
         if self._socket.poll(0):
             self._reopen("a peer sent what is no subscription")
 
     def _call_again(self) -> None:
-        """Call who has turned us away: its list of keys may have grown."""
+        """Reconnect after a refusal: the other end's list of keys may have grown."""
         now = time.monotonic()
         if self._turned_away_at is None:
             self._turned_away_at = now
@@ -468,7 +468,7 @@ class FeedSocket:
         self._open_anew()
 
     def _open_anew(self) -> None:
-        """Close the socket and take its place again, once ZeroMQ has let go of it, which it does in its own time."""
+        """Close the socket and bind or connect again, once ZeroMQ has released the address, which takes a while."""
         self._refused_before += self.peers.refused
         self.close()
         for left in reversed(range(REOPEN_TRIES)):
@@ -482,7 +482,7 @@ class FeedSocket:
                 return
 
     def _may_tell(self) -> bool:
-        """Whether there is room for another large message; who takes nothing of its own is cut off."""
+        """Return True if there is room for another large message; disconnect receivers that do not take theirs."""
         self.on_their_way = [told for told in self.on_their_way if not told.tracker.done]
         if len({id(told.payload) for told in self.on_their_way}) < TOLD_AT_ONCE:
             return True
@@ -494,6 +494,6 @@ class FeedSocket:
 
 
 def _address_newcomers(socket: zmq.Socket[bytes], alone: bool) -> None:
-    """Whether the next message goes to the last subscriber that was heard alone, or to all that were admitted."""
+    """Direct the next message to the last subscriber alone, or to all admitted ones."""
     socket.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, int(alone))
-    socket.setsockopt(zmq.XPUB_MANUAL, 1)  # which the option before has switched off with itself
+    socket.setsockopt(zmq.XPUB_MANUAL, 1)  # which the option before has reset as well

@@ -1,21 +1,20 @@
 """The server for readers that missed batches: a ROUTER socket on a thread of its own.
 
-The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants to begin at, 8 bytes big-endian,
-and gets ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker
-``[b"", b"", ff*8, b""]``. Meanwhile it keeps what comes live.
+The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants to begin at, 8 bytes big-endian, and
+receives ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker ``[b"", b"",
+ff*8, b""]``. Meanwhile it holds live batches.
 
 Batches that the ring still has are sent as they were. In place of older ones the whole state is published (*compacted
-replay*): "cleared" and all blocks, parents first, under the numbers that end with the one whose state it is; what was
-sent since follows. So an answer is as long as the state is large, however old the feed. Readers that insist on each
-number from the one they asked for get the state under the first of these numbers, and empty batches up to its own
-(`contiguous`). The encoded state (`EncodedState`) is kept with the batches sent since, for all who come late: encoding
-a million blocks takes about a second, so it is done a moment at a time, and anew only when the batches outweigh the
-state.
+replay*): "cleared" and all blocks, parents first, under the numbers up to the one of that state; batches sent since
+follow. So an answer is as long as the state is large, however old the feed. Readers that insist on each number from the
+one they asked for get the state under the first of these numbers, and empty batches up to its own (`contiguous`). The
+encoded state (`EncodedState`) is kept with the batches sent since, for all late readers: encoding a million blocks
+takes about a second, so it is done a moment at a time, and anew only when the batches outweigh the state.
 
-A few answers are sent at once, by turns; the other readers wait in line, since an empty answer would say that nothing
-was missed. Each has one place there, which it loses when it leaves. Who asks again during an answer goes to the end of
-the line, and of several such requests the last one counts. Nothing is sent where the socket would block, and a reader
-that takes nothing for `stall_seconds` is disconnected, so what waits to be sent is bounded.
+A few answers are sent at once, by turns; the other readers queue, since an empty answer would mean that nothing was
+missed. Each has one place there, which it loses when it disconnects. A reader that sends a request during its answer
+goes to the end of the queue, and of several such requests the last one counts. Nothing is sent where the socket would
+block, and a reader that receives nothing for `stall_seconds` is disconnected, so the messages that wait are bounded.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sinks.router.options import PayloadWriter
 from sinks.router.publisher import Complaints, Peers, connection_of
 
 ENTRY_BYTES = 100
-"""Counted per batch besides its payload, so that a ring of heartbeats is bounded too."""
+"""Size counted per batch in addition to its payload, so that a ring of heartbeats is bounded too."""
 
 
 class ReplayRing:
@@ -50,14 +49,14 @@ class ReplayRing:
         self.start(0)
 
     def start(self, seq: int) -> None:
-        """Forget everything; the next batch is `seq`."""
+        """Drop everything; the next batch is `seq`."""
         self._payloads: dict[int, bytes] = {}
         self._bytes = 0
         self.next_seq = seq
-        """The number of the batch that comes next."""
+        """Number of the next batch."""
 
     def append(self, seq: int, payload: bytes) -> None:
-        """Add a batch; the oldest give way. After a hole in the numbers everything before it is forgotten."""
+        """Append a batch, evicting the oldest. After a hole in the numbers everything before it is dropped."""
         if seq != self.next_seq:
             self.start(seq)
         self._payloads[seq] = payload
@@ -68,12 +67,12 @@ class ReplayRing:
             self._bytes -= len(oldest) + ENTRY_BYTES
 
     def get(self, seq: int) -> bytes | None:
-        """The payload of a batch; None if it is not held."""
+        """Return the payload of a batch; None if it is not held."""
         return self._payloads.get(seq)
 
 
 MIN_TAIL_BYTES = 1 << 20
-"""However small the state is, so much may be sent before it is encoded anew."""
+"""However small the state, this many bytes may be sent before it is encoded anew."""
 
 Encode = Callable[[Sequence[AnyChange], float, Sequence[GroupCreated]], bytes]
 """Changes, a time and the groups to a payload."""
@@ -82,16 +81,16 @@ Join = Callable[[Sequence[bytes]], bytes]
 
 
 class EncodedState:
-    """Written by the feed's thread, which only ever adds to it: any thread may read it once it is `ready`."""
+    """An encoded state and the batches since. The feed's thread only appends, so any may read once `ready`."""
 
     def __init__(self, state: FeedSnapshot, encode: Encode, piece_bytes: int) -> None:
         self.seq = state.seq
         """The number of the last batch that the state includes."""
         self.ts = state.ts
-        """When that batch went out."""
+        """Time at which that batch was sent."""
         self.ready = False
         self.pieces: list[bytes] = []
-        """Payloads that tell the state together: the first one clears, parents come first."""
+        """Payloads that together are the state: the first one clears, parents come first."""
         self.tail: list[bytes] = []
         """The payloads of the batches after `seq`."""
         self._groups, self._encode = state.groups, encode
@@ -100,16 +99,16 @@ class EncodedState:
 
     @property
     def last_seq(self) -> int:
-        """The number of the last batch in the tail; `seq` if there is none."""
+        """Number of the last batch in the tail; `seq` if there is none."""
         return self.seq + len(self.tail)
 
     @property
     def worn(self) -> bool:
-        """Whether more was sent since than the state takes."""
+        """True if more was sent since than the state has bytes."""
         return self.ready and self._tail_bytes > max(self._state_bytes, MIN_TAIL_BYTES)
 
     def advance(self, seconds: float) -> bool:
-        """Encode for about so long, and at least a piece, so that it comes to an end; returns `ready`."""
+        """Encode for about `seconds`, and at least one piece, so that it comes to an end; return `ready`."""
         deadline = time.perf_counter() + seconds
         for changes in self._changes:
             self.pieces.append(self._encode(changes, self.ts, self._groups))
@@ -120,26 +119,26 @@ class EncodedState:
         return True
 
     def append(self, payload: bytes) -> None:
-        """The batch after `last_seq` was sent."""
+        """Append the batch after `last_seq`, which was sent."""
         self.tail.append(payload)
         self._tail_bytes += len(payload)
 
     def in_payloads(self, count: int, join: Join) -> Iterator[bytes]:
-        """The state in at most `count` payloads."""
+        """Yield the state in at most `count` payloads."""
         each = -(-len(self.pieces) // count)
         for at in range(0, len(self.pieces), each):
             yield join(self.pieces[at : at + each])
 
 
 TURN_MESSAGES = 64
-"""Sent to one reader before the next one has its turn."""
+"""Messages sent to one reader before the next one's turn."""
 READ_AT_ONCE = 1000
-"""Requests read before anybody is answered."""
+"""Requests read before answering."""
 ANSWERS_AT_ONCE = 8
 SHARED_BYTES = 4096
-"""Larger payloads are not copied for each reader."""
+"""Payloads above this size are not copied for each reader."""
 MAX_PADDED = 10_000_000
-"""Empty batches that an answer may need; where it would be more, nobody would wait for its end, and it gets none."""
+"""Empty batches that an answer may need; a reader that would need more, and would never wait for the end, gets none."""
 STOP_POLL_MS = 20
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
@@ -148,14 +147,14 @@ _MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
 """As plain numbers: combining flags of the enumeration takes longer than sending."""
 
 Numbered = tuple[int, bytes]
-"""Number and payload."""
+"""A number and a payload."""
 
 _log = get_logger("sinks")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """What a reader asks for."""
+    """A reader's request."""
 
     start: int
     connection: int | None
@@ -163,18 +162,18 @@ class ReplayRequest:
 
 @dataclass(slots=True)
 class ReplayAnswer:
-    """What one reader still gets."""
+    """The rest of a reader's answer."""
 
     reader: bytes
     connection: int | None
     messages: Iterator[Numbered | None]
-    """None: the state is needed, and not there yet."""
+    """Messages to send. None: the state is needed, and not there yet."""
     moved_at: float
-    """When the reader last took something."""
+    """Time at which the reader last received something."""
     held: Numbered | None = None
-    """A message that it had no room for, or `_END`."""
+    """A message for which it had no room, or `_END`."""
     taken: zmq.MessageTracker | None = None
-    """Of the end marker, once it is sent: done when the reader's connection has taken everything."""
+    """Tracker of the end marker, once it is sent: done when the reader's connection has received everything."""
 
 
 class ReplayServer:
@@ -201,30 +200,31 @@ class ReplayServer:
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
         self.clock: Callable[[], float] = time.monotonic
-        """Says when a reader that takes nothing is given up; tests replace it."""
+        """Clock by which a stalled reader is disconnected; tests replace it."""
         self._warned = False
         self._state_numbers = (sys.maxsize, -1)
-        """Within these numbers some reader may have got a part of the state. Who asks from there on, and not from the
-        first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
+        """Numbers within which some reader may have received a part of the state. A request from there on, but not from
+        the first one, may be that reader's, and receives the whole state again: the batches sent under the numbers are
+        not the rest."""
         self.answers: deque[ReplayAnswer] = deque()
         self.line: dict[bytes, ReplayRequest] = {}
-        """Readers that wait, first the one that has waited longest. All of them were connected when last looked."""
+        """Waiting readers, longest wait first. All of them were connected at the last check."""
         self.snapshot: EncodedState | None = None
-        """The state, ready, and what was sent since; None: there is none."""
+        """The ready state, and the batches since; None: there is none."""
         self.wants_snapshot = False
-        """Whether somebody waits for `snapshot`."""
+        """True if a reader waits for `snapshot`."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-feed-replay", daemon=True)
         self.answered = 0
-        """Answers sent to the end."""
+        """Completed answers."""
         self.compacted = 0
-        """Answers that were made from the whole state."""
+        """Answers made from the whole state."""
         self.dropped = 0
-        """Answers given up, or not begun, because the reader took nothing or had left."""
+        """Answers abandoned, or not begun, because the reader received nothing or had disconnected."""
 
     @property
     def refused(self) -> int:
-        """Connections that came to nothing because of keys."""
+        """Connections that failed because of keys."""
         return self._peers.refused
 
     def start(self) -> None:
@@ -232,7 +232,7 @@ class ReplayServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the socket. What it has taken is still delivered as long as it lingers."""
+        """End the thread and close the socket. Messages it accepted are still delivered during its linger time."""
         self._stopping.set()
         self._thread.join()
 
@@ -252,7 +252,7 @@ class ReplayServer:
             self._socket.close()
 
     def _receive(self) -> list[tuple[bytes, ReplayRequest]]:
-        """Take the requests that are there, and who sent them. What is no request gets no answer."""
+        """Read the pending requests, with their senders. Messages that are no request get no answer."""
         asked: list[tuple[bytes, ReplayRequest]] = []
         for _ in range(READ_AT_ONCE):
             try:
@@ -274,7 +274,7 @@ class ReplayServer:
             self.dropped += waiting - len(self.line)
 
     def _line_up(self, asked: Iterable[tuple[bytes, ReplayRequest]]) -> None:
-        """Put who is still connected into the line; who stands there already keeps its place."""
+        """Append still connected senders to the queue; those in it keep their place."""
         for reader, request in asked:
             if request.connection in self._peers.connected:
                 self.line[reader] = request
@@ -283,7 +283,7 @@ class ReplayServer:
                 self.dropped += 1
 
     def _begin_answers(self) -> None:
-        """Begin with who is first in line; who is being answered stays there until that ends."""
+        """Begin the first answers in the queue; a reader being answered stays there until its answer ends."""
         if not self.line or len(self.answers) >= ANSWERS_AT_ONCE:
             return
         busy = {answer.reader for answer in self.answers}
@@ -294,7 +294,7 @@ class ReplayServer:
             self.answers.append(ReplayAnswer(reader, request.connection, messages, self.clock()))
 
     def _messages(self, start: int) -> Iterator[Numbered | None]:
-        """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
+        """Yield the batches from `start` up to the last one sent when this began: later ones come live."""
         seq, end = start, self._ring.next_seq
         if start > end:
             self._warn_of_other_numbers(start, end)
@@ -324,7 +324,7 @@ class ReplayServer:
             _log.warning("feed_numbers_went_back", asked=min(asked, 2**64), next=end, reason=reason)
 
     def _from_snapshot(self, snapshot: EncodedState, start: int) -> Iterator[Numbered]:
-        """The state and what was sent since; only the latter if `start` lies there."""
+        """Yield the state and the batches since; only the latter if `start` is among them."""
         if start <= snapshot.seq:
             count = snapshot.seq + 1 - start
             seq = max(start, snapshot.seq + 1 - len(snapshot.pieces))
@@ -344,7 +344,7 @@ class ReplayServer:
             yield seq, snapshot.tail[seq - snapshot.seq - 1]
 
     def _take_turns(self) -> int:
-        """Send each reader a part of its answer; returns how many milliseconds may pass before the next time."""
+        """Send each reader a part of its answer; return the milliseconds until the next round."""
         moved = False
         for _ in range(len(self.answers)):
             answer = self.answers.popleft()
@@ -357,14 +357,14 @@ class ReplayServer:
         return BUSY_POLL_MS if self.answers else STOP_POLL_MS
 
     def _advance(self, answer: ReplayAnswer) -> tuple[int, bool]:
-        """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
+        """Send until the turn is over or there is no room; return messages sent and True if there are more."""
         sent = 0
         try:
             while answer.taken is None and sent < TURN_MESSAGES:
                 if answer.held is None:
                     answer.held = next(answer.messages, _END)
                 if answer.held is None:
-                    answer.moved_at = self.clock()  # it is not the reader that keeps us waiting
+                    answer.moved_at = self.clock()  # the delay is not the reader's
                     return sent, True
                 if answer.held is _END:
                     answer.taken = self._send_end(answer.reader)
@@ -391,7 +391,7 @@ class ReplayServer:
 
     def _send(self, reader: bytes, message: Numbered) -> None:
         send, (seq, payload) = self._socket.send, message
-        # The first frame finds the reader and its room; the others then have it.
+        # The first frame selects the reader and its room; the others then have it.
         send(reader, _MORE)
         send(b"", _MORE)
         send(self._topic, _MORE)
