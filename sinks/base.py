@@ -1,11 +1,10 @@
-"""What a sink is, and the URL that names one.
+"""The interface of sinks, and the URLs that name them.
 
-A sink has three methods and no say in when they are called: its runner calls all of them on one thread,
-so a sink needs no locks, may block, and may raise. Everything that concerns the engine's safety (queues,
-drops, retries, deadlines) is the runner's business and is written once.
+A sink's methods are all called by its runner on one thread, so a sink needs no locks, may block, and may raise.
+Everything for the engine's safety (queues, drops, retries, deadlines) is in the runner, once.
 
-Options are declared by each sink as a msgspec struct. So every option has a type and a default, and an
-option that is misspelled is refused with the known ones named, instead of being ignored.
+Options are declared by each sink as a msgspec struct. So every option has a type and a default, and a misspelled option
+is refused with a list of the known ones, instead of being ignored.
 
 Errors::
 
@@ -35,26 +34,26 @@ from events.units import parse_bytes, parse_seconds
 from sinks.histogram import Histogram
 
 MAX_SALTS = 1 << 16
-"""The salts used last are known, no more."""
+"""Limit of known salts: those used last."""
 MAX_SALT_BYTES = 128
-"""Longer ones, in UTF-8, are not kept: what a batch's size is bounded by has no room for them."""
+"""Longer salts, in UTF-8, are not kept: the bound of a batch's size has no room for them."""
 
 
 class PlainSalts:
-    """Salts by their digests. Filled on the engine's thread, read on any."""
+    """Salts by digest. Filled on the engine's thread, read on any."""
 
     def __init__(self) -> None:
         self.wanted = False
-        """Whether a sink has asked for them; else none are kept."""
+        """True if a sink needs them; else none are kept."""
         self._known: OrderedDict[bytes, str] = OrderedDict()
 
     def ask(self) -> Callable[[bytes], str | None]:
-        """Have salts kept from now on; returns what finds one by its digest, None if it is not known."""
+        """Start keeping salts; return a function that finds one by its digest, or None."""
         self.wanted = True
         return self._known.get
 
     def remember(self, salts: Iterable[str | None]) -> None:
-        """Keep these, and forget those used longest ago if they are too many."""
+        """Keep these salts, and drop those used longest ago above the limit."""
         known = self._known
         for salt in salts:
             if salt is None or len(salt.encode()) > MAX_SALT_BYTES:
@@ -70,12 +69,12 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 Overflow = Literal["drop_oldest", "drop_newest"]
 State = Literal["running", "failing", "quarantined", "closed"]
 _PORT_SHOWN = 6
-"""A port that is too large is repeated if it has no more digits."""
+"""Digits up to which a port that is too large is repeated in a message."""
 
 _SIZES = ("max_batch", "max_bytes", "ring")
 """Options that are sizes; others with a unit are durations."""
 _PLACE = re.compile(r"`\$\.(\w+)`$")
-"""Where msgspec says which option does not fit."""
+"""Pattern by which msgspec names the option that does not fit."""
 
 
 class SinkError(FieldsError):
@@ -83,7 +82,7 @@ class SinkError(FieldsError):
 
 
 class SinkUnavailable(SinkError):
-    """What the sink needs does not answer at the moment: the same may succeed later."""
+    """A service that the sink needs does not answer at the moment: the same may succeed later."""
 
 
 @dataclass(eq=False, repr=False)
@@ -103,141 +102,141 @@ class SinkOpenError(SinkError):
     reason: str
 
     def __str__(self) -> str:
-        # The runner's reason names the method and the kind of error, of which a SinkError's text says enough.
+        # The runner's reason names the method and the kind of error; a SinkError's text is enough.
         return f"sink {self.name} could not be opened: {self.reason.removeprefix('open: ').removeprefix('SinkError: ')}"
 
 
 class Sink:
-    """Takes batches of events somewhere; the base class of all sinks, with the defaults of what most do not need.
+    """Base class of all sinks, which take batches of events somewhere, with defaults for most attributes.
 
-    A runner calls `open`, `write`, `tick`, `reopen` and `close` on one thread. What a sink is capable of stands in its
-    attributes, which may be set in the class or when it is made.
+    A runner calls `open`, `write`, `tick`, `reopen` and `close` on one thread. Its attributes declare its needs, and
+    may be set in the class or by its constructor.
     """
 
     needs_tokens: bool | None = None
-    """True: token ids, which are the prompts, are what it is for. False: it must not get them. None: it gets them
+    """True: token ids, which are the prompts, are its purpose. False: it must not receive them. None: it receives them
     unless `log.record_tokens` is false."""
     overflow: Overflow = "drop_oldest"
-    """What gives way when its queue is full, where the runner is not told."""
+    """Batches dropped when its queue is full, unless the runner has a setting."""
     folds = False
-    """Whether it needs all batches since an epoch began, which `kvcache publish` gives it before `open`."""
+    """True if it needs all batches since an epoch began, which `kvcache publish` gives it before `open`."""
     needs_cache = False
-    """Whether logs that are not of a cache mean nothing to it."""
+    """True if logs of other kinds than caches are meaningless to it."""
     watches = False
-    """Whether it calls the probe that it is given (in `kvcache publish` only if it folds)."""
+    """True if it calls the probe given to it (in `kvcache publish` only if it folds)."""
 
     def open(self) -> None:
         """Acquire what is needed. Called before anything else; raising means that it cannot work.
 
-        Called again, after `close` or where it has raised, when the sink has failed too often and is tried again.
+        Called again, after `close` or after raising, when a sink that failed too often is retried.
         """
 
     def write(self, batch: EventBatch) -> None:
         """Take one batch.
 
-        Raising means that the batch is lost to this sink: it is not offered again, because half of it may
-        have gone out. A `Gap` will stand in its place, and the next batch follows after a pause.
+        Raising means that the batch is lost to this sink: it is not offered again, because half of it may have gone
+        out. A `Gap` will take its place, and the next batch follows after a pause.
         """
         raise NotImplementedError
 
     def tick(self) -> None:
-        """Do what is due. Called after each batch and about every 10 ms while none comes.
+        """Do periodic work. Called after each batch and about every 10 ms while none comes.
 
         Counted, retried and quarantined like `write` when it raises.
         """
 
     def reopen(self) -> None:
-        """Open files again: the application says so (`KVCacheManager.reopen_sinks`), as at SIGHUP."""
+        """Reopen files: the application requests it (`KVCacheManager.reopen_sinks`), as at SIGHUP."""
 
     def close(self) -> None:
         """Release everything. Called once for each `open` that succeeded, also after failures."""
 
     def resume(self, last_seq: int) -> int:
-        """Return the last batch that it has, where an earlier process gave it those up to `last_seq` of the same log.
+        """Return its last batch, if an earlier process gave it those up to `last_seq` of the same log.
 
         Called before `open`, by `kvcache publish`.
         """
         return last_seq
 
     def watch(self, probe: Probe) -> None:
-        """Take what can be asked by a sink that `watches`."""
+        """Accept the probe of a sink that `watches`."""
 
     @property
     def waits_for(self) -> str | None:
-        """Why a sink that folds cannot be opened yet, in words; None: it can."""
+        """Return the reason why a sink that folds cannot be opened yet; None: it can."""
         return None
 
     @property
     def refused_peers(self) -> int:
-        """Connections to a feed that came to nothing because of keys."""
+        """Connections to a feed that failed because of keys."""
         return 0
 
 
 @dataclass(frozen=True)
 class SinkStats:
-    """One moment of a runner. `put` calls so far = `batches` + `dropped_batches` + `lag_batches`."""
+    """Counters of a runner, at one moment. `put` calls so far = `batches` + `dropped_batches` + `lag_batches`."""
 
     name: str
     batches: int
-    """Delivered: the sink's `write` returned. Gaps are not counted."""
+    """Batches delivered: the sink's `write` returned. Gaps are not counted."""
     events: int
     dropped_batches: int
-    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined at the time."""
+    """Batches not delivered: the queue was full, `write` raised, or the runner was closed or quarantined."""
     dropped_events: int
     errors: int
-    """Times that the sink raised."""
+    """Number of times that the sink raised."""
     lag_batches: int
-    """Waiting in the queue or being written."""
+    """Batches waiting in the queue or being written."""
     state: State
-    """`failing`: its last call has failed, and it is tried again with the next batch."""
+    """`failing`: its last call failed, and is retried with the next batch."""
     last_error: str | None
     refused_peers: int = 0
-    """Connections to a feed that came to nothing because of keys."""
+    """Connections to a feed that failed because of keys."""
 
 
 class Probe(Protocol):
-    """What any thread may ask of who knows a cache: a manager's monitor, or a fold of its log, which knows less."""
+    """Queries about a cache, from any thread: to a manager's monitor, or to a fold of its log, which knows less."""
 
     step_times: Histogram | None
-    """What the manager's calls take of each engine step, once somebody has asked for it; None: unknown."""
+    """Durations of the manager's calls per engine step, once requested; None: unknown."""
 
     def stats(self) -> Any:
-        """Counters and gauges of the last flush (`kvcache.stats.Stats`)."""
+        """Return the counters and gauges of the last flush (`kvcache.stats.Stats`)."""
 
     def log_stats(self) -> Any:
-        """Progress of the log (`events.log.LogStats`); None without one, and in place of fields that are unknown."""
+        """Return the log's progress (`events.log.LogStats`); None without one, and for fields that are unknown."""
 
     def sink_stats(self) -> Any:
-        """Progress of the sinks (`sinks.SinkStats`)."""
+        """Return the sinks' progress (`sinks.SinkStats`)."""
 
 
 class StateFold(Protocol):
     """A fold of a cache's batches into its state."""
 
     def fold(self, batch: EventBatch) -> None:
-        """Take in the batch after the last one, or one that begins an epoch. Raises where it does not fit."""
+        """Fold the batch after the last one, or one that begins an epoch. Raises for any other."""
 
     def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
-        """The state, as events with which another fold can begin."""
+        """Return the state, as events with which another fold can begin."""
 
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink has to know about the cache whose events it gets."""
+    """Facts that a sink may need about the cache that its events are from."""
 
     key_bytes: int
-    """Bytes of one key in the events' key columns; 0 if blocks have no names."""
+    """Size of a key in the events' key columns; 0 if blocks have no names."""
     tokens_per_block: int
     model: str = ""
-    """Name of the model, for those who publish it."""
+    """Name of the model, for sinks that publish it."""
     state_dir: Path | None = None
-    """Where a sink may keep what must survive a restart; None: nowhere."""
+    """Directory for files that must survive a restart; None: there is none."""
     salts: PlainSalts = field(default_factory=PlainSalts, compare=False)
-    """To be asked, while the sink is made, by one that needs salts as requests gave them."""
+    """For a sink that needs salts in clear: to be enabled while the sink is made."""
     kind: Literal["cache", "feed"] | None = "cache"
-    """What the events tell of: a cache, or what engines told of theirs (`kvcache tap`). None: not known yet."""
+    """Kind of the events: of a cache, or published by engines (`kvcache tap`). None: not known yet."""
     fold: Callable[[], StateFold] | None = field(default=None, compare=False)
-    """Makes a fold for a sink that tells the state itself; None: there is nothing that folds."""
+    """Makes a fold for a sink that sends the state itself; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +256,9 @@ class SinkURL:
 
     @classmethod
     def parse(cls, url: str) -> SinkURL:
-        """Parse, or raise SinkURLError."""
+        """Parse a URL, or raise SinkURLError."""
         if any(letter in url for letter in "\t\r\n"):
-            # urllib would leave them out.
+            # urllib would drop them.
             raise SinkURLError(
                 url.partition(":")[0], "it has a tab or a line break; write them as %09 and %0A"
             )
@@ -290,9 +289,9 @@ class SinkURL:
         return parsed
 
     def __str__(self) -> str:
-        """The URL without user, password and options, any of which may hold a secret.
+        """Return the URL without user, password and options, any of which may hold a secret.
 
-        Of a path with an @ only what follows that: before it may stand a password with a / in it.
+        Of a path with an @ only the part after it: the part before may be a password with a / in it.
         """
         if "@" in self.path:
             return without_login(f"{self.scheme}:{self.path}")
@@ -307,7 +306,7 @@ class SinkURL:
         return f"SinkURL({str(self)!r})"
 
     def file_path(self, path: str) -> Path:
-        """A path that stands in the URL, if the system can have such a name; raises SinkURLError otherwise."""
+        """Return a path of the URL, if the system can have such a name; raises SinkURLError otherwise."""
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
@@ -317,7 +316,7 @@ class SinkURL:
         return Path(path)
 
     def read_options(self, declared: type[Options]) -> Options:
-        """The options as `declared` (a msgspec struct) types them.
+        """Return the options as `declared` (a msgspec struct) types them.
 
         Raises SinkURLError, naming the known options, for an unknown one and for a value that does not fit.
         """
@@ -333,7 +332,7 @@ class SinkURL:
             raise SinkURLError(str(self), f"{reason}; known options: {known}") from None
 
     def quantity(self, options: msgspec.Struct, name: str) -> float:
-        """Return a size in bytes or a duration in seconds that an option names with its unit. Raises SinkURLError."""
+        """Return an option's size in bytes or duration in seconds, from its number and unit. Raises SinkURLError."""
         parse = parse_bytes if name in _SIZES else parse_seconds
         try:
             return parse(getattr(options, name))
@@ -342,7 +341,7 @@ class SinkURL:
 
 
 def _choices(declared: type[msgspec.Struct], problem: str) -> str:
-    """What the option that does not fit accepts, if that is one of a few words."""
+    """Return the accepted values of an option that does not fit, if it is one of a few words."""
     place = _PLACE.search(problem)
     hint = get_type_hints(declared).get(place[1]) if place else None
     return (
@@ -351,14 +350,14 @@ def _choices(declared: type[msgspec.Struct], problem: str) -> str:
 
 
 def _port(parts: SplitResult) -> int | None:
-    """The port; raises SinkURLError, which names the rest of the URL without user, password, path and options."""
+    """Return the port; raises SinkURLError, naming the rest of the URL without user, password, path and options."""
     try:
         return parts.port
     except ValueError:
         given = parts.netloc.rpartition(":")[2]
-        # SECURITY: where an @ is missing, what stands here is a password.
+        # SECURITY: if an @ is missing, this may be a password.
         shown = f":{given}" if given.isascii() and given.isdigit() and len(given) <= _PORT_SHOWN else ""
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-        # Of a password with a / and an @ the host may be a piece.
+        # The host may be a part of a password with a / and an @.
         address = f"{parts.scheme}:" if "@" in parts.path else f"{parts.scheme}://{host}{shown}"
         raise SinkURLError(address, "its port is no number from 0 to 65535") from None

@@ -1,13 +1,13 @@
 """``nats:``, ``redis:`` and ``kafka:`` feed routers by way of a broker (docs/how-to/brokers.md).
 
-Each record is acknowledged before the next one goes out. A broker that is away is tried again for a while with the
-same record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed publishes "cleared" and its
-whole state next. Whether what failed is in the stream after all does not matter then.
+Each record is acknowledged before the next one goes out. An unavailable broker is retried for a while with the same
+record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed publishes "cleared" and its
+whole state next. So it does not matter if the failed record is in the stream after all.
 
-Streams are trimmed, so a state must never be far back. Besides at the start and after failures, the state goes out in
-pieces, between live batches: when as much was sent since the last one as that took, and at least every
-`restate_seconds`. What lies before the last complete state but one is then removed, where the broker lets each worker
-trim its own; so a reader that is not far behind never misses anything.
+Streams are trimmed, so a state must never be far back. In addition to the start and after failures, the state goes out
+in pieces, between live batches: when as much was sent since the last one as that took, and at least every
+`restate_seconds`. Records before the last complete state but one are then removed, if the broker lets each worker trim
+its own; so a reader that is not far back never misses anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed, in_batches
 from sinks.router.options import FeedOptions, PayloadWriter, make_feed, writer_of
 
 LEAST_RETAIN = 3
-"""So many times `restate` messages must be kept: for the state before, the one in the making, and some air."""
+"""Minimum multiple of `restate` for which messages must be kept: for the state before, the one in progress, and a
+margin."""
 
 
 class BrokerOptions(FeedOptions, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class BrokerOptions(FeedOptions, frozen=True, kw_only=True):
 
 
 def worker_of(url: SinkURL, options: BrokerOptions) -> str:
-    """The name under which readers know this feed: by default this machine's, and the rank."""
+    """Return the feed's name for readers: by default this machine's, and the rank."""
     name = options.worker
     if name is None:
         name = socket.gethostname().partition(".")[0] + (f"-{options.rank}" if options.rank else "")
@@ -70,7 +71,7 @@ def worker_of(url: SinkURL, options: BrokerOptions) -> str:
 
 
 def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
-    """How long messages are kept. Raises SinkURLError where a live worker's state would be forgotten."""
+    """Return the time for which messages are kept. Raises SinkURLError if a live worker's state would expire."""
     retain, restate = url.quantity(options, "retain"), url.quantity(options, "restate")
     if retain < LEAST_RETAIN * restate:
         reason = (
@@ -81,37 +82,37 @@ def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
 
 
 HEADER_BYTES = 4096
-"""More than what brokers and headers add to a payload."""
+"""Upper bound of the bytes that brokers and headers add to a payload."""
 MIN_BYTES = 8 << 20
-"""However small the state is, so much may be sent before it is told again."""
+"""However small the state, this many bytes may be sent before it is sent again."""
 TELL_SECONDS = 0.02
-"""How long the feed works on its state before it looks for live batches again."""
+"""Time that the feed works on its state before it checks for live batches again."""
 Result = TypeVar("Result")
 _PAUSE_SECONDS = 0.1
-"""Between two tries of the same record."""
+"""Pause between two tries of the same record."""
 
 
 class Stream(Protocol):
-    """What is one worker's in a broker. Its errors are BrokerError: BrokerUnavailable if trying again may help."""
+    """One worker's stream in a broker. Its errors are BrokerError: BrokerUnavailable if a retry may help."""
 
     name: str
     """The broker and the stream, for messages."""
 
     def open(self) -> int | None:
-        """Connect. Returns the number of the worker's last record there, if it can be told."""
+        """Connect. Return the number of the worker's last record there, if it can be known."""
 
     @property
     def max_payload(self) -> int:
-        """Bytes of the largest message that the broker takes."""
+        """Largest message that the broker accepts, in bytes."""
 
     def append(self, record: StreamRecord) -> str:
-        """Have the broker keep a record, once, also if called again with it after a failure; returns where."""
+        """Append a record, once, also if called again with it after a failure; return its place."""
 
     def trim(self, place: str) -> None:
-        """Remove this worker's records before that place, where that can be done."""
+        """Remove this worker's records before `place`, if the broker can do that."""
 
     def breathe(self) -> None:
-        """Called every 10 ms."""
+        """Do periodic work. Called every 10 ms."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -119,12 +120,12 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class BrokerSettings:
-    """What the transport needs, checked."""
+    """Checked settings of the transport."""
 
     piece_bytes: int = 512 << 10
-    """Bounds batches and pieces of the state."""
+    """Bound of batches and pieces of the state."""
     timeout_seconds: float = 5.0
-    """How long a record is tried."""
+    """Time for which a record is retried."""
     restate_seconds: float = 600.0
     min_bytes: int = MIN_BYTES
     writer: PayloadWriter = field(default_factory=PayloadWriter)
@@ -134,17 +135,17 @@ class BrokerTransport:
     """Writes a feed's batches and states to a stream."""
 
     subscribers = 0
-    """Nobody can know who reads a stream."""
+    """The readers of a stream cannot be known."""
 
     def __init__(self, stream: Stream, settings: BrokerSettings) -> None:
         self.stream, self.settings = stream, settings
         self.clock: Callable[[], float] = time.monotonic
-        """Says when the state is due again; tests replace it."""
+        """Clock by which the state is due again; tests replace it."""
         self.tellings = 0
         """Number of messages sent in pieces so far: states, and batches that were too large."""
         self._writer = settings.writer
         self._state: Iterator[StreamRecord] | None = None
-        """The rest of the state that is being told."""
+        """The rest of the state being sent."""
         self._begin()
 
     @property
@@ -155,14 +156,14 @@ class BrokerTransport:
     def _begin(self) -> None:
         self._state = None
         self._kept: str | None = None
-        """The first record that is kept: a whole state begins there."""
+        """The first record kept: a whole state begins there."""
         self._state_at: str | None = None
-        """Where the state begins that is being told."""
+        """Place where the state being sent begins."""
         self._state_bytes = self._bytes_since = 0
         self._told_at = self.clock()
 
     def open(self, next_seq: int, worker: WorkerSeen | None = None) -> None:
-        """Connect. Raises SinkUnavailable where the broker does not answer, SinkError where that changes nothing."""
+        """Connect. Raises SinkUnavailable if the broker does not answer, SinkError if a retry would not help."""
         self._writer = self.settings.writer.for_worker(worker)
         self._begin()
         try:
@@ -177,7 +178,7 @@ class BrokerTransport:
             raise
 
     def send(self, batch: FeedBatch) -> None:
-        """Have the broker keep a batch. Raises SinkError."""
+        """Append a batch. Raises SinkError."""
         payload = self._writer.encode(batch.changes, batch.ts, batch.groups)
         place = self._append_all(batch.seq, payload)
         self._bytes_since += len(payload)
@@ -185,7 +186,7 @@ class BrokerTransport:
             self._kept = place  # a feed begins with its whole state
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
-        """Tell the state, if it is time to, for a moment."""
+        """Send a part of the state, if it is due."""
         self.stream.breathe()
         try:
             if self._state is None and self._is_due():
@@ -195,7 +196,7 @@ class BrokerTransport:
             if self._state is not None:
                 self._tell(self._state)
         except BaseException:
-            self._state = None  # what readers have of it is no use to them
+            self._state = None  # readers cannot use their part of it
             raise
 
     def close(self) -> None:
@@ -219,7 +220,7 @@ class BrokerTransport:
         return self._until_done(lambda: self.stream.append(record))
 
     def _append_all(self, seq: int, payload: bytes) -> str:
-        """Have a batch kept, in pieces if it is too large and may be cut; returns where the first one is."""
+        """Append a batch, in pieces if it is too large and may be cut; return the place of the first one."""
         pieces = self._cut(payload)
         if len(pieces) == 1:
             return self._append(StreamRecord(seq, payload))
@@ -259,7 +260,7 @@ class BrokerTransport:
             yield from self._cut(self._writer.encode(changes, state.ts, state.groups))
 
     def _tell(self, state: Iterator[StreamRecord]) -> None:
-        """Send pieces for about so long, and at least one: batches that are sent from then on are not in the state."""
+        """Send pieces for a limited time, and at least one: batches sent from then on are not in the state."""
         deadline = time.perf_counter() + TELL_SECONDS
         for record in state:
             place = self._append(record)
@@ -280,7 +281,7 @@ class BrokerTransport:
 
 
 def _records(seq: int, payloads: Iterable[bytes], telling: int) -> Iterator[StreamRecord]:
-    """The records of what is sent in pieces. Only after a piece it is known whether that was the last one."""
+    """Yield the records of a message in pieces. A piece is known to be the last only after it."""
     numbered = enumerate(payloads)
     number, payload = next(numbered)
     for following, piece in numbered:
@@ -311,7 +312,7 @@ _OPTIONS: dict[str, type[BrokerOptions]] = {
 
 
 def create(url: SinkURL, context: SinkContext) -> RouterFeed:
-    """Make the sink for the URL of a broker."""
+    """Create the sink for the URL of a broker."""
     options = url.read_options(_OPTIONS[url.scheme])
     worker = worker_of(url, options)
     try:

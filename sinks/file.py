@@ -7,10 +7,10 @@ queued. A line that the disk takes only in part is cut off again. ``?format=trtl
 With ``?format=msgpack`` a batch is a frame: the file begins with ``kvevent`` and a version byte, 1; a frame is the
 number of its bytes (4, big-endian) and a msgpack array ``[seq, ts, [event, ...]]``, an event ``[type, field, ...]``.
 
-Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
-only. One that is there is refused if another user has made it or may write it, or may read it where it is to hold
-tokens (`events.files.safe.open_output`). A file that holds something already is refused unless ``?append=1``: one that
-a person kept must not be mixed up with another run's by accident. One writer per file, which a lock on it enforces.
+Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner only. One that is
+there is refused if another user has made it or may write it, or may read it where it is to hold tokens
+(`events.files.safe.open_output`). A file that is not empty is refused unless ``?append=1``: a kept one must not be
+mixed up with another run's by accident. One writer per file, which a lock on it enforces.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
 one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Where something else rotates the
@@ -45,22 +45,22 @@ class JSONLines:
     """A JSON object per line. A line that a killed writer left in the middle stays a line of its own."""
 
     header = b""
-    """At the beginning of each file."""
+    """Header of each file."""
 
     def __init__(self, key_bytes: int, *, tokens: bool) -> None:
         self._key_bytes, self._tokens = key_bytes, tokens
 
     def encode(self, batch: EventBatch) -> bytes:
-        """One line."""
+        """Encode a batch as one line."""
         return to_json(batch, self._key_bytes, tokens=self._tokens) + b"\n"
 
     def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
-        """Where in a file that is not empty one may go on, which is its end, and what is to be written first."""
+        """Return the offset at which a file that is not empty continues, its end, and the bytes to write first."""
         size = file.seek(-1, os.SEEK_END) + 1
         return size, b"" if file.read(1) == b"\n" else b"\n"
 
     def last_seq(self, file: BinaryIO) -> int | None:
-        """The number of the last whole batch in the file; None: there is none."""
+        """Return the number of the last whole batch in the file; None: there is none."""
         tail, at = b"", file.seek(0, os.SEEK_END)
         while at and tail.count(b"\n") < 2:  # the end of the line before it, and its own
             step = min(at, max(_TAIL_BYTES, len(tail)))
@@ -78,25 +78,25 @@ class Frames:
     """A frame per batch. One that a killed writer left in the middle is cut off by the next."""
 
     header = HEADER
-    """At the beginning of each file."""
+    """Header of each file."""
 
     def __init__(self, *, tokens: bool) -> None:
         self._tokens = tokens
 
     def encode(self, batch: EventBatch) -> bytes:
-        """One frame."""
+        """Encode a batch as one frame."""
         payload = encode_batch(batch if self._tokens else batch_without_tokens(batch))
         return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
 
     def end(self, path: Path, file: BinaryIO) -> tuple[int, bytes]:
-        """The end of the last whole frame. Raises SinkError if there are other things in the file."""
+        """Return the end of the last whole frame. Raises SinkError if the file holds other data."""
         begin = file.read(len(HEADER))
         if not HEADER.startswith(begin):
             raise SinkError(f"{path} holds no frames of msgpack: remove it, or choose another")
         return (_last_frame(file)[1] if begin == HEADER else 0), b""
 
     def last_seq(self, file: BinaryIO) -> int | None:
-        """The number of the last whole batch in the file; None: there is none."""
+        """Return the number of the last whole batch in the file; None: there is none."""
         if file.read(len(HEADER)) != HEADER:
             return None
         start, end = _last_frame(file)
@@ -108,19 +108,19 @@ class Frames:
 
 
 class _Numbered(msgspec.Struct, frozen=True):
-    """What is looked at of a line."""
+    """The number in a line."""
 
     seq: int
 
 
 class _NumberedFrame(msgspec.Struct, frozen=True, array_like=True):
-    """What is looked at of a frame."""
+    """The number in a frame."""
 
     seq: int
 
 
 def _last_frame(file: BinaryIO) -> tuple[int, int]:
-    """Where the payload of the last whole frame begins, and where it ends."""
+    """Return the start and the end of the last whole frame's payload."""
     total = file.seek(0, os.SEEK_END)
     start = end = len(HEADER)
     while end + _LENGTH_BYTES <= total:
@@ -134,7 +134,7 @@ def _last_frame(file: BinaryIO) -> tuple[int, int]:
 
 
 LOOK_SECONDS = 1.0
-"""How often the sink looks whether its path still has the file that it writes to."""
+"""Interval at which the sink checks that its path is still its file."""
 KEEP = 5
 MOST_KEPT = 1000
 """Each rotation renames all of them."""
@@ -154,7 +154,7 @@ class FileSink(LineOutput):
     """Appends batches to a file; one that would grow beyond `max_bytes` (0: any size) is rotated."""
 
     def __init__(self, path: str | Path, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:
-        # Whatever the process does, it is the same file.
+        # Always the same file, even if the process changes its directory.
         self._path = Path(path).absolute()
         self.needs_tokens = tokens = options.tokens
         self._holds_prompts = tokens or options.format == "trtllm"
@@ -164,9 +164,9 @@ class FileSink(LineOutput):
         self._max_bytes, self._keep = max_bytes, options.keep
         self._fd = -1
         self._regular = False
-        """Whether it is a file, which can be moved and cut, and not a pipe or a device."""
+        """True if it is a regular file, which can be moved and cut; False for a pipe or a device."""
         self._begun = False
-        """Whether what is no file has its header."""
+        """True if a pipe or a device has its header."""
         self._looked_at = 0.0
 
     def open(self) -> None:
@@ -175,20 +175,20 @@ class FileSink(LineOutput):
         Raises SinkError if there is no such directory or two runs would be mixed, UnsafeFile, OSError.
         """
         self._take(self._opened())
-        # What is there from now on is this sink's own, also after a failure.
+        # The file from now on is this sink's own, also after a failure.
         self._append = True
 
     def resume(self, last_seq: int) -> int:
-        """Go on in a file that an earlier process has filled, up to batch `last_seq` or further; returns how far."""
+        """Continue in a file filled by an earlier process, up to batch `last_seq` or further; return the last batch."""
         self._append = True
         with contextlib.suppress(FileNotFoundError):
-            # A pipe is not waited for: nothing can be read of what went through it.
+            # Not for a pipe: its earlier data cannot be read.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 return last_seq
             with os.fdopen(descriptor, "rb") as file:
-                # A later batch may have been written since somebody took note.
+                # A later batch may have been written since the number was saved.
                 return max(last_seq, self._encoding.last_seq(file) or last_seq)
         return last_seq
 
@@ -197,10 +197,10 @@ class FileSink(LineOutput):
         self.append(self._encoding.encode(batch))
 
     def append(self, data: bytes) -> None:
-        """Append whole lines, or frames. Raises OSError after cutting off what was written of them."""
+        """Append whole lines, or frames. Raises OSError after cutting off a part that was written."""
         self.tick()
         if self._is_full(len(data)) and not self._is_in_place():
-            # What is there now may be another's file, which is not ours to move.
+            # The current file may be another program's, and is not ours to move.
             self.reopen()
         if self._is_full(len(data)):
             rotated = _rotate(self._path, self._keep)
@@ -212,13 +212,13 @@ class FileSink(LineOutput):
             write_all(self._fd, [data] if is_begun else [self._encoding.header + data])
             self._begun = True
         except OSError:
-            # Only a file can be cut; a pipe's reader has seen the piece already.
+            # Only a file can be cut; a pipe's reader has received the piece already.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
             raise
 
     def tick(self) -> None:
-        """Look, once in a while, whether the path has another file by now, or none. Raises as `open` does."""
+        """Check, at intervals, if the path is another file by now, or none. Raises as `open` does."""
         now = time.monotonic()
         if self._regular and now - self._looked_at >= LOOK_SECONDS:
             if not self._is_in_place():
@@ -226,7 +226,7 @@ class FileSink(LineOutput):
             self._looked_at = now
 
     def reopen(self) -> None:
-        """Go on in the file that is at the path now, or in a new one. Raises as `open` does."""
+        """Continue in the current file of the path, or in a new one. Raises as `open` does."""
         if not (self._regular and self._is_in_place()):
             self._take(self._opened())
 
@@ -279,7 +279,7 @@ class FileSink(LineOutput):
                 write_all(fd, [first])
 
     def _lock(self, fd: int) -> None:
-        """Keep other writers off, whatever they call the file. Not every file system can do that."""
+        """Lock the file against other writers, under whatever name. Not every file system can do that."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -308,7 +308,7 @@ class FileSink(LineOutput):
 
 
 def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
-    """The sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
+    """Create the sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
     options = url.read_options(FileOptions)
     if url.host not in (None, "localhost") or url.port is not None:
         reason = (
@@ -327,21 +327,21 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
 
 
 def _let_go(descriptor: int) -> None:
-    """Close a file; a process that was forked may have it, too, and is not to keep the lock."""
+    """Close a file; without keeping its lock in a forked process that has it too."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _older_file(path: Path, number: int) -> Path:
-    """The path of an older file; 1 is the newest."""
+    """Return the path of an older file; 1 is the newest."""
     return path.with_name(f"{path.name}.{number}")
 
 
 def _rotate(path: Path, keep: int) -> int:
     """Make `path` the newest of `keep` older files, and return the descriptor of a new file there, for appending.
 
-    Raises OSError. What is likely to fail, making a file, comes first, and has changed nothing where it fails.
+    Raises OSError. The step likely to fail, making a file, comes first, and changes nothing if it fails.
     """
     unfinished = path.with_name(f"{path.name}.new")
     descriptor = create_file(unfinished, os.O_WRONLY | os.O_APPEND)
@@ -360,6 +360,6 @@ def _rotate(path: Path, keep: int) -> int:
 
 
 def _move(source: Path, target: Path) -> None:
-    # Somebody may have removed it, which was his right.
+    # The user may have removed it, rightfully.
     with contextlib.suppress(FileNotFoundError):
         source.replace(target)

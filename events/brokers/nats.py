@@ -1,11 +1,11 @@
 """NATS JetStream as a broker: ``STREAM.WORKER`` is the subject of each worker.
 
-The client is asyncio's. Its loop runs only while something is asked of it, on the thread that asks, so nothing here
-needs a lock. It does not reconnect by itself: its user does, knowing what was lost.
+The client is asyncio's. Its loop runs only during a call, on the caller's thread, so nothing here needs a lock. It does
+not reconnect by itself: its user does, knowing what was lost.
 
-Each message has an id, by which the server drops one that it has (`Nats-Msg-Id`, within two minutes), and the place
-of the worker's message before it, without which the server does not take it. So a server that has lost what it
-acknowledged, and a second process that publishes as the same worker, are noticed with the next message.
+Each message has an id, by which the server drops duplicates (`Nats-Msg-Id`, within two minutes), and the place of the
+worker's previous message, without which the server refuses it. So a server that has lost acknowledged messages, and a
+second process that publishes as the same worker, are noticed with the next message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class NATSSession:
-    """Connects when it is needed. All its errors are BrokerError."""
+    """A connection made on demand. All its errors are BrokerError."""
 
     def __init__(self, address: BrokerAddress) -> None:
         require_client(address, "nats")
@@ -42,16 +42,16 @@ class NATSSession:
         self._runner: asyncio.Runner | None = None
         self._client: Client | None = None
         self._noted: Exception | None = None
-        """What the client has said last about its connection."""
+        """The client's last report about its connection."""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, as far as is known."""
+        """True if there is a connection, according to the client."""
         return self._client is not None and self._client.is_connected
 
     @property
     def max_payload(self) -> int:
-        """What the server takes in one message, headers included, in bytes."""
+        """Largest message that the server accepts, headers included, in bytes."""
         assert self._client is not None
         return self._client.max_payload
 
@@ -62,7 +62,7 @@ class NATSSession:
         return self._client.jetstream()
 
     def connect(self) -> None:
-        """Connect anew. Raises BrokerUnavailable, and BrokerError if we are refused."""
+        """Connect anew. Raises BrokerUnavailable, and BrokerError if the server refuses."""
         from nats.aio.client import Client
 
         self.close()
@@ -72,7 +72,7 @@ class NATSSession:
         self.run(self._connect(self._client), CONNECT_SECONDS * 2)
 
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
-        """Do it, within so many seconds; disconnects where that fails. BrokerUnavailable: it may succeed later."""
+        """Run `work` within `seconds`; disconnect if it fails. BrokerUnavailable: it may succeed later."""
         import nats.errors
 
         assert self._runner is not None
@@ -93,7 +93,7 @@ class NATSSession:
         raise failure
 
     def find(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result | None:
-        """Do it, as `run` does; None: the server does not have what is asked for."""
+        """Run `work` as `run` does; None: the server does not have the object."""
         return self.run(_found(work), seconds)
 
     def breathe(self) -> None:
@@ -107,7 +107,7 @@ class NATSSession:
         runner, self._runner = self._runner, None
         if runner is None:
             return
-        with runner, contextlib.suppress(Exception):  # what cannot be closed is gone
+        with runner, contextlib.suppress(Exception):  # a connection that cannot be closed is gone
             if client is not None:
                 runner.run(asyncio.wait_for(client.close(), CONNECT_SECONDS))
 
@@ -121,7 +121,7 @@ class NATSSession:
             tls=address.tls_context(),
             allow_reconnect=False,
             connect_timeout=CONNECT_SECONDS,
-            # The client tries a server at most twice before it gives up, and says only here what was wrong.
+            # The client tries a server at most twice before it gives up, and reports only here what was wrong.
             max_reconnect_attempts=1,
             reconnect_time_wait=0,
             error_cb=self._note,
@@ -138,7 +138,7 @@ class NATSSession:
             return BrokerUnavailable(
                 where, os.strerror(error.errno) if error.errno else "it cannot be reached"
             )
-        # What the server says quotes at most our own names.
+        # The server's message quotes at most our own names.
         text = str(error).removeprefix("nats: ").strip("'\" ")
         if "authorization" in text.lower() or "authentication" in text.lower():
             return BrokerError(where, REFUSED)
@@ -160,11 +160,11 @@ TAG = "Kvcache-Record"
 """The header with a record's tag."""
 _AT_ONCE = 100
 _ASK_SECONDS = 3.0
-"""What the server has to answer within."""
+"""Time limit of the server's answer."""
 _LOOK_SECONDS = 2.0
-"""After so much silence it is looked whether the server still knows us."""
+"""Silence after which the server is checked to still know the reader."""
 _FORGET_SECONDS = 60.0
-"""When the server forgets a reader that does not ask any more."""
+"""Time after which the server forgets an inactive reader."""
 
 
 class NATSReader:
@@ -176,19 +176,19 @@ class NATSReader:
         self._session = NATSSession(address)
         self._pull: JetStreamContext.PullSubscription | None = None
         self._last = 0
-        """Where in the stream what was read last stands."""
+        """Place in the stream of the last record read."""
         self._last_record: tuple[str | None, str | None] = None, None
         """Its subject and tag."""
         self._created: datetime | None = None
-        """When the stream was made."""
+        """Time at which the stream was made."""
         self._heard_at = 0.0
 
     def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
-        """The next records."""
+        """Return the next records."""
         if self._pull is None or not self._session.connected:
             self._begin()
         assert self._pull is not None
-        # Where that fails, the server may take for delivered what was not read: it is asked for again from there on.
+        # If that fails, the server may count unread messages as delivered: they are requested again from there on.
         messages = self._session.run(self._fetch(self._pull, max(seconds, 0.01)), seconds + _ASK_SECONDS)
         self._look(self._pull, heard=bool(messages))
         return [record for message in messages for record in self._records(message)]
@@ -198,7 +198,7 @@ class NATSReader:
         self._session.close()
 
     def _begin(self) -> None:
-        """Connect, and go on where it broke off. Raises StreamRewound where that is not there any more."""
+        """Connect, and continue where reading broke off. Raises StreamRewound if that place is gone."""
         from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
         self._pull = None
@@ -223,7 +223,7 @@ class NATSReader:
             raise StreamRewound(None)
 
     def _is_where_it_was(self, info: StreamInfo) -> bool:
-        """Whether what was read last still stands in its place, or was removed as old."""
+        """Return True if the last record read is still in its place, or was removed as old."""
         if not self._last:
             return True
         if info.created != self._created or info.state.last_seq < self._last:
@@ -234,7 +234,7 @@ class NATSReader:
         return there is None or (there.subject, (there.headers or {}).get(TAG)) == self._last_record
 
     def _look(self, pull: JetStreamContext.PullSubscription, *, heard: bool) -> None:
-        """Silence may mean that the server was started anew, and knows nothing of us."""
+        """Check the server after silence: it may have restarted, without this reader."""
         now = time.monotonic()
         if not heard and now - self._heard_at > _LOOK_SECONDS:
             self._session.run(pull.consumer_info(), _ASK_SECONDS)
@@ -258,9 +258,9 @@ class NATSReader:
 
 
 _ANSWER_SECONDS = 2.0
-"""What the server has to answer within."""
+"""Time limit of the server's answer."""
 _REMEMBER_SECONDS = 120.0
-"""How long the server knows the ids of messages."""
+"""Time for which the server remembers the ids of messages."""
 _ID = "Nats-Msg-Id"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE = 10071
@@ -288,17 +288,17 @@ class NATSStream:
         self._session = NATSSession(address)
         self._retain, self._max_bytes, self._replicas = retain_seconds, max_bytes, replicas
         self._last = 0
-        """Where in the stream our last message stands; 0: there is none."""
+        """Place in the stream of our last message; 0: there is none."""
         self._tried: str | None = None
-        """The id of the last message that was sent; it may be there."""
+        """The id of the last message sent; it may be there."""
 
     @property
     def max_payload(self) -> int:
-        """What the server takes in one message."""
+        """Largest message that the server accepts."""
         return self._session.max_payload
 
     def open(self) -> int | None:
-        """Connect, make the stream where there is none, and find our last message."""
+        """Connect, make the stream if there is none, and find our last message."""
         self._connect()
         self._tried = None
         last = self._last_message()
@@ -329,7 +329,7 @@ class NATSStream:
         return str(self._last)
 
     def trim(self, place: str) -> None:
-        """Purge the subject up to there."""
+        """Purge the subject up to `place`."""
         if int(place) <= 1:
             return  # to the server that would mean all of it
         if not self._session.connected:
@@ -366,11 +366,11 @@ class NATSStream:
             await jetstream.add_stream(config)
 
     def _publish(self, record: StreamRecord, unique: str) -> int:
-        """Publish behind our last message; returns where it stands."""
+        """Publish after our last message; return its place."""
         work = self._session.run(self._acknowledged(record, unique), _ANSWER_SECONDS)
         if work is not None:
             return work
-        # Our last message is not where we know it.
+        # Our last message is not in its known place.
         last = self._last_message()
         found = (last.headers or {}).get(_ID) if last is not None else None
         place = 0 if last is None or last.seq is None else last.seq
@@ -387,7 +387,7 @@ class NATSStream:
         return self._publish(record, unique)
 
     async def _acknowledged(self, record: StreamRecord, unique: str) -> int | None:
-        """Where it stands; None if our last message is not where we know it."""
+        """Return its place; None if our last message is not in its known place."""
         from nats.js.errors import BadRequestError
 
         headers = {_ID: unique, _EXPECTED: str(self._last), TAG: record.tag}

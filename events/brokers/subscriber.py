@@ -6,13 +6,13 @@
         for worker, report in subscriber:    # Received, Missed, Restated or Restarted (events.subscribe.continuity)
             indexes[worker].fold(report)     # events.subscribe.index
 
-Whoever begins to read somewhere, or has missed something (old records are trimmed), needs a whole state. The stream
-itself has it, again and again, in pieces (`events.brokers.records`), and begins with it after every failure. A follower
-without a state ignores batches until a state begins; from its first piece on it holds them, since the state may not
-include them, and reports them after its last piece. So where it began, or what was trimmed, makes it late, never wrong.
+A reader that begins anywhere, or has missed records (old ones are trimmed), needs a whole state. The stream itself has
+it, again and again, in pieces (`events.brokers.records`), and begins with it after every failure. A follower without a
+state ignores batches until a state begins; from its first piece on it holds them, since the state may not include them,
+and reports them after its last piece. So the place where it began, or trimming, makes it late, never wrong.
 
-A broker that goes away is connected to again, and read from where that broke off. A subscriber belongs to one thread,
-on which no asyncio loop runs.
+After a lost connection it reconnects, and reads from where it broke off. A subscriber belongs to one thread, on which
+no asyncio loop runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READERS = {
 
 
 class Pieces:
-    """Payloads that come in pieces, at most `at_once` at a time: others were not told to the end.
+    """Payloads in pieces, at most `at_once` at a time: older ones were never completed.
 
     `held` are the batches since the first piece of the oldest of them.
     """
@@ -55,11 +55,11 @@ class Pieces:
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._pieces: dict[tuple[int, int], list[bytes]] = {}
-        """By number and telling, those that came, oldest payload first."""
+        """Received pieces by number and telling, oldest payload first."""
         self.held: list[Message] = []
 
     def add(self, record: StreamRecord) -> list[bytes] | None:
-        """All pieces, if this is the last one; None: others are missing."""
+        """Return all pieces, if this is the last one; None: others are missing."""
         of = record.seq, record.telling
         if record.piece == 0:
             self._pieces[of] = []
@@ -75,14 +75,14 @@ class Pieces:
         return self._pieces.pop(of) if record.last else None
 
     def hold(self, message: Message) -> None:
-        """Keep a batch, as long as pieces are missing that it may follow."""
+        """Hold a batch, while pieces are missing that it may follow."""
         if self._pieces and len(self.held) < HELD_MAX:
             self.held.append(message)
         else:
-            self.clear()  # Nobody goes on with what was begun so long ago.
+            self.clear()  # A payload begun so long ago is never completed.
 
     def clear(self) -> None:
-        """Forget what was begun."""
+        """Drop incomplete payloads."""
         self._pieces.clear()
         self.held.clear()
 
@@ -93,18 +93,18 @@ class RecordFollower:
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
         self._pieces = Pieces(at_once=1)
-        """Of a state."""
+        """Pieces of a state."""
         self.malformed = 0
-        """States that could not be read; the next one is waited for."""
+        """Unreadable states; the next one is waited for."""
         self._begin()
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no state yet, or none that what it hears fits to."""
+        """True if it has no state yet, or none that fits the records received."""
         return self._asked is not None
 
     def take(self, record: StreamRecord) -> list[Report]:
-        """What is to be reported once this record is known."""
+        """Return the reports that follow from this record."""
         reports: list[Report] = []
         if record.piece is not None:
             if self._asked is not None and (pieces := self._pieces.add(record)) is not None:
@@ -119,7 +119,7 @@ class RecordFollower:
     def _begin(self) -> None:
         self._continuity = Continuity(0, can_ask=True)
         self._asked: int | None = None
-        """The first batch that is wanted, while a state is waited for."""
+        """The first batch wanted, while a state is waited for."""
         self._look_for_request()
 
     def _look_for_request(self) -> None:
@@ -134,7 +134,7 @@ class RecordFollower:
     def _take_unfitting(self, message: Message) -> list[Report]:
         assert self._asked is not None
         if begins_anew(message):
-            # It is a whole state itself, or the start of one that goes on in the batches behind it.
+            # It is a whole state itself, or the start of one that continues in the batches after it.
             reports: list[Report] = []
             if message.seq < self._asked:
                 reports = [Restarted(self._asked - 1, message.seq)]
@@ -145,15 +145,15 @@ class RecordFollower:
         return []
 
     def _numbered(self, seq: int, pieces: list[bytes], wanted: int) -> list[Message]:
-        """The pieces under the numbers up to the state's, none of them below the one that is wanted."""
+        """Number the pieces up to the state's number, none of them below the one wanted."""
         room = seq + 1 - wanted
         if room <= 0:
-            return []  # a state from before what was heard
+            return []  # a state from before the batches received
         each = -(-len(pieces) // room)
         try:
             payloads = [self._joined(pieces[at : at + each]) for at in range(0, len(pieces), each)]
         except (EventDecodeError, IndexError, struct.error):
-            # Not what a feed writes: whole batches of this very form. The next state is waited for.
+            # Not written by a feed: whole batches of this very form. The next state is waited for.
             self.malformed += 1
             return []
         return [self._message(seq + 1 - len(payloads) + at, payload) for at, payload in enumerate(payloads)]
@@ -179,31 +179,31 @@ class NativeRecordFollower:
     """Follows one worker."""
 
     malformed = 0
-    """What cannot be read is reported as missed."""
+    """Unreadable batches are reported as missed."""
 
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
         self._continuity = NativeContinuity()
         self._pieces = Pieces(at_once=2)
-        """Of batches: of a state, and of one that follows it."""
+        """Pieces of batches: of a state, and of one that follows it."""
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no state yet, or none that what it hears fits to."""
+        """True if it has no state yet, or none that fits the records received."""
         return self._continuity.waiting
 
     def take(self, record: StreamRecord) -> list[NativeReport]:
-        """What is to be reported once this record is known."""
+        """Return the reports that follow from this record."""
         pieces: list[bytes] | None = [record.payload]
         if record.piece is not None:
-            # A state that is known already, that of the last batch, is passed over.
+            # A state known already, that of the last batch, is skipped.
             is_known = not self.waiting and record.seq + 1 == self._continuity.next
             pieces = None if is_known and record.piece == 0 else self._pieces.add(record)
         if pieces is not None:
             message = Message(self._topic, record.seq, b"".join(pieces))
             self._continuity.live(message)
             if record.piece is not None and not self.waiting:
-                # Those that are known already are passed over.
+                # Batches known already are skipped.
                 for each in self._pieces.held:
                     self._continuity.live(each)
             self._pieces.hold(message)
@@ -211,24 +211,24 @@ class NativeRecordFollower:
 
 
 _TURN_SECONDS = 0.2
-"""A wait for records, after which it is looked whether to go on waiting."""
+"""Time of one wait for records, after which stopping is checked."""
 _PAUSE_SECONDS = 0.2
-"""Before a broker that was not there is tried again."""
+"""Pause before an unavailable broker is retried."""
 
 
 class Follows(Protocol[AnyReport]):
-    """Makes reports of one worker's records."""
+    """Turns one worker's records into reports."""
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no state yet, or none that what it hears fits to."""
+        """True if it has no state yet, or none that fits the records received."""
 
     @property
     def malformed(self) -> int:
-        """States that could not be read."""
+        """Unreadable states."""
 
     def take(self, record: StreamRecord) -> list[AnyReport]:
-        """What is to be reported once this record is known."""
+        """Return the reports that follow from this record."""
 
 
 class StreamSubscriber(Generic[AnyReport]):
@@ -237,12 +237,12 @@ class StreamSubscriber(Generic[AnyReport]):
     Args:
         url: the broker and its stream, as `events.brokers.address` has it; ``worker=NAME`` follows that one only.
 
-    Raises BrokerURLError; BrokerError where the client's package is missing. `poll` raises BrokerError where the broker
-    refuses us; one that is not there is waited for.
+    Raises BrokerURLError; BrokerError if the client's package is missing. `poll` raises BrokerError if the broker
+    refuses; one that is unavailable is waited for.
     """
 
     _follower: Callable[[str], Follows[AnyReport]]
-    """Makes one of a worker."""
+    """Makes the follower of a worker."""
 
     def __init__(self, url: str) -> None:
         address = parse(url)
@@ -255,9 +255,9 @@ class StreamSubscriber(Generic[AnyReport]):
         self._followers: dict[Worker, Follows[AnyReport]] = {}
         self._retry_at = 0.0
         self._malformed = 0
-        """Of followers that were replaced."""
+        """Unreadable states of followers that were replaced."""
         self.unavailable: str | None = None
-        """Why the broker cannot be read at present; None: it can."""
+        """The reason why the broker cannot be read at present; None: it can."""
 
     def __enter__(self) -> Self:
         return self
@@ -272,7 +272,7 @@ class StreamSubscriber(Generic[AnyReport]):
             reader.close()
 
     def __iter__(self) -> Iterator[tuple[Worker, AnyReport]]:
-        """Reports as they come, until it is closed."""
+        """Yield reports as they come, until it is closed."""
         while self._reader is not None:
             yield from self.poll()
 
@@ -283,21 +283,21 @@ class StreamSubscriber(Generic[AnyReport]):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Those that were heard."""
+        """Workers with records so far."""
         return tuple(self._followers)
 
     @property
     def waiting(self) -> tuple[Worker, ...]:
-        """Those that were heard, but of which there was no whole state yet."""
+        """Workers with records but without a whole state so far."""
         return tuple(worker for worker, follower in self._followers.items() if follower.waiting)
 
     @property
     def malformed(self) -> int:
-        """States in the stream that could not be read: not what a feed writes."""
+        """Unreadable states in the stream: not written by a feed."""
         return self._malformed + sum(follower.malformed for follower in self._followers.values())
 
     def poll(self, timeout_ms: int | None = None) -> list[tuple[Worker, AnyReport]]:
-        """Wait until there is something to report, and return it, of each worker in order; empty after `timeout_ms`."""
+        """Wait for reports, and return them, each worker's in order; empty after `timeout_ms`."""
         deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
             left = _TURN_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
@@ -325,7 +325,7 @@ class StreamSubscriber(Generic[AnyReport]):
             self.unavailable = error.reason
             self._retry_at = time.monotonic() + _PAUSE_SECONDS
         except StreamRewound as rewound:
-            # What is read again is old, and does not fit to what was heard: a state has to come first.
+            # Records read again are old, and do not fit those received: a state has to come first.
             for worker, follower in self._followers.items():
                 if rewound.workers is None or worker.topic in rewound.workers:
                     self._malformed += follower.malformed
@@ -334,12 +334,12 @@ class StreamSubscriber(Generic[AnyReport]):
 
 
 class BrokerSubscriber(StreamSubscriber[Report]):
-    """Follows workers that feed routers, in any format that these read; made with the same arguments."""
+    """Follows workers that feed routers, in any of their formats; made with the same arguments."""
 
     _follower = RecordFollower
 
 
 class NativeBrokerSubscriber(StreamSubscriber[NativeReport]):
-    """Follows workers that tell all events of their caches (``format=native``)."""
+    """Follows workers that publish all events of their caches (``format=native``)."""
 
     _follower = NativeRecordFollower

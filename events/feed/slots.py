@@ -1,13 +1,13 @@
-"""What the feed knows of the block in each slot of one level, as columns; and all of it, for late routers.
+"""The feed's state per slot of one level, as columns; and the whole state, for late routers.
 
 Most calls concern one block (decoding) or hundreds (a prompt): one is written without numpy, whose calls cost
 microseconds each, many by numpy on the same memory.
 
-A block on its way between two levels is in none for routers, though what comes after it may stay visible: they were
-sent it in time, and keep it below a block that is nowhere just then. A late router must be able to do the same. So
-such a block is sent as if it had arrived, and taken back at the end; when it lands, it is announced to all. There may
-be millions of blocks, so all of this works on columns: `freeze` copies them at once, in tens of nanoseconds per block,
-and `visible_blocks` makes changes of the copy, piece by piece, while the fold goes on.
+A block in flight between two levels is in none for routers, though its children may stay visible: routers received them
+in time, and keep them below a block that is nowhere at that moment. A late router must be able to do the same. So such
+a block is sent as if it had arrived, and removed again at the end; when it lands, it is announced to all. There may be
+millions of blocks, so all of this works on columns: `freeze` copies them at once, in tens of nanoseconds per block, and
+`visible_blocks` makes changes of the copy, piece by piece, while the fold goes on.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from events.types import PRIMARY, SECONDARY, Namespace
 
 
 class Visibility(IntEnum):
-    """What there is in a slot for routers."""
+    """Visibility of a slot's block to routers."""
 
     ABSENT = 0
     """No full block."""
     IN_FLIGHT = 1
-    """One whose copy has not landed."""
+    """A block with a copy in flight."""
     WAITING = 2
-    """One whose parent routers do not know yet."""
+    """A block with a parent that routers do not know yet."""
     ANNOUNCED = 3
-    """One that they know."""
+    """A block that routers know."""
 
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = map(int, Visibility)
 """Plain numbers: numpy takes longer to compare with others."""
 _FEW = 8
-"""Up to here a loop takes less time than numpy."""
+"""Up to this count a loop takes less time than numpy."""
 _NO_PARENT = bytes(NAME_BYTES)
 _unpack_slots = struct.Struct("<i").iter_unpack
 _Column = npt.NDArray[Any]
@@ -63,7 +63,7 @@ class SlotColumns:
         self._token_size = tokens_per_block * TOKEN_BYTES
         self._state, self._names, self._parents, self._tokens, self._transfers, self._namespaces = columns
         self.known = known
-        """The namespaces of blocks, by their numbers."""
+        """The namespaces of blocks, by number."""
         self._numbers = numbers
         # The same memory without numpy's overhead per call.
         self._state_bytes = self._state.data
@@ -74,7 +74,7 @@ class SlotColumns:
 
     @classmethod
     def of_levels(cls, primary: int, secondary: int, tokens_per_block: int) -> tuple[Self, tuple[Self, Self]]:
-        """Columns of so many slots: of both levels, and of each."""
+        """Make columns of all slots: of both levels, and of each."""
         types = ("u1", f"V{NAME_BYTES}", f"V{NAME_BYTES}", f"V{tokens_per_block * TOKEN_BYTES}", "i8", "i4")
         both = [np.zeros(primary + secondary, each) for each in types]
         parts = both, [each[:primary] for each in both], [each[primary:] for each in both]
@@ -83,7 +83,7 @@ class SlotColumns:
         return whole, (levels[0], levels[1])
 
     def write(self, slots: array[int], stored: Stored, state: int, transfer: int = 0) -> None:
-        """Note consecutive blocks."""
+        """Write consecutive blocks."""
         if len(slots) == 1 and state != IN_FLIGHT:
             self.write_one(slots[0], stored, state)
         elif slots:
@@ -100,7 +100,7 @@ class SlotColumns:
                 self._namespaces[at] = namespace
 
     def write_one(self, slot: int, stored: Stored, state: int) -> None:
-        """Note a single block that no copy brings."""
+        """Write a single block that no copy brings."""
         name, size = slot * NAME_BYTES, self._token_size
         self._name_bytes[name : name + NAME_BYTES] = stored.names
         self._parent_bytes[name : name + NAME_BYTES] = stored.parent or _NO_PARENT
@@ -116,7 +116,7 @@ class SlotColumns:
         return number
 
     def read(self, slots: array[int], group: int, level: int) -> Stored:
-        """Consecutive blocks as they are told to routers."""
+        """Return consecutive blocks as published to routers."""
         at = _places(slots)
         first = slots[0]
         parent = bytes(self._parent_bytes[first * NAME_BYTES : (first + 1) * NAME_BYTES])
@@ -131,16 +131,16 @@ class SlotColumns:
         )
 
     def set_state(self, slots: array[int], state: int) -> None:
-        """Mark blocks."""
+        """Set the visibility of blocks."""
         self._state[_places(slots)] = state
 
     def names_in(self, slots: bytes) -> bytes:
-        """The names of the full blocks in these slots."""
+        """Return the names of the full blocks in these slots."""
         at = _places(slots)
         return bytes(self._names[at[self._state[at] != ABSENT]].tobytes())
 
     def take_out(self, slots: bytes, names: bytes) -> bytes:
-        """Forget the blocks in these slots, which have these names; returns the names of those that routers know."""
+        """Clear these slots, which have blocks of these names; return the names that routers know."""
         if len(slots) <= _FEW * SLOT_BYTES and self._take_out_known(slots):
             return names
         at = _places(slots)
@@ -149,7 +149,7 @@ class SlotColumns:
         return names if known.all() else bytes(np.frombuffer(names, self._names.dtype)[known].tobytes())
 
     def _take_out_known(self, slots: bytes) -> bool:
-        """Forget blocks if routers know all of them, which they nearly always do; False: nothing was done."""
+        """Clear slots if routers know all of their blocks, as nearly always; False: nothing was done."""
         states = self._state_bytes
         for (slot,) in _unpack_slots(slots):
             if states[slot] != ANNOUNCED:
@@ -161,7 +161,7 @@ class SlotColumns:
     def copy_from(
         self, source: SlotColumns, from_slots: array[int], to_slots: array[int], transfer: int
     ) -> None:
-        """Take over blocks of another level, shallowest first; they are on their way until they arrive."""
+        """Copy blocks from another level, shallowest first; they are in flight until they land."""
         at, to = _places(from_slots), _places(to_slots)
         self._names[to] = source._names[at]
         self._parents[to] = source._parents[at]
@@ -171,7 +171,7 @@ class SlotColumns:
         self._namespaces[to] = source._namespaces[at]
 
     def chains(self, slots: array[int], transfer: int) -> Iterator[array[int]]:
-        """The blocks among these that this transfer has brought, in pieces without a hole, shallowest first."""
+        """Yield the blocks among these that this transfer has brought, in runs without a hole, shallowest first."""
         at = _places(slots)
         there = (self._state[at] == IN_FLIGHT) & (self._transfers[at] == transfer)
         chain = array("i")
@@ -186,23 +186,23 @@ class SlotColumns:
             yield chain
 
     def pieces(self, slots: array[int], names: bytes, state: int) -> Iterator[array[int]]:
-        """Those of these consecutive blocks that are still there and in this state, in pieces without a hole."""
+        """Yield those of these consecutive blocks that are still there and in this state, in runs without a hole."""
         at = _places(slots)
         kept = (self._names[at] == np.frombuffer(names, self._names.dtype)) & (self._state[at] == state)
         if kept.all():
             ends = [0, len(slots)] if slots else []
         else:
-            # Where a piece begins, and where it ends.
+            # Start and end of each run.
             ends = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
         for begin, end in zip(ends[::2], ends[1::2], strict=True):
             yield slots[begin:end]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Clear all slots."""
         self._state[:] = ABSENT
 
     def freeze(self, primary: int, slides: bool) -> FrozenBlocks:
-        """Copy what is visible now in both levels, of which the first has `primary` slots.
+        """Copy the blocks visible now in both levels, of which the first has `primary` slots.
 
         In a sliding window blocks may be visible without the one before.
         """
@@ -221,7 +221,7 @@ class SlotColumns:
         )
 
     def _bridges(self, seen: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The slots of blocks that are not visible and have something visible behind them."""
+        """Return the slots of blocks that are not visible but have visible descendants."""
         hidden = np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING))
         if not len(hidden):
             return hidden
@@ -239,7 +239,7 @@ class SlotColumns:
 
 
 def _places(slots: array[int] | bytes) -> npt.NDArray[np.intp]:
-    """The slots as numpy's own indices: it would convert any others at each use, at several times the cost."""
+    """Return the slots as numpy's own indices: it would convert any others at each use, at several times the cost."""
     return np.frombuffer(slots, np.int32).astype(np.intp)
 
 
@@ -248,12 +248,12 @@ _GATHERED = 4096
 
 _Indices = npt.NDArray[np.int64]
 _Names = npt.NDArray[np.uint64]
-"""Names as numbers, which sort and compare fast; what their values are means nothing. 0: no parent."""
+"""Names as numbers, which sort and compare fast; their values have no meaning. 0: no parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenBlocks:
-    """The visible blocks of a group, in no order, with those on their way that visible ones hang behind."""
+    """The visible blocks of a group, in no order, with blocks in flight that have visible descendants."""
 
     names: _Names
     parents: _Names
@@ -265,11 +265,11 @@ class FrozenBlocks:
     tokens: npt.NDArray[np.void]
     tokens_per_block: int
     slides: bool
-    """Whether a block is told whose parent is not."""
+    """True if a block is published without its parent."""
 
 
 def visible_blocks(group: int, blocks: FrozenBlocks) -> Iterator[Stored | Removed]:
-    """Chains from the roots on, each as long as one level goes; at the end what is on its way, taken back."""
+    """Yield chains from the roots on, each within one level; at the end removals of blocks in flight."""
     gathered: list[list[int]] = []
     total = 0
     for chain in _chains(blocks):
@@ -280,7 +280,7 @@ def visible_blocks(group: int, blocks: FrozenBlocks) -> Iterator[Stored | Remove
             gathered, total = [], 0
     yield from _stores(group, blocks, gathered)
     if blocks.on_their_way.any():
-        # The order in which they were told, backwards: leaves first.
+        # The reverse of the published order: leaves first.
         told = [index for chain in _chains(blocks) for index in chain if blocks.on_their_way[index]][::-1]
         for level in (PRIMARY, SECONDARY):
             gone = [index for index in told if blocks.levels[index] == level]
@@ -289,7 +289,7 @@ def visible_blocks(group: int, blocks: FrozenBlocks) -> Iterator[Stored | Remove
 
 
 def _chains(blocks: FrozenBlocks) -> Iterator[list[int]]:
-    """Indices of consecutive blocks in one level, parents first. What hangs behind nothing that is told is left out."""
+    """Yield indices of consecutive blocks in one level, parents first, without those not reached from a root."""
     parents = _parent_indices(blocks)
     inner = np.flatnonzero(parents >= 0)
     count = np.bincount(parents[inner], minlength=len(parents))
@@ -314,7 +314,7 @@ def _chains(blocks: FrozenBlocks) -> Iterator[list[int]]:
 
 
 def _parent_indices(blocks: FrozenBlocks) -> _Indices:
-    """For each block the index of its parent; -1 where that is not among them."""
+    """Return for each block the index of its parent; -1 if that is not among them."""
     order = np.argsort(blocks.names)
     names = blocks.names[order]
     # Looked up in their own order: then neighbours find neighbours, at a third of the time.
@@ -328,7 +328,7 @@ def _parent_indices(blocks: FrozenBlocks) -> _Indices:
 
 
 def _stores(group: int, blocks: FrozenBlocks, chains: list[list[int]]) -> Iterator[Stored]:
-    """The chains as they are told; their columns are gathered together, which costs little per chain."""
+    """Yield the chains as published; their columns are gathered together, which costs little per chain."""
     order = np.array([index for chain in chains for index in chain], np.int64)
     if not len(order):
         return

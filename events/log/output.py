@@ -1,30 +1,29 @@
 """Batches become frames in segment files. The log's thread alone calls this.
 
-A segment is created with its first frame, so that every segment has one, and gets its name when its header
-is on disk, so that every name has a whole header. Segments end by size and by the times of their batches only:
-equal batches give equal files, but for the flag that tells what was on disk.
+A segment is created with its first frame, so that every segment has one, and named when its header is on disk, so that
+every name has a whole header. Segments end by size and by the times of their batches only: equal batches give equal
+files, except for the flag for frames on disk.
 
-What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
-back to the last durable frame, and what is written next begins there. Before a segment ends, all of it is durable, so
-going back never leaves a segment. Where writing was refused, as on a full disk, the file is opened anew and cut off at
-that place.
+Frames count once they are durable. After a failure, `roll_back` goes back to the last durable frame, and the next write
+begins there. Before a segment ends, all of it is durable, so going back never leaves a segment. After a failed write,
+as on a full disk, the file is reopened and cut off at that place.
 
-Where a sync has failed, the file is done with: the system may take what it did not write for written, so a second sync
-could succeed without a byte, and nobody knows what is still there. What was durable is copied into a new file, frame by
-frame as their checksums say that they were written; when that is on disk it gets the segment's name, and the rest is
-written there. As long as that fails, too, it is tried again, each time with another file.
+After a failed sync, the file is abandoned: the system may take unwritten pages for written, so a second sync could
+succeed without a byte, and it is unknown what is still there. The durable frames are copied into a new file, verified
+by their checksums; when that is on disk it takes the segment's name, and the rest is written there. If that fails too,
+it is retried, each time with another file.
 
-What is written where no reader will find it does not count either: behind each sync, and in each `look`, the directory
-and the segment must be those that were opened, and the segment as long as it was made. If not, what stands there when
-writing is tried again is used if it holds all that was durable: somebody has put it back. Nothing else is written to.
+Frames where no reader will find them do not count either: after each sync, and in each `look`, the directory and the
+segment must be those that were opened, and the segment as long as it was made. If not, the file there at the next try
+is used if it holds all durable frames: it was put back. Nothing else is written to.
 
-Where a log is compressed, the frames of one write are compressed together, in portions; each is on the disk as a whole
-or not at all. What was compressed and is to be written again is not compressed again: a stream has one beginning, and
-followers that have read what was written once find the same bytes in the same places.
+In a compressed log, the frames of one write are compressed together, in portions; each is on disk as a whole or not at
+all. A portion that is written again is not compressed again: a stream has one beginning, and followers that read the
+first write find the same bytes in the same places.
 
-A log that is never synced counts what the system has taken. Each of its segments is synced once, when it ends: so after
-a power cut the last one only may lack something. What is copied after a failed sync is then what the system still has,
-if its checksums say that it is all of it.
+A log that is never synced counts frames accepted by the system. Each of its segments is synced once, when it ends: so
+after a power cut only the last one may lack something. The copy after a failed sync then holds what the system still
+has, if that is complete by its checksums.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from events.log.zstd import Block, Portion, checksum, window_log
 from events.types import FIRST_FORMAT, EventBatch
 
 EXPANDED_TIMES = 8
-"""A segment ends, too, when its frames have so many times the bytes that its file may have: that is the most which is
-read to get from its beginning to any place in it."""
+"""A segment also ends when its frames have this multiple of its file's maximal bytes: the most that is read to get from
+its beginning to any place in it."""
 
 
 class Record(NamedTuple):
-    """A batch as the log has it."""
+    """A batch encoded for the log."""
 
     seq: int
     events: int
     payload: bytes
     ts: int = 0
-    """When it was made, nanoseconds since 1970."""
+    """Time of the batch, nanoseconds since 1970."""
 
 
 class LogOutput:
@@ -79,10 +78,10 @@ class LogOutput:
         self._directory = directory
         self._lock = lock
         self._reached = chain
-        """Up to the last durable frame."""
+        """The chain up to the last durable frame."""
         self._chain = chain
-        """Up to the last frame that waits."""
-        # What refers back further than a segment reaches needs no memory. 0: nothing is compressed.
+        """The chain up to the last waiting frame."""
+        # Compression that refers back further than a segment reaches needs no memory. 0: nothing is compressed.
         self._window_log = window and window_log(min(window, EXPANDED_TIMES * segment_bytes))
         self.set_epoch(chain.epoch)
         self._record_tokens, self._sync = record_tokens, sync
@@ -90,39 +89,39 @@ class LogOutput:
         self._segment_ns = None if segment_seconds is None else int(segment_seconds * 1e9)
         self._segment_begun = segment_begun
         self._begun_at = 0
-        """When the first batch of the segment was made."""
+        """Time of the segment's first batch."""
         self._path: Path | None = None
         """The segment that is being written; None: none."""
         self._unfinished: Path | None = None
-        """A segment that could not be begun, of which something may be there."""
+        """A segment that could not be begun, of which parts may exist."""
         self._descriptor: int | None = None
         self._failed_sync = False
-        """Whether the segment's file is not to be used any more."""
+        """True if the segment's file must no longer be used."""
         self._file: tuple[int, int] | None = None
-        """Which file the segment is; None: what has its name must be looked into before it is written to."""
+        """Identity of the segment's file; None: the file of that name must be checked before it is written to."""
         self._offset = 0
-        """End of the last durable frame; if none is synced, of the last one that was written."""
+        """End of the last durable frame; if none is synced, of the last one written."""
         self._ahead = 0
-        """End of what waits."""
+        """End of the waiting frames."""
         self._waiting: list[Portion] = []
-        """What is behind the last durable frame."""
+        """Portions after the last durable frame."""
         self._written = 0
-        """So much of it is in the file, unsynced."""
+        """Number of those in the file, unsynced."""
         self.durable_seq = self._last_seq = chain.seq - 1
-        """The last batch known to be on disk; of those before, all are that the log does not call lost."""
+        """The last batch known to be on disk; earlier ones are all on disk, unless the log calls them lost."""
         self.bytes_written = self.batches_written = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch to write, before anything is written."""
+        """Set the epoch, before anything is written."""
         assert self._reached.log_id is not None
         self._reached.epoch = epoch
         self._chain = replace(self._reached)
         self._seed = frames.seed_of(self._reached.log_id, epoch)
         self._block = Block(self._seed, self._window_log)
-        """Frames that wait to be compressed, behind all that wait to be written."""
+        """Frames waiting to be compressed, after all those waiting to be written."""
 
     def encode(self, batch: EventBatch) -> Record:
-        """The batch as it is written, without tokens if the log has none. Raises whatever encoding raises."""
+        """Encode a batch for the log, without tokens if the log has none. Raises any encoding error."""
         recorded = batch if self._record_tokens else batch_without_tokens(batch)
         payload = encode_batch(recorded)
         if len(payload) > frames.MAX_PAYLOAD:
@@ -134,31 +133,31 @@ class LogOutput:
     def write(self, records: Sequence[Record]) -> None:
         """Write the batches. They count with the next `sync`, or now, if nothing is to be synced.
 
-        Raises OSError if the system refuses, and LogWriteFailed if what was durable before is not there any more; those
-        that `batches_written` counts are durable nevertheless. Then `roll_back` must be called before anything else.
+        Raises OSError if the system refuses, and LogWriteFailed if durable frames are gone; the batches counted by
+        `batches_written` are durable nevertheless. Then `roll_back` must be called before anything else.
         """
         for record in records:
-            # Those that were refused before wait already.
+            # Those refused before are waiting already.
             if record.seq >= self._chain.seq:
                 self._add(record, 0)
         self._put()
 
     def sync(self) -> None:
-        """Make durable what was written; as `write` if the system refuses."""
+        """Make the written batches durable; raises as `write`."""
         if self._written:
             assert self._descriptor is not None
             self._force(self._descriptor)
             self._reach(self._written)
 
     def look(self) -> None:
-        """Raise LogWriteFailed or OSError if what was written, all of it, is not in the place where it was written."""
+        """Raise LogWriteFailed or OSError if the written batches are not all in their place."""
         if self._path is None:
             self._check_place()
         else:
             self._check_segment(self._opened())
 
     def close(self, next_seq: int) -> None:
-        """Write the mark of an orderly end, if anything was written before it. All before it is durable then."""
+        """Write the mark of an orderly end, if anything was written before it, all of which is durable then."""
         if self._path is None:
             return
         self._settle()
@@ -168,11 +167,11 @@ class LogOutput:
         self._finish_segment()
 
     def roll_back(self) -> None:
-        """Go back to the last durable frame, after something was refused; what waits behind it is written again."""
+        """Return to the last durable frame, after a failure; the frames after it will be written again."""
         descriptor, self._descriptor = self._descriptor, None
         self._written = 0
         if descriptor is not None:
-            # If that is refused, too, it is a torn tail, which readers and recovery understand. Of a file that is done
+            # If that fails, too, it is a torn tail, which readers and recovery understand. Of a file that is done
             # with, it is for who goes on with the log of a process that was killed: he is not to find it whole.
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_size > self._offset:
@@ -181,19 +180,19 @@ class LogOutput:
                 os.close(descriptor)
 
     def disown(self) -> None:
-        """Let go of the file without touching it: it belongs to the process we were forked from."""
+        """Release the file without touching it: it belongs to the process we were forked from."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def _add(self, record: Record, flags: int) -> None:
-        """Put a frame behind those waiting; begin a segment where it does not fit any more."""
+        """Append a frame to those waiting; begin a segment if it does not fit."""
         seq, events, payload, ts = record
         size = frames.FRAME_HEADER_BYTES + len(payload)
         if is_full := self._is_full(size):
-            self._compress()  # What waits for that takes less room then.
+            self._compress()  # Its waiting frames take less room then.
             is_full = self._is_full(size)
-        # Where the clock was set back, a segment would take as long as that and more.
+        # With a clock set back, a segment would last as long as that and more.
         is_old = self._segment_ns is not None and abs(ts - self._begun_at) > self._segment_ns
         if self._path is None or ((is_full or is_old) and not flags & frames.CLOSED):
             self._finish_segment()
@@ -216,11 +215,11 @@ class LogOutput:
         chain.follow(header)
 
     def _behind_sync(self) -> int:
-        """The flag of what waits next: whether all before it is on disk."""
+        """Return the flag of the next waiting frame: set if all before it is on disk."""
         return frames.BEHIND_SYNC if self._sync and not self._waiting else 0
 
     def _compress(self) -> None:
-        """Let the frames of the block wait for being written."""
+        """Move the block's frames to those waiting to be written, compressed."""
         portion = self._block.take(self._behind_sync())
         if portion is not None:
             self._wait(portion)
@@ -230,13 +229,13 @@ class LogOutput:
         self._ahead += portion.size
 
     def _is_full(self, size: int) -> bool:
-        """Whether a frame of this size is to begin a segment."""
+        """Return True if a frame of this size is to begin a segment."""
         is_long = self._block.taken + size > EXPANDED_TIMES * self._segment_bytes
         ahead = self._ahead + self._block.size
         return ahead > frames.SEGMENT_HEADER_BYTES and (is_long or ahead + size > self._segment_bytes)
 
     def _put(self) -> None:
-        """Write what waits."""
+        """Write the waiting portions."""
         self._compress()
         new = self._waiting[self._written :]
         if not new:
@@ -252,7 +251,7 @@ class LogOutput:
             self._reach(self._written)
 
     def _keep_whole_frames(self, descriptor: int) -> None:
-        """After a write that was cut short, as on a full disk: what came before the cut may stay."""
+        """After a write cut short, as on a full disk: keep the whole frames before the cut."""
         with contextlib.suppress(OSError):
             written, whole = os.fstat(descriptor).st_size - self._offset, 0
             for portion in self._waiting:
@@ -265,7 +264,7 @@ class LogOutput:
             self._reach(whole)
 
     def _force(self, descriptor: int) -> None:
-        """Sync the segment, where readers will find it."""
+        """Sync the segment, under the name that readers find."""
         try:
             sync_file(descriptor)
         except BaseException:
@@ -274,7 +273,7 @@ class LogOutput:
         self._check_segment(descriptor)
 
     def _reach(self, count: int) -> None:
-        """So much of what waits is durable."""
+        """Count the first `count` portions as durable."""
         reached = self._waiting[:count]
         if not reached:
             return
@@ -292,20 +291,20 @@ class LogOutput:
             self.durable_seq = self._last_seq
 
     def _settle(self) -> None:
-        """Make durable all of the segment."""
+        """Make all of the segment durable."""
         self._put()
         descriptor = self._opened()
         if self._sync:
             self.sync()
             self._check_segment(
                 descriptor
-            )  # Nobody looks at it afterwards, and all may have been synced before.
+            )  # No writer checks it afterwards, and all may have been synced before.
         else:
             self._force(descriptor)
             self.durable_seq = self._last_seq
 
     def _opened(self) -> int:
-        """The segment, open behind its last durable frame, or the last one that waits."""
+        """Return the segment, open after its last durable frame, or the last one that waits."""
         if self._descriptor is None:
             assert self._path is not None
             self._check_place()
@@ -318,7 +317,7 @@ class LogOutput:
         return self._descriptor
 
     def _open_again(self, path: Path) -> int:
-        """The segment, cut off behind its last durable frame."""
+        """Return the segment, cut off after its last durable frame."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -344,12 +343,12 @@ class LogOutput:
             os.close(descriptor)
 
     def _check_place(self) -> None:
-        """Open nothing in a directory that has taken the place of ours: it may be somebody else's log."""
+        """Open nothing in a directory that has replaced ours: it may be another user's log."""
         if not self._lock.in_place():
             raise self._misplaced(self._directory, "the log's directory was moved or removed")
 
     def _check_segment(self, descriptor: int) -> None:
-        """The segment must be where it was made, and as long as what was written to it."""
+        """Check that the segment is in its place, and as long as it was written."""
         self._check_place()
         assert self._path is not None
         own = os.fstat(descriptor)
@@ -393,7 +392,7 @@ class LogOutput:
         self.bytes_written += frames.SEGMENT_HEADER_BYTES
 
     def _discard_unfinished(self) -> None:
-        """Remove what is left of a segment that could not be begun; it holds no frame."""
+        """Remove the rest of a segment that could not be begun; it holds no frame."""
         if self._unfinished is not None:
             unfinished_path(self._unfinished).unlink(missing_ok=True)
             self._unfinished.unlink(missing_ok=True)
@@ -401,5 +400,5 @@ class LogOutput:
 
 
 def _identity(of: os.stat_result) -> tuple[int, int]:
-    """Which file this is, as long as it is open."""
+    """Return the identity of a file, as long as it is open."""
     return of.st_dev, of.st_ino

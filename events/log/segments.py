@@ -1,7 +1,7 @@
 """Segment files: their names, and reading one of them frame by frame.
 
 A reader holds one window or one frame in memory, and trusts no length before its checksum. Unreadable frames are
-reported as broken, with the reason; if that means an interrupted write or damage depends on the bytes after it
+reported as broken, with the reason; the bytes after one show if writing was interrupted or the file is damaged
 (`Segment.is_damaged`); the table of `events.log.recovery` has the consequences.
 """
 
@@ -78,7 +78,7 @@ def segment_name(base_seq: int) -> str:
 def segment_paths(directory: Path) -> list[Path]:
     """Return the segments of a log, oldest first; other names are ignored.
 
-    A segment in both the format 1 and this one, as after an interrupted conversion, is the new one.
+    Of a segment that exists in format 1 and in this one, as after an interrupted conversion, the new one counts.
     """
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
     of_number = {first_seq(Path(name)): name for name in sorted(names, reverse=True)}

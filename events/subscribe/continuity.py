@@ -28,7 +28,8 @@ distinguishes one life of a publisher from the next.)
 *All events* (`NativeContinuity`): two numbers identify the next message, the feed's and that of the cache's batch. A
 batch with the whole state names its epoch and log: so a repeated state is recognised, and a publisher that was
 restarted, but serves the same epoch, simply continues. There is a further state, *waiting*: at the beginning, and after
-a loss, all is dropped until a state arrives, since it builds on batches that were not received. """
+a loss, all is dropped until a state arrives, since it builds on batches that were not received.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The feed for routers: one fold of events into what routers may see, its numbers, and its pace.
+"""The feed for routers: one fold of events into changes visible to them, its numbers, and its pace.
 
-`RouterFeed` is a sink. It folds each batch (`events.feed.fold`), holds changes back for a moment so that a router
-gets few messages instead of one per engine step, numbers what goes out, and gives it to its transport. Changes
-keep their order and are never netted: what a router sees is each state the cache went through, some of them at a time.
-A batch is cut by bounds from above (`change_bytes`): encoding to find out its size would cost more than all else.
+`RouterFeed` is a sink. It folds each batch (`events.feed.fold`), holds changes back for a moment so that a router gets
+few messages instead of one per engine step, numbers the batches, and gives them to its transport. Changes keep their
+order and are never netted: a router sees each state the cache went through, some of them at a time. A batch is cut by
+bounds from above (`change_bytes`): encoding to find out its size would cost more than all else.
 
-Whenever what routers hold may differ from the fold, "cleared" and the fold's whole state go out next: at the
-start, and after anything failed on the way out. What the fold itself has missed (`lost_seq`) only the manager
-can tell, by publishing `StateExported`.
+Whenever routers' copies may differ from the fold, "cleared" and the fold's whole state go out next: at the start, and
+after anything failed on the way out. Batches missed by the fold itself (`lost_seq`) only the manager can replace, by
+publishing `StateExported`.
 
 `write` only folds; everything goes out in `tick`. So a failing transport is never taken for a failing fold.
 """
@@ -33,20 +33,20 @@ from sinks.router.numbers import FeedNumbers
 
 BATCH_BYTES = 64
 CHANGE_BYTES = 512
-"""Bounds what surrounds the columns of a batch and of a change: field names, headers, a salt's digest."""
+"""Bound of the parts around the columns of a batch and of a change: field names, headers, a salt's digest."""
 BLOCK_BYTES = 16
-"""Bounds a name and what else is said about a block, besides its LoRA adapter."""
+"""Bound of a name and a block's other fields, without its LoRA adapter."""
 NUMBER_BYTES = 24
 EXTRA_BYTES = 80
-"""Bounds an item in a block: its digest in hex, and where it begins."""
+"""Bound of an item in a block: its digest in hex, and its offset."""
 WIRE_TOKEN_BYTES = 5
 _PLAIN = Namespace()
 
 
 def change_bytes(change: AnyChange) -> int:
-    """A bound for the size of the encoded change."""
+    """Return a bound for the size of the encoded change."""
     if isinstance(change, Stored):
-        # Without calls: this is asked for every block that decoding fills.
+        # Without calls: this runs for every block that decoding fills.
         blocks = len(change.names) // NAME_BYTES
         size = CHANGE_BYTES + blocks * BLOCK_BYTES + len(change.tokens) // TOKEN_BYTES * WIRE_TOKEN_BYTES
         if change.extras:
@@ -58,7 +58,7 @@ def change_bytes(change: AnyChange) -> int:
 
 
 def in_batches(changes: Iterable[AnyChange], max_bytes: int) -> Iterator[list[AnyChange]]:
-    """The changes, in order, in lists that encode to at most `max_bytes` where single blocks allow it."""
+    """Yield the changes, in order, in lists that encode to at most `max_bytes` if single blocks do."""
     batch: list[AnyChange] = []
     total = BATCH_BYTES
     for change in changes:
@@ -111,22 +111,22 @@ def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
 
 
 def _lora_bytes(change: Stored) -> int:
-    # A character is up to 4 bytes in UTF-8. An adapter without a name goes by its number.
+    # A character is up to 4 bytes in UTF-8. An adapter without a name is published by its number.
     name = change.namespace.lora_name
     return 4 * len(name) if name is not None else NUMBER_BYTES * (change.namespace.lora_id is not None)
 
 
 SERVE_SECONDS = 0.01
-"""How often the transport gets to look after its readers."""
+"""Interval at which the transport serves its readers."""
 POLL_SECONDS = 0.01
 
 
 class FeedBatch(msgspec.Struct, frozen=True):
-    """What goes out under one number. Without changes it is a heartbeat."""
+    """The changes sent under one number. Without changes it is a heartbeat."""
 
     seq: int
     ts: float
-    """Seconds of wall clock at which it went out."""
+    """Wall clock in seconds at which it was sent."""
     changes: Sequence[AnyChange]
     groups: tuple[GroupCreated, ...]
 
@@ -136,9 +136,9 @@ class FeedSnapshot(msgspec.Struct, frozen=True):
 
     seq: int
     ts: float
-    """When that batch went out."""
+    """Wall clock in seconds at which that batch was sent."""
     changes: Iterable[AnyChange]
-    """"Cleared", stores, parents first, and at the end removals of what is on its way; to be gone through once, at any
+    """"Cleared", stores, parents first, and at the end removals of blocks in flight; to be iterated once, at any
     time."""
     groups: tuple[GroupCreated, ...]
 
@@ -148,45 +148,45 @@ class FeedTransport(Protocol):
 
     @property
     def subscribers(self) -> int:
-        """Readers known at the last `tick`; 0 where that cannot be known."""
+        """Readers known at the last `tick`; 0 if that cannot be known."""
 
     def open(self, next_seq: int, worker: WorkerSeen | None) -> None:
         """Acquire what is needed. Raises SinkError.
 
         - `next_seq`: the number of the first batch.
-        - `worker`: the engine of a log of `kvcache tap`, of which the feed has the topic and the rank unless the
-          settings say otherwise.
+        - `worker`: the engine of a log of `kvcache tap`, from which the feed takes the topic and the rank unless they
+          are set.
         """
 
     def send(self, batch: FeedBatch) -> None:
-        """Take one batch, without waiting for anybody."""
+        """Send one batch, without waiting for any reader."""
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
-        """Look after readers. `take_state` gives the state as of the last batch, sending what was held back."""
+        """Serve readers. `take_state` returns the state as of the last batch, after sending held changes."""
 
     def close(self) -> None:
-        """Release everything, after a bounded wait for what was sent."""
+        """Release everything, after a bounded wait for messages in flight."""
 
 
 class RouterFeed(Sink):
-    """Folds the events and feeds its transport with what routers may see.
+    """Folds the events, and feeds its transport with the changes visible to routers.
 
     - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one
       batch for each `EventBatch` that changes something for routers.
     - `max_batch_bytes`: bound of an encoded batch (a single block that is larger still goes out).
-    - `feed`: what folds; by default what routers may see of a cache.
-    - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a
-      router can tell "nothing new" from "missed something". 0: never.
+    - `feed`: the fold; by default the blocks of a cache visible to routers.
+    - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a router can
+      distinguish "nothing new" from "missed something". 0: never.
     """
 
     overflow: Overflow = "drop_newest"
-    """Asked of the runner: what was lost lies in one piece, after which the fold waits for the whole state."""
+    """Setting of the runner: lost batches are contiguous, and after them the fold waits for the whole state."""
     folds = True
     """Its `write` may be called before it is open."""
     needs_tokens = True
-    """Routers find blocks by the tokens in them."""
+    """Routers find blocks by their tokens."""
     feeds_routers = True
-    """Whether readers are to be waited for."""
+    """True if readers are to be waited for."""
 
     def __init__(
         self,
@@ -210,12 +210,12 @@ class RouterFeed(Sink):
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
         self._restate = True
-        """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
+        """Routers' copies may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
         self.lost_seq: int | None = None
-        """The last batch that is missing, if any: nothing goes out until the state comes in a batch after it. One that
-        was published since is on its way through the queue, and need not be published again. For any thread to read."""
+        """The last batch missing, if any: nothing goes out until the state comes in a batch after it. One published
+        since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
 
     @property
@@ -230,12 +230,12 @@ class RouterFeed(Sink):
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was written has been sent. For any thread."""
+        """True if all written batches have been sent. For any thread."""
         return not self._pending and not self._restate
 
     @property
     def refused_peers(self) -> int:
-        """Connections that came to nothing because of keys, since it was opened. For any thread."""
+        """Connections that failed because of keys, since it was opened. For any thread."""
         refused: int = getattr(self.transport, "refused", 0)
         return refused
 
@@ -253,7 +253,7 @@ class RouterFeed(Sink):
 
     @property
     def waits_for(self) -> str | None:
-        """Why it cannot be opened yet, in words: it is not known whose feed this is. None: it can."""
+        """Return the reason why it cannot be opened yet: the worker of this feed is unknown. None: it can."""
         return self._feed.missing if isinstance(self._feed, WorkerFeed) else None
 
     def open(self) -> None:
@@ -265,11 +265,11 @@ class RouterFeed(Sink):
         except BaseException:
             self._numbers.close()
             raise
-        # Where it was open before, nobody knows what has arrived.
+        # If it was open before, it is unknown what has arrived.
         self._restate, self._sent_at = True, float("-inf")
 
     def write(self, batch: EventBatch) -> None:
-        """Fold a batch. What it changes goes out with one of the next ticks."""
+        """Fold a batch. Its changes go out with one of the next ticks."""
         changes = self._feed.fold(batch)
         if not self._feed.lost:
             self.lost_seq = None
@@ -280,7 +280,7 @@ class RouterFeed(Sink):
             self._pending_bytes += sum(map(change_bytes, changes))
 
     def tick(self) -> None:
-        """Send what is due and let the transport look after its readers. After each batch, and every 10 ms."""
+        """Send due changes and let the transport serve its readers. After each batch, and every 10 ms."""
         now = self._monotonic()
         if self._is_due(now):
             self._flush()
@@ -292,16 +292,16 @@ class RouterFeed(Sink):
             self._subscribers = self.transport.subscribers
 
     def close(self) -> None:
-        """Send what was held back, close the transport, give unused numbers back."""
+        """Send held changes, close the transport, return unused numbers."""
         with contextlib.ExitStack() as last:
             last.callback(self._numbers.close)
             last.callback(self.transport.close)
             self._flush()
 
     def restate(self) -> None:
-        """Tell the whole state next: what readers hold may be wrong. Only "cleared" while batches are missing.
+        """Send the whole state next: readers' copies may be wrong. Only "cleared" while batches are missing.
 
-        To be called by whoever calls `write`.
+        To be called on the thread that calls `write`.
         """
         self._restate = True
         self._pending, self._pending_bytes = [], 0
@@ -323,7 +323,7 @@ class RouterFeed(Sink):
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
     def _send(self, batches: Iterable[Sequence[AnyChange]]) -> None:
-        # Until all of it is out, what readers hold is not to be trusted.
+        # Until all of it is sent, readers' copies are not to be trusted.
         self._restate = True
         for changes in batches:
             self._last_ts = self._wall()
@@ -332,7 +332,7 @@ class RouterFeed(Sink):
         self._sent_at = self._monotonic()
 
     def _whole(self) -> Iterable[AnyChange]:
-        """The fold's whole state; only "cleared" while batches are missing, since any of it may be gone."""
+        """Return the fold's whole state; only "cleared" while batches are missing, since any of it may be gone."""
         return chain([Cleared()], () if self._feed.lost else self._feed.snapshot())
 
     def _heartbeat_changes(self) -> Sequence[AnyChange]:
