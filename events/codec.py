@@ -33,7 +33,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
 _added_fields = attrgetter(*SequenceAdded.__struct_fields__[:-2])
-"""Those that are written of a request without `session` and `labels`: logs without these are no larger for them."""
+"""Fields that are written for a request without `session` and `labels`: logs without these are no larger for them."""
 
 
 def encode_batch(batch: EventBatch) -> bytes:
@@ -44,28 +44,28 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def _shortened(event: AnyEvent) -> AnyEvent | tuple[Any, ...]:
-    """The event, or what it is written as without the fields at its end that say nothing."""
+    """Return the event, or its encoded form without the empty fields at its end."""
     if type(event) is not SequenceAdded or event.session is not None or event.labels is not None:
         return event
     return ("SequenceAdded", *_added_fields(event))
 
 
 def decode_batch(data: bytes | memoryview) -> EventBatch:
-    """Read what `encode_batch` wrote. Raises EventDecodeError for anything else."""
+    """Decode the bytes of `encode_batch`. Raises EventDecodeError for anything else."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # What is wrong and where, in our own words: the original message may quote the bytes.
+        # The error and its place, in our own words: the original message may quote the bytes.
         where = re.search(r"`(\$[\[\]0-9.]*)`$", str(error))
         place = f" at {where[1]}" if where else ""
         raise EventDecodeError(f"no event batch: {type(error).__name__}{place}") from None
 
 
 def without_tokens(event: AnyEvent) -> AnyEvent:
-    """The event with token ids taken out; the same object if it has none.
+    """Return the event without token ids; the same object if it has none.
 
-    What counts tokens is kept: `TokensAppended.counts` becomes explicit. What symbols stand for goes, the digests of
-    items too: whoever has an image could tell that somebody sent it, and such a stream needs them for nothing.
+    Counts of tokens are kept: `TokensAppended.counts` becomes explicit. The meanings of symbols are removed, digests of
+    items too: with them, an owner of an image could find out that it was sent, and such a stream does not need them.
     """
     if not _token_fields(type(event)):
         return event
@@ -78,7 +78,7 @@ def without_tokens(event: AnyEvent) -> AnyEvent:
 
 
 def batch_without_tokens(batch: EventBatch) -> EventBatch:
-    """The batch with token ids taken out of its events; the same object if none can have any."""
+    """Return the batch without token ids in its events; the same object if none can have any."""
     for event in batch.events:
         if _token_fields(type(event)):
             return EventBatch(batch.seq, batch.ts, tuple(map(without_tokens, batch.events)))
@@ -86,7 +86,7 @@ def batch_without_tokens(batch: EventBatch) -> EventBatch:
 
 
 def _stripped(struct: _Struct) -> _Struct:
-    """A struct without columns of tokens, also in the structs inside; the same object if it has none."""
+    """Return a struct without columns of tokens, also in the structs inside; the same object if it has none."""
     changed: dict[str, Any] = {}
     for name, holds_structs in _token_fields(type(struct)):
         value = getattr(struct, name)
@@ -98,7 +98,7 @@ def _stripped(struct: _Struct) -> _Struct:
 
 @cache
 def _token_fields(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
-    """The fields with tokens, as their types say; whether it is structs inside that have them."""
+    """Return the fields with tokens, by their types, each with True if structs inside it have them."""
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if typing.get_origin(hint) is typing.Annotated and hint.__metadata__[0] in _OF_TOKENS:
@@ -114,7 +114,7 @@ _OF_TOKENS = (Packed("token", TOKEN_BYTES), Spelled("tokens"))
 
 
 def _without_told(event: FeedStored) -> FeedStored:
-    """Of further fields, too, those that hold tokens; what is not known here may be anything, and goes."""
+    """Remove also further fields that hold tokens; unknown fields may hold anything, and are removed."""
     more = msgspec.msgpack.decode(event.more)
     kept = {name: value for name, value in more.items() if name in _TOLD_KEPT}
     if kept == more:
@@ -129,15 +129,14 @@ _TOLD_KEPT = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 
 
 def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) -> dict[str, Any]:
-    """The event or batch as things JSON knows: dicts by field name, lists, strings, numbers.
+    """Return the event or batch as JSON types: dicts by field name, lists, strings, numbers.
 
     Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex strings, as
     checksums, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
-    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels
-    are "primary" and "secondary", and what is one for each level an object with these two. What is left out is None:
-    tokens, counts of one each, names where blocks have none; a session and labels that a request does not have are not
-    there at all. An event has its name under "type". With `tokens` False,
-    token ids are taken out as in `without_tokens`.
+    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
+    "primary" and "secondary", and pairs of one value per level an object with these two. Omitted values are None:
+    tokens, counts of one each, names of blocks without any; the session and labels of a request without them are not
+    there at all. An event has its name under "type". With `tokens` False, token ids are removed as in `without_tokens`.
     Raises EventDecodeError if a column is no whole number of entries.
     """
     if isinstance(item, EventBatch):
@@ -157,7 +156,7 @@ def to_json(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
 
 
 def json_line(value: Any, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode a value as a line of JSON in ASCII, without the newline: it fits any stream, and cannot drive a terminal.
+    """Encode a value as a line of JSON in ASCII, without the newline, safe for any stream and terminal.
 
     SECURITY: names in events come from clients. Control characters and marks of direction, which JSON allows in
     strings as they are, are escaped with all else that is not ASCII.
@@ -172,10 +171,11 @@ def json_line(value: Any, enc_hook: Callable[[Any], Any] | None = None) -> bytes
 
 
 _Speller = Callable[[Any, int], Any]
-"""A value, and the bytes of a key, to what JSON has for it."""
+"""Converts a value, given the bytes of a key, to its JSON form."""
 _NUMBERS = {"token": "<i4", "int32": "<i4", "count": "<u4", "int64": "<i8"}
 _EMPTY_IS_NULL = ("token", "count")
-"""An empty column of these is not one of no entries: tokens are left out, or there is one for each sequence."""
+"""Kinds of columns that are empty if omitted, not without entries: tokens are left out, or there is one per
+sequence."""
 
 
 @cache
@@ -201,7 +201,7 @@ def _struct(struct_type: type[msgspec.Struct]) -> _Speller:
 
 
 def _speller(hint: Any) -> _Speller:
-    """The rule for one type hint of the schema."""
+    """Return the converter for one type hint of the schema."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _marked(*arguments)
@@ -209,7 +209,7 @@ def _speller(hint: Any) -> _Speller:
         item = _speller(arguments[0])
         if arguments[1] is ...:
             return lambda values, key_bytes: [item(value, key_bytes) for value in values]
-        # A pair is always one value for each level.
+        # A pair is always one value per level.
         return lambda values, key_bytes: {
             name: item(value, key_bytes) for name, value in zip(LEVEL_NAMES, values, strict=True)
         }
@@ -243,7 +243,7 @@ def _marked(hint: Any, mark: Packed | Spelled) -> _Speller:
 
 
 def _spell_json(text: str, _: int) -> Any:
-    """The object that the text holds. What holds none is not ours, and stays text."""
+    """Return the object in the text. A text without one is not ours, and stays text."""
     try:
         value = msgspec.json.decode(text)
         msgspec.json.encode(value)
@@ -253,19 +253,19 @@ def _spell_json(text: str, _: int) -> Any:
 
 
 def _spell_hash(name: int | bytes, _: int) -> str:
-    """16 digits, with a sign below 0; a whole digest behind 0x."""
+    """Return 16 digits, with a sign below 0; a whole digest after 0x."""
     if isinstance(name, bytes):
         return f"0x{name.hex()}"
     return f"{'-' * (name < 0)}{abs(name):016x}"
 
 
 def _spell_short(name: int | bytes) -> str:
-    """What is shown of a hash: 16 digits, of a whole digest those of its last 8 bytes, which would be its number."""
+    """Return the short form of a hash: 16 digits; of a whole digest those of its last 8 bytes, read as its number."""
     return name[-NAME_BYTES:].hex() if isinstance(name, bytes) else f"{name & (1 << 64) - 1:016x}"
 
 
 def _spell_fields(packed: bytes, _: int) -> Any:
-    """The fields; the bytes in hex if they say more than JSON can."""
+    """Return the fields; their bytes in hex if JSON cannot hold them."""
     if not packed:
         return None
     with suppress(

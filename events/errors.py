@@ -1,4 +1,4 @@
-"""What can go wrong with events and their log, as one tree.
+"""Errors about events and their log, as one tree.
 
 ::
 
@@ -19,8 +19,8 @@
         ├── LogUnavailable    the system does not let us have a log there
         └── LogWriteFailed    the disk refuses to be written, or the log is closed
 
-Messages are built from our own fields only: bytes that failed to decode may hold somebody's prompt, and
-are never repeated. All errors survive pickling, because engines carry them between processes.
+Messages are built from our own fields only: bytes that failed to decode may hold somebody's prompt, and are never
+repeated. All errors survive pickling, because engines pass them between processes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
     "LogOfOtherKind", "LogTooNew", "LogUnavailable", "LogWriteFailed", "NoRegularFile", "NotALog",
     "UnsafeFile",
 ]  # fmt: skip
-"""What `events` exports of these."""
+"""Names exported by `events`."""
 
 _NAME = re.compile("[a-z_]{1,16}")
-"""What names of options look like."""
+"""Pattern of option names."""
 _QUOTED = re.compile(r"'([^']{40})[^']+'")
 
 
 class FieldsError(Exception):
-    """Fields that a subclass declares become its arguments, so that it survives pickling."""
+    """Base of errors with fields: those that a subclass declares become its arguments, so that it survives pickling."""
 
     text = ""
-    """What it says, with the fields put in; empty: the argument itself."""
+    """The message, with placeholders for the fields; empty: the argument itself."""
 
     def __post_init__(self) -> None:
         self.args = tuple(vars(self).values())
@@ -71,7 +71,7 @@ class EventDecodeError(EventsError):
 class UnsafeFile(EventsError):
     """A file or directory that another user has made, may change, or may read though it is secret; it was not changed.
 
-    `reason` says what is wrong, `advice` what to do.
+    `reason` is the fault, `advice` the remedy.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class UnsafeFile(EventsError):
 
 @dataclass(eq=False, repr=False)
 class NoRegularFile(UnsafeFile):
-    """What has the name of a file of ours is something else."""
+    """Something else than a regular file has the name of one of our files."""
 
     reason: str = "it is no regular file"
     advice: str = "remove it, or name another place"
@@ -106,7 +106,7 @@ class LogExists(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogLocked(LogError):
-    """Another writer has the log open; `holder` says which process, as far as is known."""
+    """Another writer has the log open; `holder` is its process, if known."""
 
     holder: str
     text = "{path} is being written by {holder}: stop that process or choose another directory"
@@ -114,7 +114,7 @@ class LogLocked(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogBeingKept(LogLocked):
-    """Another process makes snapshots of the log, compresses or removes what is in it; a writer is no obstacle."""
+    """Another process makes snapshots of the log, compresses it or removes parts; a writer is no obstacle."""
 
     text = (
         "{holder} makes snapshots of {path}, compresses or removes what is in it: try again when it is done"
@@ -125,7 +125,7 @@ class LogBeingKept(LogLocked):
 class NotALog(LogError):
     """No log is there: the directory is missing, empty, or holds other things.
 
-    `to_write` says whether a log was to be written there: then an empty or a missing directory would do.
+    `to_write`: True if a log was to be written there: then an empty or a missing directory would do.
     """
 
     to_write: bool = False
@@ -139,7 +139,7 @@ class NotALog(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogOfOtherKind(LogError):
-    """A log of a cache where one of what engines tell is meant, or the other way round; `kind` is what it is."""
+    """A log of a cache instead of one of engines' published events, or the other way round; `kind` is its kind."""
 
     kind: str
 
@@ -154,14 +154,14 @@ class LogOfOtherKind(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogTooNew(LogError):
-    """The log has a format version that this software does not know."""
+    """The log has a format version that this software does not support."""
 
     version: int
     text = "{path} has format version {version}, which is newer than this software: upgrade it"
 
 
 class LogOutdated(LogError):
-    """The log has segments that an earlier version has compressed, in a form that is converted and not read."""
+    """The log has segments compressed by an earlier version, in a form that is converted and not read."""
 
     text = "{path} was compressed by an earlier version: convert the log with `kvcache log compress`"
 
@@ -174,10 +174,10 @@ class ZstdMissing(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogDamaged(LogError):
-    """What was written is not there any more.
+    """Written bytes are no longer there.
 
-    `offset` is the byte in the file `path` where reading had to stop, `seq` the batch that was expected
-    there (None if that is not known). Everything before it is intact; nothing behind it is shown.
+    `offset` is the byte in the file `path` where reading had to stop, `seq` the batch that was expected there (None if
+    that is not known). Everything before it is intact; nothing after it is returned.
     """
 
     offset: int
@@ -191,7 +191,7 @@ class LogDamaged(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogUnavailable(LogError):
-    """The system does not let us make, open or lock a log there: no permission, a read-only disk, too long a path."""
+    """The system refuses to make, open or lock a log there: no permission, a read-only disk, too long a path."""
 
     reason: str
     text = "{path} cannot be used for a log: {reason}; choose a directory that this user may write to"
@@ -199,11 +199,11 @@ class LogUnavailable(LogError):
 
 @dataclass(eq=False, repr=False)
 class LogWriteFailed(LogError):
-    """Nothing is recorded at present, because the disk refuses, or any more, because the log is closed.
+    """Nothing is recorded, at present because writing fails, or any more because the log is closed.
 
-    `errno` is the system's error number, if it was the system that failed. An open log tries again by itself, and then
-    records what has waited in its queue, a `Gap` for what had no room there, and the whole state. One that has `ended`
-    does not: what was not written is lost.
+    `errno` is the system's error number, if it was the system that failed. An open log retries by itself, and then
+    records its queue, a `Gap` for batches that had no room there, and the whole state. One that has `ended` does not:
+    unwritten batches are lost.
     """
 
     reason: str
@@ -220,30 +220,30 @@ class LogWriteFailed(LogError):
 
 
 def type_and_place(error: BaseException) -> str:
-    """What was raised and where, without its text: that may quote anything, a prompt's tokens too."""
+    """Return an error's type and place, without its text: that may quote anything, a prompt's tokens too."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
 
 
 def system_reason(error: BaseException, otherwise: str = "") -> str:
-    """What the system says of a failure; where it says nothing `otherwise`, by default the type of the error."""
+    """Return the system's message for a failure; without one, `otherwise`, by default the type of the error."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or otherwise or type(error).__name__
 
 
 def without_login(address: str) -> str:
-    """An address, or a whole URL, without what stands before the last @, all of which may be a password."""
+    """Return an address, or a whole URL, without the part before the last @, all of which may be a password."""
     before, at, behind = address.rpartition("@")
     scheme, colon, _ = before.partition(":")
     return f"{scheme * bool(colon)}{colon}…@{behind}" if at else address
 
 
 def option_name(given: str) -> str:
-    """The name of an option that is not known, if it looks like one: a password may have got into it."""
+    """Return the name of an unknown option, if it looks like one: it may contain a password."""
     return repr(given if _NAME.fullmatch(given) else "…")
 
 
 def shortened(text: str) -> str:
-    """A message without the rest of quoted values that are long."""
+    """Return a message with long quoted values cut short."""
     return _QUOTED.sub(r"'\1…'", text)

@@ -1,8 +1,8 @@
 """``otel://HOST:4318`` sends a span for each request to an OpenTelemetry collector, by OTLP over HTTP.
 
 ``otel:`` alone goes where OpenTelemetry's own environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT``), which also
-name certificates, and headers for who asks for a login. With ``tls=1`` it is HTTPS. With ``request_ids=1`` spans have
-the ids, sessions and labels that the engine gives requests.
+name certificates, and headers for collectors that require a login. With ``tls=1`` it is HTTPS. With ``request_ids=1``
+spans have the ids, sessions and labels that the engine gives requests.
 
 Times are the batches'. Spans (docs/how-to/monitoring.md) hold counts, levels and the sequence's handle, by which it is
 found in a log; no tokens, names of blocks and salts.
@@ -41,20 +41,20 @@ class _RequestSpan:
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("blocks_allocated", "blocks_stored", "blocks_evicted"), 0)
     )
-    """Blocks that it got and stored, and that were removed or offloaded to make room for it."""
+    """Blocks that it received and stored, and that were removed or offloaded to make room for it."""
 
 
 class RequestSpans:
-    """Makes spans with a tracer. `with_ids`: whether they have the requests' ids, sessions and labels."""
+    """Makes spans with a tracer. `with_ids`: True to include the requests' ids, sessions and labels."""
 
     def __init__(self, tracer: Tracer, *, with_ids: bool = False) -> None:
         self._tracer, self._with_ids = tracer, with_ids
         self._running: dict[int, _RequestSpan] = {}
         self._refused: dict[RequestId, tuple[int, ev.AdmissionRefused]] = {}
         self._inputs: dict[int, int] = {}
-        """Handles of encoders' inputs, and of the sequences whose requests brought them."""
+        """Handles of encoder inputs, and of the sequences of their requests."""
         self._waiting: dict[int, int] = {}
-        """Copies that a sequence waits for, by their numbers: its handle."""
+        """The number of each copy that a sequence waits for, and its handle."""
         self._now = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: lambda event: self.end_all(),
@@ -74,14 +74,14 @@ class RequestSpans:
         }
 
     def fold(self, batch: EventBatch) -> None:
-        """Take a batch in."""
+        """Fold a batch."""
         self._now = batch.ts
         for event in batch.events:
             if (handler := self._handlers.get(type(event))) is not None:
                 handler(event)
 
     def end_all(self) -> None:
-        """End what runs, as not known to its end; also where batches are lost, since ends may be among them."""
+        """End the running spans, as incomplete; also after lost batches, since ends may be among them."""
         for handle in list(self._running):
             self._close(handle, {"incomplete": True})
         self._inputs.clear()
@@ -119,7 +119,7 @@ class RequestSpans:
             request.span.add_event("admission refused", _named(needed), since)
 
     def _begin_input(self, event: ev.EncoderAdded) -> None:
-        """What it takes counts for the request that brought it."""
+        """Count the input's blocks for its request."""
         self._inputs[event.handle] = event.sequence
         if (request := self._running.get(event.sequence)) is not None:
             request.span.set_attributes(_named({"encoder_tokens": event.num_tokens}))
@@ -187,15 +187,15 @@ def _named(said: dict[str, Any]) -> dict[str, Any]:
 
 
 PORT = 4318
-"""Where the URL names a host only."""
+"""Port if the URL names a host only."""
 SEND_SECONDS = 1.0
 SEND_SPANS = 512
-"""Ended spans are sent after so long, or when there are so many."""
+"""Ended spans are sent after this many seconds, or at this number."""
 MAX_HELD = 8192
-"""Of spans that nobody takes, the last ones are kept."""
+"""Limit of unsent spans, of which the last ones are kept."""
 _PATH = "/v1/traces"
 _TIMEOUT_SECONDS = 2.0
-"""How long a collector may take to answer."""
+"""Time limit of the collector's answer."""
 
 
 class OtelOptions(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ class OtelOptions(msgspec.Struct, frozen=True):
 
 
 class OtelSink(Sink):
-    """Makes spans of batches, and sends those that have ended: only its runner's thread waits for the collector."""
+    """Makes spans of batches, and sends ended ones: only its runner's thread waits for the collector."""
 
     needs_cache = True
     needs_tokens = False
@@ -220,7 +220,7 @@ class OtelSink(Sink):
         ended: list[ReadableSpan] = []
 
         class Keep(SpanProcessor):
-            """Keeps what has ended."""
+            """Keeps ended spans."""
 
             def on_end(self, span: ReadableSpan) -> None:
                 ended.append(span)
@@ -234,7 +234,7 @@ class OtelSink(Sink):
         self._sent_at = 0.0
 
     def open(self) -> None:
-        """Make the exporter. It connects when the first spans have ended, and tells then whether anybody is there."""
+        """Make the exporter. It connects when the first spans have ended, and reports only then if that fails."""
         self._exporter = self._make_exporter()
 
     def write(self, batch: EventBatch) -> None:
@@ -242,14 +242,14 @@ class OtelSink(Sink):
         self._spans.fold(batch)
 
     def tick(self) -> None:
-        """Send what has ended, now and then. Raises SinkError if nobody takes it; it is kept then, and sent later."""
+        """Send ended spans, at intervals. Raises SinkError if that fails; they are kept then, and sent later."""
         now = time.monotonic()
         if self._ended and (len(self._ended) >= SEND_SPANS or now - self._sent_at >= SEND_SECONDS):
             self._sent_at = now
             self._send()
 
     def close(self) -> None:
-        """End the spans of what runs, as incomplete, and send what is left. Raises SinkError as `tick` does."""
+        """End the running spans, as incomplete, and send all. Raises SinkError as `tick` does."""
         self._spans.end_all()
         assert self._exporter is not None
         try:
@@ -270,7 +270,7 @@ class OtelSink(Sink):
 
 
 def create(url: SinkURL, context: SinkContext) -> OtelSink:
-    """The sink for an ``otel:`` URL."""
+    """Create the sink for an ``otel:`` URL."""
     options = url.read_options(OtelOptions)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -1,7 +1,7 @@
 """Kafka as a broker: a worker's records are in one topic, in the partition of its name.
 
-The producer is idempotent: a record that it sends again is there once. It tries for `timeout_seconds`; then the
-record is given up with the producer, so that it cannot come late, and the feed publishes its state under the next
+The producer is idempotent: a record that it sends again is there once. It retries for `timeout_seconds`; then the
+record is dropped with the producer, so that it cannot come late, and the feed publishes its state under the next
 number. Readers belong to no group and commit nothing: each keeps its place itself, and begins at the beginning.
 """
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 TAG = "record"
 """The header with a record's tag. The key is the worker, by which Kafka chooses the partition."""
 MAX_BYTES = 16 << 20
-"""Of a message, as far as the client is concerned."""
+"""Largest message that the client accepts."""
 _SILENT = logging.getLogger("kvcache.kafka")
 _SILENT.addHandler(logging.NullHandler())
 _SILENT.propagate = False
-_SILENT.setLevel(logging.CRITICAL + 1)  # each call tells its own
+_SILENT.setLevel(logging.CRITICAL + 1)  # each call has its own
 
 
 def client_settings(address: BrokerAddress) -> dict[str, Any]:
-    """The settings of any client of this broker. Raises BrokerError."""
+    """Return the settings of any client of this broker. Raises BrokerError."""
     access = address.access
-    address.tls_context()  # raises, and says which files are wrong
+    address.tls_context()  # raises, naming the files that are wrong
     host = f"[{address.host}]" if ":" in address.host else address.host
     settings: dict[str, Any] = {
         "bootstrap.servers": f"{host}:{address.port}",
@@ -52,7 +52,7 @@ def client_settings(address: BrokerAddress) -> dict[str, Any]:
 
 
 def told(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
-    """What an error of the client is for us."""
+    """Convert an error of the client."""
     where = str(address)
     if error is None:
         return BrokerUnavailable(where, "it does not answer")
@@ -75,17 +75,17 @@ _SECONDS = 3.0
 
 
 class KafkaReader:
-    """Reads all workers, or one; the other's records come over the wire all the same."""
+    """Reads all workers, or one; the others' records come over the wire all the same."""
 
     def __init__(self, address: BrokerAddress, worker: str | None) -> None:
         require_client(address, "confluent_kafka")
         self._address, self._only = address, worker
         self._consumer: Consumer | None = None
         self._error: KafkaError | None = None
-        """What the client has said last about the broker."""
+        """The client's last report about the broker."""
 
     def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
-        """The next records."""
+        """Return the next records."""
         from confluent_kafka import KafkaException
 
         try:
@@ -98,7 +98,7 @@ class KafkaReader:
             self.close()
             raise told(self._address, self._error or failure.args[0]) from None
         if not messages and self._error is not None:
-            # The client connects again by itself, and goes on where it was.
+            # The client reconnects by itself, and continues where it was.
             raise told(self._address, self._error)
         return [record for message in messages for record in self._records(message)]
 
@@ -112,7 +112,7 @@ class KafkaReader:
         from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 
         settings = {
-            "group.id": "kvcache",  # asked for, but joined by nobody
+            "group.id": "kvcache",  # required, but joined by none
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
             "isolation.level": "read_committed",
@@ -159,13 +159,13 @@ class KafkaStream:
         self._address, self._worker, self._timeout = address, worker, timeout_seconds
         self._producer: Producer | None = None
         self._error: KafkaError | None = None
-        """What the client has said last about the broker."""
+        """The client's last report about the broker."""
         self._outcome: Message | KafkaError | None = None
         self._last: tuple[int, int] | None = None
         """Partition and offset of our last record."""
 
     def open(self) -> int | None:
-        """Connect. Which number was the last one is not known: finding it would mean reading the topic."""
+        """Connect. The last number is not known: finding it would mean reading the topic."""
         self._connect()
         self._last = None
         return None
@@ -197,15 +197,15 @@ class KafkaStream:
         return f"{place[0]}/{place[1]}"
 
     def trim(self, place: str) -> None:
-        """Others write to the same partition: what is old goes by the topic's own retention."""
+        """Do nothing: others write to the same partition, and old records go by the topic's own retention."""
 
     def breathe(self) -> None:
-        """Let the client tell of errors."""
+        """Let the client report errors."""
         if self._producer is not None:
             self._producer.poll(0)
 
     def close(self) -> None:
-        """Disconnect; nothing is on its way."""
+        """Disconnect; nothing is in flight."""
         producer, self._producer = self._producer, None
         if producer is not None:
             producer.purge()
@@ -235,7 +235,7 @@ class KafkaStream:
             raise told(self._address, error)
 
     def _told(self, error: KafkaError | None) -> BrokerError:
-        """What the client has said of the broker tells more than that its time is over."""
+        """Return the client's report about the broker, which is more useful than a timeout."""
         return told(self._address, self._error or error)
 
     def _note(self, error: KafkaError) -> None:
@@ -254,5 +254,5 @@ class KafkaStream:
         reason = self._told(outcome).reason
         if outcome is not None and outcome.name() == "MSG_SIZE_TOO_LARGE":
             raise told(self._address, outcome)
-        # Not to be tried again under the same number: whether it is there is not known.
+        # Not to be retried under the same number: it is unknown if it is there.
         raise BrokerError(self.name, reason)

@@ -1,8 +1,8 @@
 """Redis Streams as a broker: ``STREAM:WORKER`` is the stream of each worker, ``STREAM:workers`` the set of their names.
 
-The ids of entries are the numbers of batches; those of pieces lie between them. The server takes an entry only
-after the one that this worker has written last, which a script compares: so an entry is there once, and a server
-that has lost entries, and a second process that writes as the same worker, are noticed with the next one.
+The ids of entries are the numbers of batches; those of pieces lie between them. The server takes an entry only after
+the one that this worker has written last, as checked by a script: so an entry is there once, and a server that has lost
+entries, and a second process that writes as the same worker, are noticed with the next one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 TAG, PAYLOAD = b"record", b"payload"
 """The fields of an entry."""
 NAMES = "workers"
-"""In place of a worker's name, the set of all: no worker can be called so."""
+"""Name of the set of all workers: no worker can be called so."""
 SECONDS = 2.0
-"""What the server has to answer within."""
+"""Time limit of the server's answer."""
 Result = TypeVar("Result")
 
 
 class RedisSession:
-    """Connects when it is needed. All its errors are BrokerError."""
+    """A connection made on demand. All its errors are BrokerError."""
 
     def __init__(self, address: BrokerAddress) -> None:
         require_client(address, "redis")
@@ -39,22 +39,22 @@ class RedisSession:
 
     @property
     def connected(self) -> bool:
-        """Whether there has been no trouble since `connect`."""
+        """True if there has been no error since `connect`."""
         return self._client is not None
 
     def key(self, name: str) -> bytes:
-        """The key of a worker's stream, or of another thing."""
+        """Return the key of a worker's stream, or of another object."""
         return f"{self._address.stream}:{name}".encode()
 
     def connect(self) -> None:
-        """Connect anew. Raises BrokerUnavailable, and BrokerError if we are refused."""
+        """Connect anew. Raises BrokerUnavailable, and BrokerError if the server refuses."""
         from redis import Redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
         self.close()
         address, access = self._address, self._address.access
-        address.tls_context()  # raises, and says which files are wrong
+        address.tls_context()  # raises, naming the files that are wrong
         tls: dict[str, Any] = {}
         if access.tls:
             tls = {
@@ -70,13 +70,13 @@ class RedisSession:
             ssl=access.tls,
             socket_timeout=SECONDS,
             socket_connect_timeout=SECONDS,
-            retry=Retry(NoBackoff(), 0),  # who uses it tries again, knowing what was lost
+            retry=Retry(NoBackoff(), 0),  # the caller retries, knowing what was lost
             **tls,
         )
         self.run(lambda client: client.ping())
 
     def run(self, work: Callable[[Redis], Result]) -> Result:
-        """Do it. Raises BrokerUnavailable where the connection, or the server's state, is the trouble."""
+        """Run `work`. Raises BrokerUnavailable for errors of the connection, or of the server's state."""
         from redis import exceptions
 
         where = str(self._address)
@@ -88,10 +88,10 @@ class RedisSession:
             raise BrokerError(where, REFUSED) from None
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
-                # The connection holds on.
+                # The connection stays.
                 raise BrokerUnavailable(where, "it refuses: WRONGTYPE, the key is no stream") from None
             self.close()
-            # The server's words may quote what was sent; its first one is the kind of error.
+            # The server's message may quote the data sent; its first word is the kind of error.
             kind = (
                 str(error).partition(" ")[0]
                 if type(error) is exceptions.ResponseError
@@ -123,7 +123,7 @@ def _why(error: BaseException) -> str:
 _AT_ONCE = 100
 """Entries of each worker in one answer."""
 _LOOK_SECONDS = 0.5
-"""How often it is looked for new workers, and whether the old entries are still there."""
+"""Interval of the check for new workers, and for the old entries."""
 
 _BEGINNING = b"0-0"
 _log = get_logger(__name__)
@@ -136,13 +136,13 @@ class RedisReader:
         self._session = RedisSession(address)
         self._only = worker
         self._places: dict[str, bytes] = {}
-        """The id of the last entry that was read of each worker."""
+        """The id of the last entry read of each worker."""
         self._looked_at = float("-inf")
         self._set_aside: set[str] = set()
-        """Workers of whom it was said that their keys are no streams."""
+        """Workers reported to have keys that are no streams."""
 
     def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
-        """The next records."""
+        """Return the next records."""
         if not self._session.connected:
             self._session.connect()
             self._looked_at = float("-inf")
@@ -165,7 +165,7 @@ class RedisReader:
         self._session.close()
 
     def _look(self) -> None:
-        """Find new workers, and those whose stream is another one. Raises StreamRewound."""
+        """Find new workers, and those with a new stream. Raises StreamRewound."""
         self._looked_at = time.monotonic()
         names = {self._only} if self._only is not None else self._workers()
         lost = []
@@ -187,7 +187,7 @@ class RedisReader:
         return {member.decode(errors="replace") for member in members}
 
     def _last_place(self, name: str) -> bytes | None:
-        """The id of a stream's last entry, empty if it has none; None: one that cannot be read would fail all."""
+        """Return a stream's last id, empty if it has none; None: an unreadable key would fail all reads."""
         key = self._session.key(name)
         try:
             last = cast("Any", self._session.run(lambda client: client.xrevrange(key, count=1)))
@@ -211,18 +211,18 @@ class RedisReader:
 
 
 def number_of(place: bytes) -> tuple[int, int]:
-    """An entry's id as numbers that can be compared."""
+    """Return an entry's id as numbers that can be compared."""
     first, _, second = place.partition(b"-")
     return int(first), int(second or b"0")
 
 
 def _flat(entries: Any) -> list[Any]:
-    """The newer protocol of the server has a list more around them."""
+    """Flatten the entries: the server's newer protocol has one more list around them."""
     return entries[0] if entries and isinstance(entries[0], list) else entries
 
 
 MAX_PAYLOAD = 512 << 20
-"""What the server takes as one value."""
+"""Largest value that the server accepts."""
 _NOTHING = b""
 _SCRIPT = """
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
@@ -234,11 +234,11 @@ id = redis.call('XADD', KEYS[1], ARGV[2], 'record', ARGV[4], 'payload', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 return {1, id}
 """
-"""Adds an entry behind another one; returns whether it is there now, or was already, and the last id that is."""
+"""Adds an entry after another one; returns if it is there now, or was already, and the last id there."""
 
 
 class RedisStream:
-    """Writes as one worker. Its stream is removed by the server when nothing was added for `retain_seconds`."""
+    """Writes as one worker. The server removes its stream after `retain_seconds` without new entries."""
 
     max_payload = MAX_PAYLOAD
 
@@ -249,7 +249,7 @@ class RedisStream:
         self._key, self._workers = self._session.key(worker), self._session.key(NAMES)
         self._retain = int(retain_seconds * 1000)
         self._last = self._tried = _NOTHING
-        """The id of the last entry that is there, and of the last one that was sent; it may be there."""
+        """The id of the last entry there, and of the last one sent; it may be there."""
 
     def open(self) -> int | None:
         """Connect, and find our last entry."""
@@ -269,7 +269,7 @@ class RedisStream:
             self._session.connect()
         place, found = self._add(record)
         if place is None and found == self._tried:
-            # What was sent last is there, though its answer was lost.
+            # The entry sent last is there, though its answer was lost.
             self._last = found
             place, found = self._add(record)
         if place is None:
@@ -283,20 +283,20 @@ class RedisStream:
         return place.decode()
 
     def trim(self, place: str) -> None:
-        """Remove the entries before that one."""
+        """Remove the entries before `place`."""
         if not self._session.connected:
             self._session.connect()
         self._session.run(lambda client: client.xtrim(self._key, minid=place, approximate=False))
 
     def breathe(self) -> None:
-        """The server asks nothing of us."""
+        """Do nothing: the server needs no answers."""
 
     def close(self) -> None:
         """Disconnect."""
         self._session.close()
 
     def _place(self, record: StreamRecord) -> bytes:
-        """The batch's number; of pieces a number more behind it than what stands there."""
+        """Return the batch's number; for pieces a number after it, above the last one there."""
         if record.piece is None:
             return b"%d-0" % record.seq
         last, inner = number_of(self._last) if self._last else (0, 0)
@@ -304,7 +304,7 @@ class RedisStream:
         return b"%d-%d" % (first, inner + 1 if first == last else 1)
 
     def _add(self, record: StreamRecord) -> tuple[bytes | None, bytes]:
-        """Returns the entry's id (None: it could not be added), and the last id that is there."""
+        """Return the entry's id (None: it could not be added), and the last id there."""
         place = self._place(record)
         arguments = [self._last, place, self._worker, record.tag, record.payload, self._retain]
         try:

@@ -1,12 +1,12 @@
-"""What routers may see: a fold of events into stores and removals of blocks.
+"""The blocks visible to routers: a fold of events into stores and removals.
 
-A router learns of full blocks only, of a block only when its bytes are where it says, of a parent before its
-children, of a removal from the leaves up, and of no block twice while it is resident in a level. Offload and
-onboard appear as a removal from one level at once and, when the copy has landed, a store in the other.
+A router receives full blocks only, a block only when its bytes are in that place, a parent before its children,
+removals from the leaves up, and no block twice while it is resident in a level. Offload and onboard appear as a removal
+from one level at once and, when the copy has landed, a store in the other.
 
-The fold keeps for each slot what a router needs to be told about its block, so that the whole visible state can be
-told again at any time (`Feed.snapshot`). It runs once, before any queue that may lose something: a fold that missed
-a batch can never be right again until it meets a `StateExported`.
+The fold keeps for each slot the fields of its block for routers, so that the whole visible state can be published again
+at any time (`Feed.snapshot`). It runs once, before any queue that may lose something: a fold that missed a batch can
+never be right again until it meets a `StateExported`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _unpack_numbers = struct.Struct("<I").iter_unpack
 
 
 class Feed(SequenceFold[Change]):
-    """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
+    """Folds batches into the changes visible to routers. Needs a stream that holds token ids."""
 
     _changes: list[Change]
 
     def __init__(self) -> None:
         super().__init__()
         self._both: list[SlotColumns] = []
-        """Per group, of primary and secondary together."""
+        """Columns per group, of primary and secondary together."""
         self._columns: list[tuple[SlotColumns, SlotColumns]] = []
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
         self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
         """Per group, by the parent that is not visible yet: consecutive blocks, as (level, slots, names)."""
         self._slides: list[bool] = []
-        """Per group: whether its window leaves blocks behind, so that a block may be there without its parent."""
+        """Per group: True if its window leaves blocks, so that a block may be there without its parent."""
         self._hidden: list[set[bytes]] = []
-        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent; none where
-        the window slides, since nothing waits for them there."""
+        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent; none if
+        the window slides, since no block waits then."""
         self._handlers |= {
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
@@ -59,10 +59,10 @@ class Feed(SequenceFold[Change]):
         }
 
     def snapshot(self) -> Iterator[Change]:
-        """Everything visible at the time of this call, as stores, parents first; what is folded later changes nothing.
+        """Yield all blocks visible at the time of this call, as stores, parents first; later folds do not affect it.
 
-        A store has all blocks of one prefix up to where it branches. A block on its way to another level that something
-        visible hangs behind is stored, and removed again at the end.
+        A store has all blocks of one prefix up to where it branches. A block in flight to another level that has
+        visible descendants is stored, and removed again at the end.
         """
         groups = zip(self.groups, self._both, self._slides, strict=True)
         frozen = [both.freeze(group.num_blocks[PRIMARY], slides) for group, both, slides in groups]
@@ -99,7 +99,7 @@ class Feed(SequenceFold[Change]):
             self._transfers[item.transfer] = (item.group, item.level, slots)
 
     def _install_run(self, group: int, run: ExportedRun) -> None:
-        """Note the full blocks of an exported run."""
+        """Write the full blocks of an exported run."""
         size = self.tokens_per_block
         for (level, _, transfer), begin, end in run.pieces():
             names = run.names[begin * NAME_BYTES : end * NAME_BYTES]
@@ -134,7 +134,7 @@ class Feed(SequenceFold[Change]):
     def _fill(self, event: ev.BlocksFilled) -> None:
         group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
         columns, key_bytes = self._columns[group][PRIMARY], self._key_bytes
-        # Then all parents are visible and all symbols are tokens, which is nearly always so.
+        # Then all parents are visible and all symbols are tokens, as nearly always.
         usual = not (self._hidden[group] or self._symbols.pages)
         key_at = parent_at = 0
         blocks, slots = _unpack_numbers(event.blocks), _unpack_numbers(event.slots)
@@ -161,7 +161,7 @@ class Feed(SequenceFold[Change]):
                 self._place(array("i", (slot,)), stored)
 
     def _place(self, slots: array[int], stored: Stored) -> None:
-        """Note blocks that were computed, and announce them if their parent is there."""
+        """Write computed blocks, and announce them if their parent is there."""
         group, level, names = stored.group, stored.level, stored.names
         columns = self._columns[group][level]
         if self._is_visible(group, stored.parent):
@@ -174,14 +174,14 @@ class Feed(SequenceFold[Change]):
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
         # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet. In a
-        # sliding window it need not be, nothing is hidden, and routers are told of a block as soon as it is there.
+        # sliding window it need not be, no block is hidden, and routers receive a block as soon as it is there.
         return parent not in self._hidden[group]
 
     def _wait(self, stored: Stored, slots: array[int]) -> None:
         self._waiting[stored.group].setdefault(stored.parent, []).append((stored.level, slots, stored.names))
 
     def _announce(self, stored: Stored) -> None:
-        """Tell of blocks that are visible now, and of all that has waited for that."""
+        """Announce newly visible blocks, and all that have waited for them."""
         visible = deque([stored])
         while visible:
             stored = visible.popleft()
@@ -193,7 +193,7 @@ class Feed(SequenceFold[Change]):
             hidden.difference_update(names)
             for name in names if waiting else ():
                 for level, slots, kept in waiting.pop(name, ()):
-                    # Some may have been moved or removed meanwhile; what hung behind those waits for other parents.
+                    # Some may have been moved or removed meanwhile; their children wait for other parents.
                     for piece in self._columns[stored.group][level].pieces(slots, kept, WAITING):
                         visible.extend(self._show(stored.group, level, piece))
 
@@ -209,7 +209,7 @@ class Feed(SequenceFold[Change]):
             self._wait(stored, slots)
 
     def _withdraw(self, group: int, level: int, slots: bytes, names: bytes) -> None:
-        """The blocks of these names are not in these slots any more, shallowest last."""
+        """Remove the blocks of these names from these slots, shallowest last."""
         columns, hidden = self._columns[group][level], self._hidden[group]
         if hidden:
             hidden.difference_update(split_names(columns.names_in(slots)))
@@ -220,7 +220,7 @@ class Feed(SequenceFold[Change]):
     def _remove(self, event: ev.BlocksRemoved) -> None:
         waiting = self._waiting[event.group]
         for name in split_names(event.names) if waiting else ():
-            waiting.pop(name, None)  # what hung behind it was removed before
+            waiting.pop(name, None)  # its descendants were removed before
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -249,7 +249,7 @@ class Feed(SequenceFold[Change]):
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer in array("q", event.transfers):
             moved = self._transfers.pop(transfer, None)
-            # Else it was a copy of the start of a block, which is stored when the rest is computed.
+            # Else it was a copy of the beginning of a block, which is stored when the rest is computed.
             if moved is not None:
                 self._arrive(*moved, transfer)
 
@@ -259,7 +259,7 @@ class Feed(SequenceFold[Change]):
                 self._announce(stored)
 
     def _fail(self, event: ev.TransferFailed) -> None:
-        """What is cached goes with the `CacheCleared` that follows."""
+        """Handle a failed copy: cached blocks go with the `CacheCleared` that follows."""
         for transfer in array("q", event.transfers):
             self._transfers.pop(transfer, None)
 

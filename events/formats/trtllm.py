@@ -1,12 +1,12 @@
 """TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them, written and read.
 
-One dict an event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
-"hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format knows nothing of sequences, allocations or
-landings, has no "cleared" (its readers ignore what they do not know), and repeats the tokens in every stored block. So
-`EventDicts` remembers what a reader knows, and removes that by name.
+One dict per event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
+"hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format has no sequences, allocations or landings,
+has no "cleared" (its readers ignore unknown events), and repeats the tokens in every stored block. So `EventDicts`
+keeps track of a reader's blocks, and removes them by name.
 
-Read are the dicts of its older manager, of the newer one, and these. Unknown fields and types are ignored; anything
-else that does not fit is refused, and its text is not repeated: it may hold somebody's prompt.
+It reads the dicts of the older manager, of the newer one, and its own. Unknown fields and types are ignored; anything
+else that does not fit is refused, and its text is not repeated: it may hold a user's prompt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Data = dict[str, Any]
 
 
 def _stored(cached: Cached) -> Data:
-    """Blocks that became reusable.
+    """Return the data of blocks that became reusable.
 
-    An adapter without a name goes by its number, since routers know adapters by their names only.
+    An adapter without a name is named by its number, since routers know adapters by their names only.
     """
     namespace, size, tokens = cached.namespace, cached.tokens_per_block, cached.spelled
     items = tokens.items_by_block(size)
@@ -73,32 +73,32 @@ PIECE_BYTES = 1 << 16
 
 
 class EventDicts:
-    """Makes dicts of the changes of an inventory (`events.feed.inventory`), and remembers what readers know by them."""
+    """Makes dicts from the changes of an inventory (`events.feed.inventory`), and keeps track of readers' blocks."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
         self._next_id = 0
         self._envelopes: list[Data] = []
-        """Per group: what stands around the data of its dicts."""
+        """Per group: the fields around the data of its dicts."""
         self._known: list[set[int]] = []
-        """Per group: what readers take for cached."""
+        """Per group: names that readers consider cached."""
         self._unsure: list[tuple[int, list[int]]] = []
-        """Removed by what is not known to be out: readers may still take it for cached."""
+        """Removed in dicts that may not be sent yet: readers may still consider them cached."""
 
     def dicts(self, changes: Iterable[AnyChange]) -> Iterator[Data]:
-        """The dicts of changes; `settle` says that they have reached readers."""
+        """Yield the dicts of changes; call `settle` when readers have received them."""
         for envelope, data in _merged(item for change in changes for item in self._data(change)):
             number, self._next_id = self._next_id, self._next_id + 1
             yield {"event_id": number, "data": data, **envelope}
 
     def lines(self, changes: Iterable[AnyChange]) -> Iterator[bytes]:
-        """Each dict as a line of JSON, in pieces of about `piece_bytes`.
+        """Yield each dict as a line of JSON, in pieces of about `piece_bytes`.
 
-        Whoever asks for the next piece says that those before are out. Lines that were lost leave a hole in the
-        numbers, as they do where that engine loses some.
+        Taking the next piece confirms that those before are sent. Lost lines leave a hole in the numbers, as in that
+        engine.
         """
         for group, names in self._unsure:
-            # What was removed the last time did not get out, where anything is left of it.
+            # Anything left here was removed the last time in dicts that were not sent.
             if group < len(self._known):
                 self._known[group].update(names)
         self.settle()
@@ -115,11 +115,11 @@ class EventDicts:
         self.settle()
 
     def settle(self) -> None:
-        """Readers have got all dicts that were made."""
+        """Confirm that readers have received all dicts made."""
         self._unsure.clear()
 
     def _data(self, change: AnyChange) -> Iterator[tuple[Data, Data]]:
-        """Each dict as what stands around its data, and these."""
+        """Yield each dict as the fields around its data, and the data."""
         if isinstance(change, Cached):
             self._known[change.group].update(unpack_names(change.names).tolist())
             yield self._envelopes[change.group], _stored(change)
@@ -131,7 +131,7 @@ class EventDicts:
         elif isinstance(change, Uncached):
             yield self._removed(change.group, unpack_names(change.names).tolist())
         elif isinstance(change, Created):
-            # What was there before, if anything, was cleared.
+            # Earlier blocks, if any, were cleared.
             rank = {} if change.rank is None else {"attention_dp_rank": change.rank}
             self._envelopes = [
                 {"window_size": group.window, "hash_algo": change.hash_algorithm, **rank}
@@ -157,7 +157,7 @@ def _diff(values: tuple[int, int] | None) -> Data | None:
 
 
 def _merged(items: Iterable[tuple[Data, Data]]) -> Iterator[tuple[Data, Data]]:
-    """Removals of a group in a row are one, as readers expect."""
+    """Yield consecutive removals of a group as one, as readers expect."""
     last: tuple[Data, Data] | None = None
     for envelope, data in items:
         if last is None:
@@ -172,14 +172,14 @@ def _merged(items: Iterable[tuple[Data, Data]]) -> Iterator[tuple[Data, Data]]:
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """A token; in place of an item's the newer manager has a digest."""
+    """A token; in place of an item's, the newer manager has a digest."""
 
     token_id: int | str
     token_extra_id: int = 0
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
-    """An item in a block, and where in the item that part of it begins."""
+    """An item in a block, and the item's offset at its part in the block."""
 
     hash: str
     start_offset: int = 0
@@ -205,7 +205,7 @@ class StoredDict(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True, gc=False):
-    """A value, and the one before it."""
+    """A value, and the previous one."""
 
     new_value: int
     old_value: int
@@ -219,13 +219,13 @@ class UpdatedDict(msgspec.Struct, frozen=True):
 
 
 class RemovedDict(msgspec.Struct, frozen=True):
-    """Blocks are gone."""
+    """Blocks were removed."""
 
     block_hashes: tuple[int | str, ...]
 
 
 class CreatedDict(msgspec.Struct, frozen=True):
-    """The cache of a window began."""
+    """The cache of a window was created."""
 
 
 DictData = StoredDict | UpdatedDict | RemovedDict | CreatedDict
@@ -250,18 +250,18 @@ class DictEvent(msgspec.Struct, frozen=True):
 
     number: int
     data: DictData | None
-    """None: of a type that is not known."""
+    """None: of an unknown type."""
     window: int
     rank: int | None
     group: int | None
-    """The layer group, where it is told."""
+    """The layer group, if given."""
 
 
 _decode = msgspec.json.Decoder(_DictEnvelope | None).decode
 
 
 def decode_line(line: bytes) -> DictEvent | None:
-    """The event of a line; None where it holds none (``{}`` or ``null``). Raises EventDecodeError."""
+    """Decode the event of a line; None if it holds none (``{}`` or ``null``). Raises EventDecodeError."""
     if line.strip() == b"{}":
         return None
     try:
@@ -278,7 +278,7 @@ def decode_line(line: bytes) -> DictEvent | None:
 
 
 def hash_of(name: int | str) -> Hash:
-    """A block's hash; digests are written in hex. Raises EventDecodeError."""
+    """Return a block's hash; digests are written in hex. Raises EventDecodeError."""
     if isinstance(name, int):
         return name
     try:

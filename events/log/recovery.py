@@ -1,6 +1,6 @@
-"""Opening a log for writing: whose it is, and where it goes on.
+"""Opening a log for writing: its owner, and the place where it continues.
 
-What may be found where a log is to go on, and what is done about it (readers: `events.log.reader`):
+Possible states of a log's end, and their consequences (readers: `events.log.reader`):
 
 ======================================================  =====================  =========================================
 found at the end of the last segment                    readers say            a writer
@@ -34,8 +34,8 @@ Only the last segment is read, and of one that ends with the mark of an orderly 
 an interrupted write can have touched, since each is synced when it ends, and opening must not take longer the longer a
 log is.
 
-Refusing changes nothing at all: everything is decided before anything is done. What is done is durable step by step,
-first what adds and then what takes away, and each step leaves something of which this table says the rest.
+Refusing changes nothing at all: everything is decided before anything is done. Changes are durable step by step, first
+additions and then removals, and each step leaves a state that is in this table.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _log = get_logger(__name__)
 
 
 def claim(directory: Path, resume: bool) -> Lock:
-    """Make `directory` a log directory of ours; returns its lock.
+    """Make `directory` a log directory of ours; return its lock.
 
     Raises NotALog, LogLocked, LogExists, UnsafeFile, OSError. The directory is made private: its files name requests
     and may hold prompts. One in which others may have put segments is not continued.
@@ -77,7 +77,7 @@ def claim(directory: Path, resume: bool) -> Lock:
     try:
         make_directory(directory)
     except (FileExistsError, NotADirectoryError):
-        raise NotALog(directory, to_write=True) from None  # It, or what it should lie in, is something else.
+        raise NotALog(directory, to_write=True) from None  # It, or its parent, is something else.
     is_new = not segments.segment_paths(directory)
     if is_new and segments.holds_foreign_files(directory):
         raise NotALog(directory, to_write=True)
@@ -117,7 +117,7 @@ def _lock(directory: Path) -> Lock:
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a frame at the end of a segment, which goes into quarantine."""
+    """A part of a frame at the end of a segment, to be put into quarantine."""
 
     path: Path
     offset: int
@@ -126,7 +126,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Aside:
-    """A segment without a whole frame, which goes into quarantine."""
+    """A segment without a whole frame, to be put into quarantine."""
 
     path: Path
     epoch: int
@@ -135,23 +135,23 @@ class Aside:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where a log goes on, and what is to be done before that."""
+    """The place where a log continues, and the steps required before that."""
 
     chain: Chain
-    """Its epoch is that of the last segment (no `log_id`: there is none)."""
+    """The chain at the end of the last segment, with its epoch (no `log_id`: there is none)."""
     aside: tuple[Aside, ...] = ()
     cut: Cut | None = None
     unfinished: tuple[Path, ...] = ()
-    """Segments, and copies of them, that did not get their names: nothing was ever in them that is nowhere else."""
+    """Segments, and copies of them, without their names yet: they never held anything that is nowhere else."""
 
     @property
     def loses(self) -> bool:
-        """Whether something is cut off that a reader may have seen the beginning of."""
+        """True if the beginning of something cut off may have been read."""
         return self.cut is not None or bool(self.aside)
 
 
 def recover(directory: Path) -> tuple[Chain, bool]:
-    """Where the log of a locked directory goes on, and whether something was cut off there.
+    """Return the end of a locked directory's log, and True if something was cut off there.
 
     Raises LogDamaged, LogTooNew, OSError.
     """
@@ -161,7 +161,7 @@ def recover(directory: Path) -> tuple[Chain, bool]:
 
 
 def plan(directory: Path) -> Recovery:
-    """What is to be done before the log can be written, which changes nothing.
+    """Return the steps required before the log can be written, changing nothing.
 
     Raises LogDamaged, LogTooNew, UnsafeFile, OSError.
     """
@@ -172,7 +172,7 @@ def plan(directory: Path) -> Recovery:
         path = paths.pop()
         with segments.Segment(path) as segment:
             refuse_foreign(path, os.fstat(segment.descriptor), one_name=False)
-            # What we are about to build on must not be something that only the page cache remembers.
+            # The log must not continue after data that only the page cache has.
             sync_file(segment.descriptor)
             closed = closed_chain(segment)
             chain, torn = (closed, False) if closed else _scan(segment, is_last=not aside)
@@ -185,7 +185,7 @@ def plan(directory: Path) -> Recovery:
 
 
 def carry_out(directory: Path, recovery: Recovery) -> None:
-    """Do it, in a locked directory. Raises OSError."""
+    """Carry out the steps in a locked directory. Raises OSError."""
     for unfinished in recovery.unfinished:
         unfinished.unlink(missing_ok=True)
     for aside in recovery.aside:
@@ -195,11 +195,11 @@ def carry_out(directory: Path, recovery: Recovery) -> None:
 
 
 def repair(log: Path, *, dry_run: bool = False) -> Recovery:
-    """Put what an interrupted write has left into `quarantine/` and cut it off; says what was, or would be, done.
+    """Put the remains of an interrupted write into `quarantine/` and cut them off; return what was, or would be, done.
 
-    With `dry_run` nothing is changed, and nobody is asked whether a writer is at work, whose half-written batch then
-    looks like an interrupted one. Raises NotALog, LogLocked, LogTooNew, OSError, and LogDamaged for what no interrupted
-    write can have left, which no byte is changed for.
+    With `dry_run` nothing is changed, and no lock is taken: the half-written batch of a running writer then looks like
+    an interrupted one. Raises NotALog, LogLocked, LogTooNew, OSError, and, without changing a byte, LogDamaged for
+    damage that no interrupted write can have left.
     """
     if not segments.is_log(log):
         raise NotALog(log)
@@ -215,7 +215,7 @@ def repair(log: Path, *, dry_run: bool = False) -> Recovery:
 
 
 def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
-    """Go over a segment's frames; returns where they end, and whether bytes of a torn one follow."""
+    """Scan a segment's frames; return where they end, and True if bytes of a torn one follow."""
     header = segment.header()
     if header is None:
         if not is_last:
@@ -231,7 +231,7 @@ def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
 
 
 def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
-    """Refuse a segment that cannot be the next one behind that before it, as one copied from another log."""
+    """Refuse a segment that cannot follow the one before it, as one copied from another log."""
     header = segment.header()
     assert header is not None
     previous = _header_of(before[-1]) if before else None
@@ -239,7 +239,7 @@ def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
         return
     chain = previous.chain()
     chain.enter(previous)
-    # Of the one before only the header is read, so its last frame is not known.
+    # Only the header of the one before is read, so its last frame is not known.
     chain.crc = header.previous_crc
     refusal = chain.refuses_segment(header)
     if refusal is not None:
@@ -247,14 +247,14 @@ def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
 
 
 def _header_of(path: Path) -> SegmentHeader | None:
-    """None: it may just not be kept any longer, or is damaged, which is for who reads it to say."""
+    """Return the header; None if the file is removed by retention, or damaged, which readers report."""
     with suppress(FileNotFoundError, LogDamaged, LogOutdated), segments.Segment(path) as segment:
         return segment.header()
     return None
 
 
 def _cut_tail(cut: Cut) -> None:
-    """Copy what follows the last whole frame to the quarantine, then cut it off; each step durable."""
+    """Copy the bytes after the last whole frame to the quarantine, then cut them off; each step durable."""
     directory = _quarantine(cut.path.parent)
     copy = directory / f"{cut.path.name}.{cut.offset}"
     unfinished = copy.with_name(copy.name + segments.UNFINISHED_SUFFIX)
@@ -277,10 +277,10 @@ def _cut_tail(cut: Cut) -> None:
 
 
 def _put_aside(directory: Path, aside: Aside) -> None:
-    """Make room for the next segment: what begins without a whole frame has its name and nothing to keep."""
+    """Move away a segment without a whole frame, which has its name and nothing to keep, for the next one."""
     quarantine = _quarantine(directory)
     aside.path.rename(quarantine / f"{aside.path.name}.epoch{aside.epoch}")
-    # There before it is gone here, where a file system does not do both at once.
+    # Durable there before it is removed here, if a file system does not do both at once.
     sync_directory(quarantine)
     sync_directory(directory)
 

@@ -1,11 +1,12 @@
-"""What both ends of a router feed set on their ZeroMQ sockets: encryption (CURVE), who may connect, keepalive.
+"""Settings of the ZeroMQ sockets at both ends of a router feed: encryption (CURVE), authorisation, keepalive.
 
-Both ends have a key pair, in files in the format of `zmq.auth`. Whoever *connects* is the client and knows the other's
-public key beforehand; whoever *binds* is the server and has a directory with the keys of the clients that it accepts
-(`Gate`): ZeroMQ asks about each client (its ZAP protocol), and `zmq.auth` answers on a thread of its own.
+Both ends have a key pair, in files in the format of `zmq.auth`. The end that *connects* is the client and knows the
+other's public key beforehand; the end that *binds* is the server and has a directory with the keys of the clients that
+it accepts (`Gate`): ZeroMQ sends a query for each client (its ZAP protocol), which `zmq.auth` answers on its own
+thread.
 
-SECURITY: what is secret stays in `KeyPair.secret`, which no `repr`, message or log shows. A file with a secret that
-others may read, or that a group may write, is refused.
+SECURITY: the secret stays in `KeyPair.secret`, which no `repr`, message or log shows. A file with a secret that others
+may read, or that a group may write, is refused.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ WILDCARDS = ("*", "0.0.0.0", "::")  # noqa: S104  not bound here, but recognized
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it is every address of this machine, so that only binding makes sense."""
+    """Return True if it stands for every address of this machine, so that it can only be bound."""
     return host in WILDCARDS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it. A name other than the usual ones may be anybody's."""
+    """Return True if only this machine reaches it. A name other than the usual ones may be any machine's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,7 +56,7 @@ _PROBES = 6
 
 
 def set_keepalive(socket: zmq.Socket[bytes]) -> None:
-    """Probe after a minute of silence, and give the connection up after as long again.
+    """Enable probes after a minute of silence, and give the connection up after another minute.
 
     For all TCP connections of a socket, to be set before it is bound or connects.
     """
@@ -67,9 +68,9 @@ def set_keepalive(socket: zmq.Socket[bytes]) -> None:
 
 _FINAL = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 SEEN_BY_SERVER = _FINAL
-"""To who is bound the third kind only says that somebody went away, as who does who just looks."""
+"""Final events at a bound socket, at which the third kind only means a disconnection, as of a port scan."""
 SEEN_BY_CLIENT = _FINAL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-"""To who connects it may mean that the server did not like what it heard, and hung up."""
+"""Final events at a connecting socket, at which it may mean that the server rejected the handshake."""
 REASONS = {
     int(zmq.Event.HANDSHAKE_FAILED_AUTH): "a key is not on the list of those that may connect",
     int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "one end has no key, or the wrong one, or is no ZeroMQ",
@@ -78,14 +79,14 @@ REASONS = {
 
 
 def is_final(event: int) -> bool:
-    """Whether ZeroMQ does not connect again by itself after this."""
+    """Return True if ZeroMQ does not reconnect by itself after this event."""
     return bool(event & _FINAL)
 
 
 DOMAIN = "kvcache"
-"""Named on every encrypted server; who comes is asked about under this name."""
+"""The domain of every encrypted server, under which clients are authenticated."""
 _SECRET_FORBIDS = stat.S_IRWXO | stat.S_IWGRP
-"""A group may read it, as in a Kubernetes volume with an fsGroup."""
+"""Forbidden mode bits of secret files. A group may read one, as in a Kubernetes volume with an fsGroup."""
 _PUBLIC_FORBIDS = stat.S_IWOTH | stat.S_IWGRP
 _MAKE_KEYS = (
     "(umask 077; python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'NAME')\") makes a pair"
@@ -94,7 +95,7 @@ _MAKE_KEYS = (
 
 @dataclass(eq=False, repr=False)
 class KeyFileError(EventsError):
-    """A file or directory of keys that cannot be used; `reason` says why and repeats nothing of it."""
+    """A file or directory of keys that cannot be used; `reason` states why, without its content."""
 
     path: Path
     reason: str
@@ -102,7 +103,7 @@ class KeyFileError(EventsError):
 
 
 class CurveUnavailable(EventsError):
-    """ZeroMQ's library on this machine cannot encrypt."""
+    """ZeroMQ's library on this machine has no encryption."""
 
     def __str__(self) -> str:
         return "this build of ZeroMQ has no CURVE encryption: install pyzmq from its wheel, or libzmq with libsodium"
@@ -110,7 +111,7 @@ class CurveUnavailable(EventsError):
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A public key, for all to know, and the secret that belongs to it; both as Z85 text of 40 bytes."""
+    """A public key, and the secret that belongs to it; both as Z85 text of 40 bytes."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -118,19 +119,20 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class Curve:
-    """Who we are, and whom we talk to."""
+    """Our keys and those of the other end."""
 
     own: KeyPair
     server: bytes | None = None
-    """The public key of who we connect to."""
+    """The public key of the server to connect to."""
     clients: Path | None = None
-    """A directory with the public keys of those that may connect to us."""
+    """A directory with the public keys of accepted clients."""
 
     @classmethod
     def read(cls, key: Path, *, server: Path | None = None, clients: Path | None = None) -> Curve:
-        """From files: our pair (``NAME.key_secret``), the server's public key (``NAME.key``), the clients' directory.
+        """Read from files: our pair (``NAME.key_secret``), the server's public key (``NAME.key``), the clients'
+        directory.
 
-        Raises KeyFileError, and CurveUnavailable where encryption is not possible at all.
+        Raises KeyFileError, and CurveUnavailable if encryption is not possible at all.
         """
         if not zmq.has("curve"):
             raise CurveUnavailable
@@ -139,14 +141,14 @@ class Curve:
         return cls(read_pair(key), None if server is None else read_public(server), clients)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket the encrypted server; to be done before it is bound."""
+        """Make a socket the encrypted server; before it is bound."""
         socket.curve_publickey, socket.curve_secretkey = self.own.public, self.own.secret
         socket.curve_server = True
         socket.zap_domain = DOMAIN.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # where nobody answers for the domain, nobody gets in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if nothing answers for it, no client enters
 
     def call(self, socket: zmq.Socket[bytes], server: bytes | None = None) -> None:
-        """Make a socket the client of `server`, by default our own; to be done before it connects."""
+        """Make a socket the client of `server`, by default our own; before it connects."""
         key = server or self.server
         assert key is not None
         socket.curve_publickey, socket.curve_secretkey = self.own.public, self.own.secret
@@ -154,7 +156,7 @@ class Curve:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """A pair from its file; raises KeyFileError."""
+    """Read a pair from its file; raises KeyFileError."""
     public, secret = _load(path, _SECRET_FORBIDS)
     if secret is None:
         raise KeyFileError(path, f"it has no secret key: give the file NAME.key_secret; {_MAKE_KEYS}")
@@ -168,12 +170,12 @@ def read_pair(path: Path) -> KeyPair:
 
 
 def read_public(path: Path) -> bytes:
-    """A public key from its file; raises KeyFileError."""
+    """Read a public key from its file; raises KeyFileError."""
     return _load(path, _PUBLIC_FORBIDS)[0]
 
 
 def read_directory(directory: Path) -> frozenset[bytes]:
-    """All public keys ``*.key`` in a directory; raises KeyFileError for any that is wrong, and if there is none."""
+    """Return all public keys ``*.key`` in a directory; raises KeyFileError for an unreadable one or if none exist."""
     keys, wrong = sort_directory(directory)
     if wrong:
         raise wrong[0]
@@ -183,7 +185,7 @@ def read_directory(directory: Path) -> frozenset[bytes]:
 
 
 def sort_directory(directory: Path) -> tuple[frozenset[bytes], list[KeyFileError]]:
-    """The public keys ``*.key`` in a directory, and what is wrong with the other files of such a name.
+    """Return the public keys ``*.key`` in a directory, and the errors of the other files of such a name.
 
     Raises KeyFileError if the directory cannot be trusted.
     """
@@ -198,7 +200,7 @@ def sort_directory(directory: Path) -> tuple[frozenset[bytes], list[KeyFileError
 
 
 def _load(path: Path, forbidden: int) -> tuple[bytes, bytes | None]:
-    # Here, because it brings asyncio along.
+    # Here, because it imports asyncio.
     from zmq.auth import load_certificate
 
     _check_mode(path, forbidden)
@@ -207,7 +209,7 @@ def _load(path: Path, forbidden: int) -> tuple[bytes, bytes | None]:
     except OSError as error:
         raise KeyFileError(path, system_reason(error, "it cannot be read")) from None
     except (ValueError, IndexError):
-        # SECURITY: what is wrong may quote a line of the file.
+        # SECURITY: the error may quote a line of the file.
         raise KeyFileError(path, f"it is no key file; {_MAKE_KEYS}") from None
     if not all(key is None or _is_key(key) for key in (public, secret)):
         raise KeyFileError(path, "its keys are not the 40 characters of Z85 that a key has")
@@ -233,13 +235,13 @@ def _check_mode(path: Path, forbidden: int) -> None:
 
 LOOK_SECONDS = 1.0
 KEYS_TOLD = 100
-"""Of the keys that are turned away so many are logged, each once: whoever makes new ones must not fill the log."""
+"""Limit of logged keys that are refused, each once: clients that make new ones must not fill the log."""
 
 _log = get_logger("sockets")
 
 
 class Gate:
-    """Stands before all encrypted servers of a context, from `open` to `close`."""
+    """Authenticates clients of all encrypted servers of a context, from `open` to `close`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Path) -> None:
         self._context, self._clients = context, clients
@@ -248,12 +250,12 @@ class Gate:
         self._handler: ThreadAuthenticator | None = None
         self._told: set[bytes] = set()
         self._wrong: list[str] = []
-        """What was wrong with the directory's files when it was looked at last."""
+        """Errors of the directory's files at the last look."""
         self.refused = 0
-        """Clients that came with a key which is not in the directory."""
+        """Clients refused because their key is not in the directory."""
 
     def open(self) -> None:
-        """Begin, before a server is bound."""
+        """Begin; before a server is bound."""
         from zmq.auth.thread import ThreadAuthenticator
 
         self._handler = ThreadAuthenticator(self._context)
@@ -261,13 +263,13 @@ class Gate:
         self._handler.configure_curve_callback(DOMAIN, credentials_provider=self)
 
     def close(self) -> None:
-        """End; those who are in stay in. May be called twice."""
+        """End; connected clients stay. May be called twice."""
         handler, self._handler = self._handler, None
         if handler is not None:
             handler.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key is let in; asked by `zmq.auth`, on its thread."""
+        """Return True if a client with this public key is accepted; called by `zmq.auth`, on its thread."""
         del domain
         now = time.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
@@ -280,13 +282,13 @@ class Gate:
         return allowed
 
     def _tell(self, key: bytes) -> None:
-        """Say which key that was, for who has forgotten to put it there; it is public."""
+        """Log a refused key, so that a forgotten one can be added; it is public."""
         if key not in self._told and len(self._told) < KEYS_TOLD:
             self._told.add(key)
             _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
 
     def _look_again(self) -> None:
-        # Whoever cannot be read may have been taken off the list.
+        # A client with an unreadable file may have been removed from the list.
         try:
             self._keys, errors = sort_directory(self._clients)
         except KeyFileError as error:

@@ -1,16 +1,16 @@
 """Names of blocks.
 
-A key names a block for the outside: routers, logs, people. A hit is never decided by a key (matching
-compares tokens), so a weak algorithm can mislead a router but never mix up two prompts. A child's key
-continues its parent's full key; the public name is the first 8 bytes of the key, big-endian.
+A key names a block for routers, logs and people. A hit is never decided by a key (matching compares tokens), so a weak
+algorithm can mislead a router but never mix up two prompts. A child's key continues its parent's full key; the public
+name is the first 8 bytes of the key, big-endian.
 
 The namespace seeds the root key, so that equal prompts in two namespaces have different names.
 
-Symbols are numbered by each cache for itself, so names are made of what they stand for (`events.tokens.rich`).
-``v1_block_key`` does it as TensorRT-LLM does, which leaves out where in the block an item lies. The others append an
+Symbols are numbered by each cache for itself, so names are made of their meanings (`events.tokens.rich`).
+``v1_block_key`` does it as TensorRT-LLM does, which leaves out an item's place in the block. The others append an
 encoding that can be read back to the block's plain tokens, hence differ wherever tokens, extra ids, items or offsets
 do. TensorRT-LLM V2 hashes numbers of its own for an item's tokens (its digest, then ids beyond the vocabulary), so only
-names of blocks behind plain tokens agree with V2's.
+names of blocks after plain tokens agree with V2's.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ _GOLDEN = 0x9E3779B9
 
 
 def salt_digest(cache_salt: str) -> bytes:
-    """The digest under which a cache salt appears in events and namespaces."""
+    """Return the digest of a cache salt in events and namespaces."""
     return hashlib.sha256(cache_salt.encode()).digest()
 
 
 def input_digests(salt: bytes | None, tokens: bytes) -> tuple[bytes, bytes]:
-    """What stands for a salt's digest in the namespaces of a request with an encoder's input.
+    """Return the salt digests for the namespaces of a request with an encoder input.
 
-    The first is that of the sequence, the second that of the input: what a decoder computes, and what an encoder makes
-    of each token, depends on all of the input, so blocks are shared only where all of it is equal.
+    The first is for the sequence, the second for the input: the results of the decoder, and of the encoder for each
+    token, depend on all of the input, so blocks are shared only if all of it is equal.
     """
     own = (salt or b"") + hashlib.sha256(tokens).digest()
     return hashlib.sha256(b"decoder" + own).digest(), hashlib.sha256(b"encoder" + own).digest()
 
 
 def salt_id(namespace: Namespace) -> int | None:
-    """The 64-bit id of the salt: the first 8 bytes of its digest, little-endian (as TensorRT-LLM V2 does)."""
+    """Return the 64-bit id of the salt: the first 8 bytes of its digest, little-endian (as TensorRT-LLM V2 does)."""
     if namespace.salt_digest is None:
         return None
     return int.from_bytes(namespace.salt_digest[:8], "little")
 
 
 def scope_bytes(namespace: Namespace) -> bytes:
-    """One mask byte and 8 little-endian bytes for each part that is present (LoRA id, salt, LoRA name).
+    """Return one mask byte and 8 little-endian bytes for each part that is present (LoRA id, salt, LoRA name).
 
     The mask's bit 3 says that tokens have extra ids.
     """
@@ -73,7 +73,7 @@ def scope_bytes(namespace: Namespace) -> bytes:
 
 @dataclass(frozen=True)
 class HashAlgorithm:
-    """How keys are made."""
+    """An algorithm for keys."""
 
     name: str
     key_bytes: int
@@ -81,11 +81,11 @@ class HashAlgorithm:
     root_key: Callable[[Namespace], bytes]
     """The key that the first block of a prompt continues."""
     chain: Callable[[Namespace, bytes, bytes, int], bytes]
-    """(namespace, parent key, plain tokens, bytes per block) to the keys of all blocks; the last may be short."""
+    """Maps (namespace, parent key, plain tokens, bytes per block) to the keys of all blocks; the last may be short."""
     chain_rich: Callable[[Namespace, bytes, RichTokens, int], bytes]
     """The same for tokens with extra ids or items."""
     given: bool = False
-    """Whether keys are an engine's own, which nobody else can make: to ask for one raises a ValueError."""
+    """True if keys are an engine's own, which cannot be computed: computing one raises a ValueError."""
 
 
 def _sha256_root(namespace: Namespace) -> bytes:
@@ -126,7 +126,7 @@ def _xxh3_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_bytes
 
 @cache
 def _xxh3() -> Callable[[bytes], bytes]:
-    """Made once: to import it for each block would take ten times as long as the digest."""
+    """Return the hash function, imported once: an import per block would take ten times as long as the digest."""
     try:
         from xxhash import xxh3_64_digest
     except ImportError as error:
@@ -190,12 +190,12 @@ def _v1_chain_rich(namespace: Namespace, parent: bytes, tokens: RichTokens, bloc
 
 
 _EXTRA_IDS, _ITEM = struct.pack("<I", 1 << 31 | 1), struct.pack("<I", 1 << 31 | 2)
-"""Begin what follows a block's tokens. No token is so large, so they end where the first of these begins."""
+"""Markers after a block's tokens. No token is so large, so the tokens end where the first of these begins."""
 _pack_item = struct.Struct("<4sII32sQ").pack
 
 
 def rich_blocks(tokens: RichTokens, tokens_per_block: int) -> Iterator[bytes]:
-    """For each block bytes that no other block has: of a plain one its tokens as int32 LE.
+    """Yield bytes unique to each block: of a plain one its tokens as int32 LE.
 
     Where a token has an extra id, those of all tokens follow (a marker, then uint64 LE each); then for each item
     a marker, from which to which token it reaches (uint32 LE), its digest, and the offset in it (uint64 LE).
@@ -231,12 +231,12 @@ def _given(*_: object) -> bytes:
 
 
 def _named_by_engine(name: str, size: int) -> HashAlgorithm:
-    # Engines give no key of a namespace. This one tells namespaces apart, as in a fingerprint.
+    # Engines give no key of a namespace. This one distinguishes namespaces, as in a fingerprint.
     return HashAlgorithm(name, size, lambda space: _sha256_root(space)[:size], _given, _given, given=True)
 
 
 NAMED_BY_ENGINE = {8: "engine_64", 16: "engine_128", 32: "engine_256"}
-"""By the size of a key, the algorithm of logs whose engine has given the keys."""
+"""Algorithms of logs with keys given by the engine, by the size of a key."""
 ALGORITHMS: dict[str, HashAlgorithm] = {
     algorithm.name: algorithm
     for algorithm in (
@@ -247,8 +247,8 @@ ALGORITHMS: dict[str, HashAlgorithm] = {
         *(_named_by_engine(name, size) for size, name in NAMED_BY_ENGINE.items()),
     )
 }
-"""By name. Ids of ``v2_sha256_64`` and ``v1_block_key`` agree with TensorRT-LLM's for equal tokens, LoRA id, salt;
-those of ``v1_block_key`` also where tokens have extra ids or lie in items."""
+"""Algorithms by name. Ids of ``v2_sha256_64`` and ``v1_block_key`` agree with TensorRT-LLM's for equal tokens, LoRA id,
+salt; those of ``v1_block_key`` also for tokens with extra ids or in items."""
 
 
 def chain_symbols(
@@ -259,7 +259,7 @@ def chain_symbols(
     symbols: bytes,
     block_bytes: int,
 ) -> bytes:
-    """As `HashAlgorithm.chain`, for symbols of which some may be below 0."""
+    """Return keys as `HashAlgorithm.chain`, for symbols of which some may be below 0."""
     if not has_symbols(symbols):
         return algorithm.chain(namespace, parent, symbols, block_bytes)
     return algorithm.chain_rich(namespace, parent, table.spell(symbols), block_bytes)

@@ -5,8 +5,8 @@ number: each different (token, extra id, item's digest, offset in the item) has 
 comparing symbols compares all of it, exactly.
 
 An image has thousands of tokens, most of them the same placeholder. Numbers are therefore given a page of 256 at a
-time: to one token of an item at 256 consecutive offsets, or to 256 consecutive tokens with one extra id. What pages
-there are is a fold over events (`SymbolsInterned`, `SymbolsForgotten`, `StateExported`).
+time: to one token of an item at 256 consecutive offsets, or to 256 consecutive tokens with one extra id. The set of
+pages is a fold over events (`SymbolsInterned`, `SymbolsForgotten`, `StateExported`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from events.types import AnyEvent, CacheCreated, StateExported, SymbolPage, Symb
 
 PAGE_SIZE = 256
 UNKNOWN = -(2**31)
-"""Stands for what has no symbol. It is in no page, so it matches nothing."""
+"""Stands for tokens without a symbol. It is in no page, so it matches nothing."""
 MAX_PAGES = 2**31 // PAGE_SIZE - 1
 FORGET_ABOVE = 16_384
-"""Pages that may be there before it is worth looking for unused ones."""
+"""Number of pages above which unused ones are looked for."""
 
 _Int64s = npt.NDArray[np.int64]
 
 
 class PageKey(NamedTuple):
-    """What the symbols of a page have in common."""
+    """The common fields of the symbols of a page."""
 
     token: int
     extra_id: int
@@ -43,29 +43,29 @@ class PageKey(NamedTuple):
 
 
 def has_symbols(packed: bytes | bytearray) -> bool:
-    """Whether any int32 (LE) is below 0: only the byte with the sign is looked at."""
+    """Return True if any int32 (LE) is below 0, by the byte with the sign."""
     return not packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
 
 
 class SymbolTable:
-    """What the symbols below 0 stand for. Changed only by the events that it folds."""
+    """The meanings of the symbols below 0. Changed only by the events that it folds."""
 
     def __init__(self) -> None:
         self.pages: dict[int, SymbolPage] = {}
-        """By number."""
+        """Pages by number."""
         self.forget_at = FORGET_ABOVE
-        """Above so many pages those that nothing uses are to be forgotten."""
+        """Number of pages above which unused ones are to be forgotten."""
         self._numbers: dict[PageKey, int] = {}
         self._lowest = 0
         """No number below this one is free."""
 
     @property
     def crowded(self) -> bool:
-        """Whether there are so many pages that those nothing uses are to be forgotten."""
+        """True if there are so many pages that unused ones are to be forgotten."""
         return len(self.pages) > self.forget_at
 
     def copy(self) -> SymbolTable:
-        """What the symbols stand for now, whatever is folded later; for spelling only."""
+        """Copy the current meanings, unaffected by later folds; for spelling only."""
         copied = SymbolTable()
         copied.pages = self.pages.copy()
         return copied
@@ -73,7 +73,7 @@ class SymbolTable:
     # -- the fold
 
     def fold(self, event: AnyEvent) -> None:
-        """Follow any event of a log that holds tokens."""
+        """Fold any event of a log that holds tokens."""
         if isinstance(event, SymbolsInterned):
             self.intern(event)
         elif isinstance(event, SymbolsForgotten):
@@ -84,14 +84,14 @@ class SymbolTable:
             self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all pages."""
         self.pages.clear()
         self._numbers.clear()
         self._lowest = 0
         self.forget_at = FORGET_ABOVE
 
     def install(self, event: StateExported) -> None:
-        """Begin with an exported table."""
+        """Replace the table by an exported one."""
         self.clear()
         self._add(event.symbols)
         self.forget_at = event.forget_symbols_at or FORGET_ABOVE
@@ -101,7 +101,7 @@ class SymbolTable:
         self._add(event.pages)
 
     def forget(self, event: SymbolsForgotten) -> None:
-        """Drop pages; looking again is worth it when there are twice as many as now."""
+        """Drop pages; the next search is worthwhile at twice the current number."""
         for number in array("I", event.pages):
             page = self.pages.pop(number, None)
             if page is not None:
@@ -123,7 +123,7 @@ class SymbolTable:
     # -- reading
 
     def missing(self, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
-        """The pages that must be added for these prompts to have symbols, in the order in which they need them."""
+        """Return the pages that these prompts need and that are missing, in the order of their need."""
         wanted: dict[PageKey, str | None] = {}
         for prompt in prompts:
             for _, _, key, uuid in _page_runs(prompt)[1]:
@@ -134,7 +134,7 @@ class SymbolTable:
         return tuple(SymbolPage(number, *key, uuid) for number, (key, uuid) in pages)
 
     def symbols_of(self, prompt: RichTokens) -> bytes:
-        """The prompt as int32 LE symbols; `UNKNOWN` where there is none."""
+        """Return the prompt as int32 LE symbols; `UNKNOWN` if there is none."""
         if prompt.extra_ids is None and not prompt.items:
             return prompt.tokens
         low, runs = _page_runs(prompt)
@@ -148,7 +148,7 @@ class SymbolTable:
         return symbols.tobytes()
 
     def spell(self, symbols: bytes) -> RichTokens:
-        """What symbols stand for. Raises KeyError for one that the table does not know."""
+        """Return the meanings of symbols. Raises KeyError for one that is not in the table."""
         packed = np.frombuffer(symbols, np.int32)
         places = np.flatnonzero(packed < 0)
         if not len(places):
@@ -167,14 +167,14 @@ class SymbolTable:
 
 
 def rich_end(packed: bytes) -> int:
-    """How many tokens there are up to the last symbol below 0; 0: there is none."""
+    """Return the number of tokens up to the last symbol below 0; 0: there is none."""
     if not has_symbols(packed):
         return 0
     return int(np.flatnonzero(np.frombuffer(packed, np.int32) < 0)[-1]) + 1
 
 
 def pages_in(symbols: bytes | bytearray) -> set[int]:
-    """The numbers of the pages that these symbols are in."""
+    """Return the numbers of the pages of these symbols."""
     if not has_symbols(symbols):
         return set()
     packed = np.frombuffer(symbols, np.int32)
@@ -186,7 +186,7 @@ def _key(page: SymbolPage) -> PageKey:
 
 
 def _page_runs(prompt: RichTokens) -> tuple[_Int64s, list[tuple[int, int, PageKey, str | None]]]:
-    """Each token's index in its page; and (begin, end, page, the item's uuid) of those that are in one."""
+    """Return each token's index in its page; and (begin, end, page, the item's uuid) of those that are in one."""
     tokens = np.frombuffer(prompt.tokens, np.int32).astype(np.int64)
     item = np.full(len(tokens), -1)
     low = tokens & (PAGE_SIZE - 1)
@@ -210,7 +210,7 @@ def _page_runs(prompt: RichTokens) -> tuple[_Int64s, list[tuple[int, int, PageKe
 
 
 def _runs(*columns: npt.NDArray[np.generic]) -> Iterator[tuple[int, int]]:
-    """Where all columns stay the same: (begin, end)."""
+    """Yield (begin, end) of runs in which all columns stay the same."""
     changes = np.zeros(max(len(columns[0]) - 1, 0), bool)
     for column in columns:
         changes |= column[1:] != column[:-1]
@@ -222,7 +222,7 @@ def _add_spans(items: list[ItemSpan], page: SymbolPage, places: _Int64s, offsets
     """Add the tokens of one page, joined with the item's tokens right before them."""
     digest = page.digest
     assert digest is not None
-    # Where places and offsets grow alike, it is one item; in a gap between two, both jump.
+    # If places and offsets grow alike, it is one item; in a gap between two, both jump.
     steps = np.flatnonzero((np.diff(places) != 1) | (np.diff(offsets) != 1)) + 1
     for part_places, part_offsets in zip(np.split(places, steps), np.split(offsets, steps), strict=True):
         begin, offset = int(part_places[0]), int(part_offsets[0])
@@ -239,7 +239,7 @@ def _add_spans(items: list[ItemSpan], page: SymbolPage, places: _Int64s, offsets
 
 
 def _is_possible(page: SymbolPage) -> bool:
-    """Whether a cache can have begun such a page; in a log without tokens it says nothing of what it stands for."""
+    """Return True if a cache can have begun such a page; in a log without tokens its meaning is empty."""
     if page.digest is None:
         return page.token >= 0 and page.token % PAGE_SIZE == 0 and page.offset == 0
     begins_page = page.offset >= 0 and page.offset % PAGE_SIZE == 0

@@ -1,7 +1,7 @@
-"""A feed over ZeroMQ: the sockets, and what is told to whom on them.
+"""A feed over ZeroMQ: its sockets, and their messages.
 
-One socket publishes (`sinks.router.publisher`), another one answers who missed something
-(`sinks.router.replay`). Both tell who comes late the same snapshot of the state (`sinks.router.replay`).
+One socket publishes (`sinks.router.publisher`), another answers readers that missed batches (`sinks.router.replay`).
+Both send late readers the same snapshot of the state (`sinks.router.replay`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from sinks.router.publisher import (
 from sinks.router.replay import STALL_SECONDS, EncodedState, ReplayRing, ReplayServer
 
 MAX_INBOUND_BYTES = 512
-"""Subscriptions and requests are short; whoever sends a longer frame is cut off."""
+"""Limit of a received frame: subscriptions and requests are short; senders of longer ones are disconnected."""
 MAX_KEYED_BYTES = 1024
-"""Where they are encrypted, a handshake is longer than any of them."""
+"""The limit with encryption, since a handshake is longer than any of them."""
 REPLAY_HWM = 256
 """Messages of an answer that wait in the socket; each may be as large as a piece of the state, so not more of them."""
 INBOUND_HWM = 100
-"""What peers say waits with them, not here: a socket takes in all that its connections have room for."""
+"""Peers' messages wait at their end, not here: a socket accepts all that its connections have room for."""
 NEWCOMERS_AT_ONCE = 100
 ENCODE_SECONDS = 0.02
-"""How long the feed works on the state for who comes late before it looks for live batches again."""
+"""Time that the feed works on the state for late readers before it checks for live batches again."""
 
 
 _log = get_logger("sinks")
@@ -44,46 +44,46 @@ _log = get_logger("sinks")
 
 @dataclass(frozen=True)
 class ZMQSettings:
-    """What the transport needs, checked."""
+    """Checked settings of the transport."""
 
     place: SocketPlace
-    """Of the feed."""
+    """Place of the feed."""
     replay: SocketPlace | None = None
     topic: str | None = None
-    """None: that of the engine or, where the cache is our own, made of the feed's address and the model."""
+    """None: the engine's or, for a cache of our own, made of the feed's address and the model."""
     model: str = "unknown"
     ring_bytes: int = 64 << 20
     chunk_bytes: int = 1 << 20
     pad: bool = False
-    """Whether answers have every number from the one that was asked for."""
+    """True if answers have every number from the one requested."""
     hwm: int = 1000
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
-    """After this a replay's reader that takes nothing is given up."""
+    """Time after which a stalled reader of a replay is disconnected."""
     writer: PayloadWriter = field(default_factory=PayloadWriter)
     curve: Curve | None = None
-    """Keys, if what is sent is to be encrypted."""
+    """Keys, if the feed is encrypted."""
 
     @property
     def is_near(self) -> bool:
-        """Whether nothing of the feed leaves this machine."""
+        """True if nothing of the feed leaves this machine."""
         return self.place.is_near and (self.replay is None or self.replay.is_near)
 
 
 class ZMQTransport:
-    """Publishes a feed on a socket, tells who comes late, and answers readers that missed something on another."""
+    """Publishes a feed on one socket, with the state for late readers, and answers replay requests on another."""
 
     def __init__(self, settings: ZMQSettings) -> None:
         self.settings = settings
         self.publisher: FeedSocket
-        """The socket on which the feed is published; there from `open` on."""
+        """The socket that publishes the feed; there from `open` on."""
         self._ring = ReplayRing(0 if settings.replay is None else settings.ring_bytes)
         self.snapshot: EncodedState | None = None
-        """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
+        """The state for late readers, in progress or ready; None: not needed lately."""
         self._last: tuple[int, bytes] | None = None
-        """Number of the last batch, and what a newcomer gets under it, if that was made already."""
+        """Number of the last batch, and the state sent to a new subscriber under it, if that was made already."""
         self.endpoint = ""
-        """Where subscribers connect, once it is open."""
+        """The endpoint for subscribers, once it is open."""
         self.topic = b""
         self.replay_endpoint: str | None = None
         self.replay: ReplayServer | None = None
@@ -92,20 +92,20 @@ class ZMQTransport:
 
     @property
     def subscribers(self) -> int:
-        """Connections that have subscribed."""
+        """Connections with a subscription."""
         return self.publisher.subscribers
 
     @property
     def refused(self) -> int:
-        """Connections, to the feed or to its replay, that came to nothing because of keys."""
+        """Connections, to the feed or to its replay, that failed because of keys."""
         sources = (
             getattr(self, "publisher", None),
             self.replay,
-        )  # of which there are none before it is open
+        )  # there are none before it is open
         return sum(each.refused for each in sources if each is not None)
 
     def open(self, next_seq: int, worker: WorkerSeen | None = None) -> None:
-        """Open the sockets. Raises SinkError if that cannot be done."""
+        """Open the sockets. Raises SinkError if that fails."""
         self._writer = self.settings.writer.for_worker(worker)
         self._ring.start(next_seq)
         self.snapshot = self._last = None
@@ -127,7 +127,7 @@ class ZMQTransport:
         """Publish a batch. Subscribers without room lose it."""
         payload = self._writer.encode(batch.changes, batch.ts, batch.groups)
         if self.snapshot is not None:
-            # Before the ring: whoever misses something there finds it here.
+            # Before the ring: readers that miss something there find it here.
             self.snapshot.append(payload)
             if self.snapshot.worn or self.snapshot.last_seq != batch.seq:
                 self.snapshot = None
@@ -139,7 +139,7 @@ class ZMQTransport:
         self.publisher.send(batch.seq, payload)
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
-        """Tell newcomers what there is, and make the state that readers of replays need."""
+        """Send new subscribers the state, and make the state that readers of replays need."""
         replay = self.replay
         self.publisher.look_around()
         for _ in range(NEWCOMERS_AT_ONCE):
@@ -152,7 +152,7 @@ class ZMQTransport:
             replay.wants_snapshot = False
 
     def close(self) -> None:
-        """Close the sockets. Waits for readers to take what was sent, as long as the sockets linger."""
+        """Close the sockets. Waits for readers to receive the sent messages, during the sockets' linger time."""
         if self.replay is not None:
             self.replay.stop()
         self.publisher.close()
@@ -164,10 +164,10 @@ class ZMQTransport:
         if gate is not None:
             gate.close()
 
-    # --- who comes late -----------------------------------------------------------------------------------
+    # --- late readers -------------------------------------------------------------------------------------
 
     def _has_snapshot(self, take_state: Callable[[], FeedSnapshot]) -> bool:
-        """Whether the state is ready to be told; else a part of the work on it is done."""
+        """Return True if the state is ready to be sent; else work on a part of it."""
         if self.snapshot is None:
             self.snapshot = EncodedState(take_state(), self._writer.encode, self.settings.chunk_bytes)
         if self.snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
@@ -175,7 +175,7 @@ class ZMQTransport:
         return self.snapshot.ready
 
     def _state_for_newcomer(self) -> tuple[int, bytes] | None:
-        """The state as of the last batch, under its number: for who has seen that, it is nothing new."""
+        """Return the state as of the last batch, under its number: nothing new for a subscriber that has received it."""
         if self._last is None:
             return None
         assert self.snapshot is not None
@@ -192,7 +192,7 @@ class ZMQTransport:
         if settings.curve is not None and settings.curve.clients is not None:
             self._gate = Gate(self._context, settings.curve.clients)
             self._gate.open()
-        # Opened again, it has the ports that readers know.
+        # Reopened, it has the ports that readers know.
         place = replace(settings.place, port=settings.place.port or port_of(self.endpoint))
         self.publisher = FeedSocket(
             lambda: self._socket(zmq.XPUB, settings.hwm, place),
@@ -220,10 +220,10 @@ class ZMQTransport:
             self.replay.start()
 
     def _replay_socket(self, place: SocketPlace) -> zmq.Socket[bytes]:
-        """Bound always: readers come to it, also where the feed itself connects."""
+        """Make the replay's socket, always bound: readers connect to it, even if the feed itself connects."""
         place = replace(place, port=place.port or port_of(self.replay_endpoint))
         router = self._socket(zmq.ROUTER, REPLAY_HWM, place)
-        router.set(zmq.ROUTER_MANDATORY, 1)  # to be told when a reader has no room
+        router.set(zmq.ROUTER_MANDATORY, 1)  # to be notified when a reader has no room
         try:
             place.take(router)
         except BaseException:
@@ -240,9 +240,9 @@ class ZMQTransport:
             zmq.LINGER: min(int(settings.linger_seconds * 1000), INT32),
             zmq.MAXMSGSIZE: MAX_INBOUND_BYTES if settings.curve is None else MAX_KEYED_BYTES,
             zmq.HANDSHAKE_IVL: int(HANDSHAKE_SECONDS * 1000),
-            # By IPv6 "localhost" is ::1 alone where a machine calls both so.
+            # By IPv6 "localhost" is ::1 alone on machines that call both so.
             zmq.IPV6: int(":" in place.host or (place.connects and place.host != "localhost")),
-            # A reader that is gone and comes again is a new one: nothing waits for it meanwhile.
+            # A reader that reconnects is a new one: no messages wait for it meanwhile.
             zmq.IMMEDIATE: int(place.connects),
         }
         for option, value in options.items():
