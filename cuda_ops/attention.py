@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 QUERY_BLOCK = 128
-"""Queries whose pages `flex_attention` loads together."""
+"""Number of queries for which `flex_attention` loads pages together."""
 
 
 class PagedKV(NamedTuple):
-    """What one layer keeps."""
+    """One layer's K and V."""
 
     key: torch.Tensor
     value: torch.Tensor
     layout: Literal["NHD", "HND"] = "NHD"
 
     def tokens(self, view: torch.Tensor) -> torch.Tensor:
-        """One of both as [blocks, tokens, heads, dim]; shares its memory."""
+        """Return K or V as [blocks, tokens, heads, dim]; shares its memory."""
         return view if self.layout == "NHD" else view.transpose(1, 2)
 
     @property
@@ -45,7 +45,7 @@ class PagedKV(NamedTuple):
         return tokens.stride(0) // tokens.stride(1)
 
     def rows(self, view: torch.Tensor) -> torch.Tensor:
-        """One of both as if all the pool were tokens of this layer: [1, heads, rows, dim]; shares its memory."""
+        """Return K or V as if all the pool were tokens of this layer: [1, heads, rows, dim]; shares its memory."""
         tokens = self.tokens(view)
         blocks, size, heads, dim = tokens.shape
         shape = (1, heads, (blocks - 1) * self.rows_per_block + size, dim)
@@ -55,9 +55,9 @@ class PagedKV(NamedTuple):
 def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Write K and V of a step's tokens, each [tokens, heads, dim], to their slots, int64 [tokens].
 
-    Slots are not looked at: of a mapping in a longer buffer give the beginning, since -1 behind it means the pool's
-    last token here. Where both are one view (kv_factor 1), `key` is what is kept. Raises ValueError if there are not as
-    many slots as tokens.
+    Slots are not checked: pass only the used part of a longer buffer, since -1 after it means the pool's last token
+    here. If both are one view (kv_factor 1), `key` is stored. Raises ValueError if there are not as many slots as
+    tokens.
     """
     if not len(slots) == len(key) == len(value):
         raise ValueError(
@@ -69,7 +69,7 @@ def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 def gather(kv: PagedKV, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of these tokens, int64 [...], as copies: each [..., heads, dim]."""
+    """Return K and V of these tokens, int64 [...], as copies: each [..., heads, dim]."""
     blocks, places = slots // kv.tokens_per_block, slots % kv.tokens_per_block
     return kv.tokens(kv.key)[blocks, places], kv.tokens(kv.value)[blocks, places]
 
@@ -84,12 +84,12 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """What the last `counts` tokens of each sequence see of its `lengths` tokens: [tokens of all, query heads, dim].
+    """Attend from the last `counts` tokens of each sequence to its `lengths` tokens: [tokens, query heads, dim].
 
     `query` has those tokens, sequence by sequence; several query heads may share one of K and V. `tables` are padded
-    block tables, int [sequences, blocks]. A token sees itself and what is before it, with a `window` only that many
-    tokens, itself among them. `scale`: of the products, by default 1/√dim. Raises ValueError where a sequence has fewer
-    tokens than are to see it, or nothing may be seen.
+    block tables, int [sequences, blocks]. A token attends to itself and earlier tokens, with a `window` to that many,
+    itself included. `scale`: factor of the products, by default 1/√dim. Raises ValueError if a sequence has fewer
+    tokens than queries, or the window is below 1.
     """
     if any(map(gt, counts, lengths)) or (window is not None and window < 1):
         raise ValueError("counts must be at most lengths, and a window at least 1")
@@ -109,7 +109,7 @@ def _attend_one(
     scale: float | None,
 ) -> torch.Tensor:
     size, first = kv.tokens_per_block, length - len(query)
-    # Blocks that no token of the step sees may be gone.
+    # Blocks visible to no token of the step may be gone.
     begin = 0 if window is None else max(0, first - window + 1) // size
     blocks = table[begin : -(-length // size)].to(kv.key.device, torch.int64)
     begin *= size
@@ -143,9 +143,9 @@ def attend_flex(
 ) -> torch.Tensor:
     """As `attend`, by `flex_attention`: K and V are read where they lie, in blocks that the mask names.
 
-    Needs PyTorch 2.5 or newer. `flex` is what computes, such as ``torch.compile(flex_attention)``, by default
-    `flex_attention` as it is, which makes the whole matrix of products. K and V must have the query's type. What is
-    masked is multiplied by 0, so that nothing in the pool may be infinite or NaN: not with `debug_fill_blank`. A block
+    Needs PyTorch 2.5 or newer. `flex` is the function, such as ``torch.compile(flex_attention)``, by default
+    `flex_attention` uncompiled, which makes the whole matrix of products. K and V must have the query's type. Masked
+    values are multiplied by 0, so that nothing in the pool may be infinite or NaN: not with `debug_fill_blank`. A block
     that is in several tables has the same place in each, as shared prefixes have.
     """
     if not any(counts):
@@ -167,7 +167,7 @@ def attend_flex(
 def page_mask(
     kv: PagedKV, tables: torch.Tensor, lengths: list[int], counts: list[int], window: int | None
 ) -> BlockMask:
-    """Which rows of the pool (`PagedKV.rows`) each query sees: the mask of `attend_flex`, for all layers of a pool."""
+    """Return the mask of the rows (`PagedKV.rows`) visible to each query, for `attend_flex` and all layers of a pool."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, step, device = kv.tokens_per_block, kv.rows_per_block, kv.key.device
@@ -198,7 +198,7 @@ def page_mask(
 def _held(
     kv: PagedKV, tables: torch.Tensor, lengths: list[int], counts: list[int], window: int | None
 ) -> torch.Tensor:
-    """The place of each block of the pool in each sequence, -1 where a step does not see it: [sequences, blocks]."""
+    """Return each block's place in each sequence, -1 if not visible to the step: [sequences, blocks of the pool]."""
     size = kv.tokens_per_block
     held = torch.full((len(lengths), len(kv.key)), -1)
     for row, table, length, count in zip(held, tables.cpu(), lengths, counts, strict=True):

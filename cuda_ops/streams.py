@@ -1,13 +1,13 @@
-"""Copies on a GPU run beside the model: which stream does what, and who waits for whom.
+"""Copies on a GPU, concurrent with the model: the streams, and their waits for each other.
 
 Each level that is written has a stream of its own, a *lane*, because a GPU has separate engines for the directions: one
-lane for what is written to the GPU's memory, one for what is written to the host's. Neither is the default stream,
-with which everything else would have to wait.
+lane for writes to the GPU's memory, one for writes to the host's. Neither is the default stream, with which everything
+else would have to wait.
 
-- A batch waits for all work that the compute stream has been given so far: the model may still be writing
-  what is offloaded, or reading what is overwritten.
+- A batch waits for all work submitted to the compute stream so far: the model may still be writing blocks to be
+  offloaded, or reading blocks to be overwritten.
 - A batch waits for those earlier ones on the other lane that have touched its slots (`cuda_ops.hazards.SlotOrder`). So
-  both directions run at once where they have nothing to do with each other. On its own lane it follows all of them.
+  both directions run at once if they are independent. On its own lane it follows all of them.
 - A batch ends in one event on each lane that it uses. The compute stream is made to wait for these by the ticket, on
   the device.
 """
@@ -29,7 +29,7 @@ class GpuEvent(Protocol):
     """A place in a stream's work, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether all work before it has ended; never blocks. Raises RuntimeError if the device is broken."""
+        """Return True if all work before it has ended; never blocks. Raises RuntimeError if the device is broken."""
         ...
 
     def synchronize(self) -> None:
@@ -46,24 +46,24 @@ class GpuStream(Protocol):
         ...
 
     def wait_event(self, event: Any) -> None:
-        """Make work from now on wait for an event."""
+        """Make later work wait for an event."""
         ...
 
     def wait_stream(self, stream: Any) -> None:
-        """Make work from now on wait for all that another stream has been given so far."""
+        """Make later work wait for all work submitted to another stream so far."""
         ...
 
     def record_event(self, event: Any) -> Any:
-        """Let an event happen when the work given so far has ended."""
+        """Record an event after the work submitted so far."""
         ...
 
     def synchronize(self) -> None:
-        """Block the host until the work given so far has ended."""
+        """Block the host until the work submitted so far has ended."""
         ...
 
 
 class Gpu(Protocol):
-    """What has streams."""
+    """A device with streams."""
 
     def new_stream(self) -> GpuStream:
         """Make a stream of its own."""
@@ -93,7 +93,7 @@ class TorchGpu:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def new_event(self) -> Any:
-        """An event without a time. A host that waits for it sleeps instead of spinning on a core."""
+        """Make an event without timing. A host that waits for it sleeps instead of spinning on a core."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Any:
@@ -101,12 +101,12 @@ class TorchGpu:
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """As torch has it."""
+        """Make a stream, and the device, current, as torch does."""
         return torch.cuda.stream(stream)
 
 
 Job = tuple[Copy, Callable[[GpuStream], None]]
-"""A copy, and what puts it on a stream, which is the current one."""
+"""A copy, and the function that puts it on a stream, which is the current one."""
 
 
 class CopyStreams:
@@ -119,15 +119,15 @@ class CopyStreams:
         self._lanes = [gpu.new_stream() for _ in range(lanes)]
         self._order = SlotOrder(sizes)
         self._numbers = [0] * lanes
-        """Of the last batch on each lane."""
+        """Number of the last batch on each lane."""
         self._events: list[deque[tuple[int, GpuEvent]]] = [deque() for _ in range(lanes)]
-        """Of batches on each lane that were not seen to have ended, with their numbers."""
+        """Events of batches on each lane that were not seen to have ended, with their numbers."""
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Start a batch of copies that need no order among themselves.
 
-        A RuntimeError of a job gives a failed ticket. Whatever a job raises leaves none of its lanes with anything in
-        flight: targets, of which some may have been written, can be given to others at once.
+        A RuntimeError of a job gives a failed ticket. After any error of a job, nothing is in flight on its lanes:
+        targets, of which some may have been written, can be reused at once.
         """
         by_lane: dict[int, list[Job]] = {}
         for job in jobs:
@@ -146,19 +146,19 @@ class CopyStreams:
                     self._lanes[lane].synchronize()
             if isinstance(
                 error, RuntimeError
-            ):  # torch's way, and ours, to say that memory or the device gave out
+            ):  # torch's way, and ours, to report that memory or the device gave out
                 return FinishedTicket(failure=first_line(error))
             raise
 
     def _wait(self, lane: int, copies: Sequence[Copy]) -> None:
-        """Have a lane wait for all that these copies must follow."""
+        """Make a lane wait for all that these copies must follow."""
         stream = self._lanes[lane]
         stream.wait_stream(self._gpu.current_stream())
         for other, number in self._order.before(copies).items():
             events = self._events[other]
             while events and events[0][1].query():
                 events.popleft()
-            # Events happen in order, so the first one that is late enough is that of the batch with this number.
+            # Events are recorded in order, so the first one that is late enough is that of the batch with this number.
             event = next((event for each, event in events if each >= number), None)
             if event is not None:
                 stream.wait_event(event)
@@ -174,13 +174,13 @@ class CopyStreams:
 
 
 class EventTicket:
-    """A batch on a GPU, which ends in these events; see `cuda_ops.copier.Ticket`."""
+    """A batch on a GPU, which ends with these events; see `cuda_ops.copier.Ticket`."""
 
     def __init__(self, events: Sequence[GpuEvent], gpu: Gpu) -> None:
         self._events, self._gpu = events, gpu
 
     def done(self) -> bool:
-        """Ask the events, without waiting."""
+        """Query the events, without waiting."""
         try:
             return all(event.query() for event in self._events)
         except RuntimeError as error:
@@ -195,7 +195,7 @@ class EventTicket:
             raise CopyFailed(first_line(error)) from error
 
     def wait_on(self, stream: Any = None) -> None:
-        """Put waits on `stream` (None: the current one)."""
+        """Make `stream` wait (None: the current one)."""
         stream = stream or self._gpu.current_stream()
         for event in self._events:
             stream.wait_event(event)

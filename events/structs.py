@@ -1,4 +1,4 @@
-"""What all events are, and the structs inside them: namespaces, what a cache is made of, and what it holds."""
+"""The base of all events, and the structs inside them: namespaces, pools, groups, and the exported state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from events.packed import Checksums, Counts, Handles, Keys, Numbers, Slots, Toke
 
 RequestId = str | int
 LEVEL_NAMES = ("primary", "secondary")
-"""Of the levels, by number."""
+"""Names of the levels, by number."""
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """Marks a field that JSON spells otherwise than its type says."""
+    """Marks a field with a JSON form other than its type's."""
 
     form: Literal["level", "json", "tokens", "hash", "fields", "rare"]
-    """``rare``: nearly always None, and left out then; also of bytes, at the end of an event."""
+    """``rare``: nearly always None, and omitted then; in bytes also, at the end of an event."""
 
 
 Level = Annotated[LevelIndex, Spelled("level")]
@@ -48,33 +48,34 @@ class Namespace(EventPart, frozen=True, cache_hash=True):
     lora_name: str | None = None
     salt_digest: bytes | None = None
     uses_extra_ids: bool = False
-    """Whether the request gives its tokens extra ids, be they all 0 (as in TensorRT-LLM, that is part of equality)."""
+    """True if the request gives its tokens extra ids, even if all are 0 (as in TensorRT-LLM, that is part of
+    equality)."""
 
 
 class StatedRange(EventPart, frozen=True):
-    """How the blocks are to be kept whose first token is one of a prompt's tokens from `start` up to `stop`."""
+    """Retention of the blocks that begin with a prompt's tokens from `start` up to `stop`."""
 
     start: int
     stop: int | None
     """None: up to the end."""
     priority: int
     duration: int = 0
-    """In nanoseconds from when the last sequence lets go of a block; 0: for good."""
+    """Nanoseconds after a block's last release; 0: unlimited."""
 
 
 class StatedRetention(EventPart, frozen=True):
-    """How the blocks of a request are to be kept."""
+    """Retention of a request's blocks."""
 
     ranges: tuple[StatedRange, ...]
-    """Of the prompt, by `start`; they do not overlap."""
+    """Ranges of the prompt, by `start`; they do not overlap."""
     priority: int
-    """Of blocks that begin with a sampled token."""
+    """Priority of blocks that begin with a sampled token."""
     duration: int = 0
-    """Likewise; in nanoseconds, 0: for good."""
+    """Duration for these; in nanoseconds, 0: unlimited."""
 
 
 class Inherited(EventPart, frozen=True):
-    """How a block that is not cached yet is to be kept if its request does not say: as the one it was copied from."""
+    """Retention of an uncached block if its request states none: that of the block it was copied from."""
 
     group: GroupIndex
     block: int
@@ -95,7 +96,7 @@ class GroupCreated(EventPart, frozen=True, cache_hash=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int
-    """In tokens; at most what its primary blocks hold. 0: cross attention, which has none."""
+    """Tokens; at most the capacity of its primary blocks. 0: cross attention, which has none."""
     kind: str
     """``full``: its layers attend to all of the longest sequence; ``sliding``: only to the last `window` tokens;
     ``cross``: to the encoder's input. The last group is the only one that may be of this kind."""
@@ -115,7 +116,7 @@ class SymbolPage(EventPart, frozen=True):
     """In an item, the token at all these offsets; else the first of the tokens, a multiple of 256."""
     extra_id: int = 0
     digest: bytes | None = None
-    """The item's; None: in no item."""
+    """The item's digest; None: in no item."""
     offset: int = 0
     """In an item, the first of the offsets, a multiple of 256."""
     uuid: str | None = None
@@ -137,31 +138,31 @@ class GroupExported(EventPart, frozen=True):
 
     namespaces: tuple[Namespace, ...]
     runs: Numbers
-    """int64, 10 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
-    block, level, priority, duration, expiry, release stamp, references, transfer. In a sliding window the last seven,
-    which differ from block to block there, are 0."""
+    """int64, 10 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last block,
+    level, priority, duration, expiry, release stamp, references, transfer. In a sliding window the last seven, which
+    differ from block to block there, are 0."""
     symbols: Tokens
     """The tokens of all runs, in order; empty if the log records no tokens."""
     slots: Slots
-    """In a sliding window -1 for a block that is not cached, while something behind it is."""
+    """In a sliding window -1 for a block that is not cached but has a cached descendant."""
     keys: Keys
     blank_slots: tuple[Slots, Slots]
-    """Blank slots per level; the next one to be taken is the last."""
+    """Blank slots per level; the last is taken next."""
     shared: Numbers
-    """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
+    """int64, 2 per entry: a primary slot that is not cached, and the number (>= 2) of sequences that hold it."""
     blocks: Numbers = b""
     """Sliding windows only. int64, 7 per block of the runs: level, priority, duration, expiry, release stamp,
     references, transfer."""
     uses: Numbers = b""
-    """Only in a full window with `eviction_policy` ``levels``. int64. One per run, by how many releases its turn is put
-    off; then the turn of the block that was evicted for good last; then 2 per block, cached or not: name and uses, what
-    was used longest ago first."""
+    """Only in a full window with `eviction_policy` ``levels``. int64. One per run: the releases by which its turn is
+    delayed; then the turn of the block last evicted for good; then 2 per block, cached or not: name and uses, least
+    recently used first."""
     checksums: Checksums = b""
-    """One per secondary slot, of what has landed there; 0 elsewhere. Empty where none is known."""
+    """One per secondary slot, for landed blocks; 0 elsewhere. Empty if none is known."""
 
 
 class SequenceExported(EventPart, frozen=True):
-    """One running sequence, or an encoder's input that running sequences read."""
+    """A running sequence, or an encoder input that running sequences read."""
 
     handle: Handle
     request_id: RequestId
@@ -171,56 +172,56 @@ class SequenceExported(EventPart, frozen=True):
     num_prompt_tokens: int
     computed: int
     stored: tuple[int, ...]
-    """Per group, the number of leading blocks that are cached, or were when the window left them behind."""
+    """Per group, the number of leading blocks that are cached, or were when the window passed them."""
     slots: tuple[Slots, ...]
-    """Per group; -2 for a block that the window has left behind."""
+    """Per group; -2 for a block that the window has passed."""
     keys: Keys
-    """Of its leading blocks, as far as events have given them."""
+    """Keys of its leading blocks, if events have given them."""
     retention: StatedRetention | None = None
     inherited: tuple[Inherited, ...] = ()
     encoder: int = 0
-    """The handle of the encoder's input that it reads, which is another entry; 0: none."""
+    """The handle of the encoder input that it reads, which is another entry; 0: none."""
 
 
 class PinExported(EventPart, frozen=True):
-    """Blocks that are held beside those of running sequences."""
+    """Blocks that are held in addition to those of running sequences."""
 
     pin: int
     request_id: RequestId
-    """Whose blocks they were."""
+    """The request that had the blocks."""
     named: bool
-    """Whether they are still cached."""
+    """True if they are still cached."""
     slots: tuple[Slots, ...]
     """Per group, in primary, shallowest first."""
 
 
 class TransferExported(EventPart, frozen=True):
-    """A copy whose landing is not yet known."""
+    """A copy that has not landed yet."""
 
     transfer: int
     group: GroupIndex
     level: Level
     slots: Slots
     handle: Handle | None
-    """The sequence that it is made for; None: it only makes room."""
+    """The sequence that it is made for; None: it only frees slots."""
 
 
 class SharingGroup(EventPart, frozen=True):
-    """A group of layers without slots of its own, and what it has in the pool of the first group."""
+    """A group of layers without slots of its own, and its part of the first group's pool."""
 
     kind: str
-    """What of a prefix of p tokens must be named so that the group can go on behind it. ``full``: all of its blocks;
-    ``sliding``: those of the last `window` tokens; ``chunked``: those from the last multiple of `window` on; ``state``:
-    position p; ``uncached``: nothing, nobody finds what it has."""
+    """The parts of a prefix of p tokens that must be named so that the group can continue after it. ``full``: all of
+    its blocks; ``sliding``: those of the last `window` tokens; ``chunked``: those from the last multiple of `window`
+    on; ``state``: position p; ``uncached``: nothing, its slots are never found."""
     tokens_per_block: int
     window: int = 0
     layers: int = 0
-    """How many."""
+    """Number of layers."""
     named: Slots = b""
-    """Slots, one for each name."""
+    """Slots, one per name."""
     keys: Keys = b""
     positions: Counts = b""
     handles: Handles = b""
-    """Sequences, one for each entry of a table."""
+    """Sequences, one per entry of a table."""
     indices: Counts = b""
     slots: Slots = b""

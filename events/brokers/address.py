@@ -1,9 +1,8 @@
-"""Where a broker is and how it is entered: ``nats://user:password@host:4222/STREAM?tls=true&cafile=ca.pem``.
+"""The address and login of a broker: ``nats://user:password@host:4222/STREAM?tls=true&cafile=ca.pem``.
 
-The same address serves who writes (`sinks.brokers`) and who reads (`events.brokers.subscriber`). A password stands
-in the address or, better, in a file (``password_file=``); no text of an error has it. Payloads hold token ids, which
-are the prompts: what leaves this machine is encrypted, unless ``insecure=true`` says that the network itself keeps
-others out.
+Writers (`sinks.brokers`) and readers (`events.brokers.subscriber`) use the same address. A password is in the address
+or, better, in a file (``password_file=``); no text of an error has it. Payloads hold token ids, which are the prompts:
+data that leaves this machine is encrypted, unless ``insecure=true`` states that the network itself is protected.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from events.errors import EventsError, option_name, shortened, system_reason, wi
 from events.subscribe.sockets import is_loopback
 
 PORTS = {"nats": 4222, "redis": 6379, "kafka": 9092}
-"""The schemes of brokers, and the port where the address names none."""
+"""The schemes of brokers, and the default port of each."""
 STREAM = "kvcache"
-"""Name of the stream, the topic or the keys where the address names none."""
+"""Default name of the stream, the topic or the keys."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-"""What workers and streams may be called: no broker gives any of these letters a meaning."""
+"""Pattern of names of workers and streams: no broker gives any of these characters a meaning."""
 _MOST_PASSWORD_BYTES = 4096
 REFUSED = "user or password is wrong, or has no right to this"
 
 
 @dataclass(eq=False, repr=False)
 class BrokerError(EventsError):
-    """The broker cannot be used as asked; `broker` is its address without user, password and options."""
+    """The broker cannot be used as configured; `broker` is its address without user, password and options."""
 
     broker: str
     reason: str
@@ -40,7 +39,7 @@ class BrokerError(EventsError):
 
 
 class BrokerUnavailable(BrokerError):
-    """The broker does not answer, or not now: the same may succeed later."""
+    """The broker does not answer, or cannot now: the same may succeed later."""
 
 
 class BrokerURLError(BrokerError, ValueError):
@@ -48,7 +47,7 @@ class BrokerURLError(BrokerError, ValueError):
 
 
 class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options about how a broker is entered, and whose records are meant."""
+    """Options of the login and the worker."""
 
     password_file: str | None = None
     tls: bool = False
@@ -57,7 +56,7 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     keyfile: str | None = None
     insecure: bool = False
     worker: str | None = None
-    """The one that is written as, or that alone is read."""
+    """The worker to write as, or the only one to read."""
 
 
 _PLAIN = AccessOptions()
@@ -65,7 +64,7 @@ _PLAIN = AccessOptions()
 
 @dataclass(frozen=True)
 class BrokerAddress:
-    """A broker, and a stream in it. Raises BrokerURLError where the parts do not fit together."""
+    """A broker, and a stream in it. Raises BrokerURLError if the parts do not fit together."""
 
     scheme: str
     host: str
@@ -107,7 +106,7 @@ class BrokerAddress:
 
     @property
     def secret(self) -> str | None:
-        """The password; its file is read each time, so that a new one counts. Raises BrokerError."""
+        """Return the password; its file is read each time, so that a new one counts. Raises BrokerError."""
         if self.access.password_file is None:
             return self.password
         try:
@@ -118,7 +117,7 @@ class BrokerAddress:
             raise BrokerError(str(self), f"password_file cannot be read: {reason}") from None
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """What encrypts the connection; None without tls. Raises BrokerError."""
+        """Return the TLS context of the connection; None without tls. Raises BrokerError."""
         access = self.access
         if not access.tls:
             return None
@@ -133,12 +132,12 @@ class BrokerAddress:
 
 
 def is_broker(url: str) -> bool:
-    """Whether an address to read from is a broker's."""
+    """Return True if an address to read from is a broker's."""
     return url.partition("://")[0] in PORTS
 
 
 def parse(url: str) -> BrokerAddress:
-    """An address to read from. Raises BrokerURLError."""
+    """Parse an address to read from. Raises BrokerURLError."""
     try:
         parts = urlsplit(url)
         port, pairs = (
@@ -146,12 +145,12 @@ def parse(url: str) -> BrokerAddress:
             parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)),
         )
     except ValueError:
-        # What Python says may quote the password.
+        # Python's message may quote the password.
         raise BrokerURLError(url.partition(":")[0], "not a valid address") from None
     if parts.scheme not in PORTS:
         raise BrokerURLError(url.partition(":")[0], f"no broker; brokers are {', '.join(PORTS)}")
     if "@" in parts.path:
-        # What looks like a host and a port may be a user and half a password.
+        # An apparent host and port may be a user and half a password.
         raise BrokerURLError(
             parts.scheme, "in a password / is written %2F, or the password in password_file="
         )
@@ -178,7 +177,7 @@ def parse(url: str) -> BrokerAddress:
 
 
 def require_client(address: BrokerAddress, package: str) -> None:
-    """Raise BrokerError where the client's package is not installed."""
+    """Raise BrokerError if the client's package is not installed."""
     try:
         import_module(package)
     except ImportError:

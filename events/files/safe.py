@@ -1,14 +1,14 @@
-"""Files that are ours alone: what another user has put under one of our names is not followed, believed or written to.
+"""Files that are ours alone: other users' files under our names are not followed, trusted or written to.
 
-Whatever is opened for writing, or is believed when it is read again, is looked at once it is open, so nobody can
-exchange it in between. It must be a regular file with one name (no hard links), belong to the user of this process or
-to root, and not be writable by others. New files are made exclusively, with mode 0600. So it does not matter who may
-write the directory: he can remove or hide a file there, and what he puts in its place is refused.
+Files opened for writing, or trusted when read again, are checked once open, so they cannot be exchanged in between. It
+must be a regular file with one name (no hard links), belong to the user of this process or to root, and not be writable
+by others. New files are made exclusively, with mode 0600. So it does not matter which users may write the directory:
+they can remove or hide a file there, and a file they put in its place is refused.
 
 A group's right to write is no obstacle: Kubernetes gives it to the group of a volume's `fsGroup`.
 
 Some file systems have owners or modes of their own (NFS for root, disks of other systems). There a file counts as ours
-if a new file of ours beside it has the same owner, and as private if a new file gives others the same rights.
+if a new file of ours next to it has the same owner, and as private if a new file gives others the same rights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from events.errors import NoRegularFile, UnsafeFile
 
 OTHERS_WRITE = stat.S_IWOTH
-"""What is forbidden of most files."""
+"""Mode bits forbidden for most files."""
 OTHERS = stat.S_IRWXO
-"""What is forbidden of files which hold prompts or K/V."""
+"""Mode bits forbidden for files that hold prompts or K/V."""
 PROBE_PREFIX = ".kvcache-probe-"
-"""Of files that are made for a moment, to see what the file system makes of them."""
+"""Prefix of temporary files that show the file system's owners and modes."""
 _OWN_OUTPUTS = ("/dev/stdout", "/dev/stderr")
 _OWN_DESCRIPTORS = ("/dev/fd", "/proc/self/fd")
 _MOST_LINKS = 40
-"""As many as Linux follows."""
+"""The limit of Linux."""
 _RIGHTS = (
     (stat.S_IROTH, "others may read it"),
     (stat.S_IWOTH, "others may write it"),
@@ -70,9 +70,9 @@ def open_or_create(path: Path, flags: int) -> int:
 
 
 def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
-    """Make a new file, for us alone; one that an interrupted process has left there is removed first.
+    """Make a new file, for us alone; one left there by an interrupted process is removed first.
 
-    Raises UnsafeFile if that is no regular file, or cannot be removed because it is somebody else's; OSError.
+    Raises UnsafeFile if that is no regular file, or cannot be removed because it is another user's; OSError.
     """
     with suppress(FileNotFoundError):
         status = path.lstat()
@@ -87,11 +87,10 @@ def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
 
 
 def open_output(path: Path, forbids: int = OTHERS_WRITE) -> int:
-    """Open what a user has named to append to: a file of ours, made if it is missing, a pipe of ours, or a device.
+    """Open a user's output for appending: a file of ours, made if it is missing, a pipe of ours, or a device.
 
-    Symbolic links are followed, one after the other, if we or root have made them, in directories where nobody else
-    could exchange them. What is named as a descriptor of this process, as by ``/dev/stdout``, is taken as it is. Raises
-    UnsafeFile, OSError.
+    Symbolic links are followed, one after the other, if we or root have made them, in directories where no other user
+    could exchange them. A descriptor of this process, as ``/dev/stdout``, is used as it is. Raises UnsafeFile, OSError.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     while True:
@@ -106,7 +105,7 @@ def open_output(path: Path, forbids: int = OTHERS_WRITE) -> int:
 
 
 def _followed(path: Path) -> Path:
-    """What symbolic links lead to, each of which is ours or root's."""
+    """Return the target of symbolic links, each of which is ours or root's."""
     target = path
     for _ in range(_MOST_LINKS):
         if _is_own_descriptor(target) or not target.is_symlink():
@@ -126,11 +125,11 @@ def _opened_output(path: Path, flags: int, forbids: int) -> int:
     if stat.S_ISFIFO(status.st_mode):  # Before it is opened, which waits for the other end.
         refuse_foreign(path, status, forbids)
     elif stat.S_ISREG(status.st_mode):
-        flags |= os.O_NONBLOCK  # Somebody may put a pipe in its place.
+        flags |= os.O_NONBLOCK  # Another user may put a pipe in its place.
     descriptor = os.open(path, flags)
     try:
         status = os.fstat(descriptor)
-        # Only root can make devices, and what is written to a terminal is seen by who has it.
+        # Only root can make devices, and output to a terminal is visible to its owner anyway.
         if not (stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)):
             refuse_foreign(path, status, forbids)
     except BaseException:
@@ -142,7 +141,7 @@ def _opened_output(path: Path, flags: int, forbids: int) -> int:
 def check_directory(path: Path, forbids: int = OTHERS_WRITE, *, may_be_sticky: bool = True) -> None:
     """Raise UnsafeFile unless a directory is ours or root's, and others cannot put files there under our names.
 
-    Where it has the sticky bit, as ``/tmp``, all have their own files in it (`may_be_sticky`). Raises OSError.
+    With the sticky bit, as in ``/tmp``, each user has their own files in it (`may_be_sticky`). Raises OSError.
     """
     refuse_foreign_link(path)
     status = path.stat()
@@ -151,7 +150,7 @@ def check_directory(path: Path, forbids: int = OTHERS_WRITE, *, may_be_sticky: b
 
 
 def make_private(path: Path) -> list[Path]:
-    """Make a directory for us alone, and those above it that are missing; returns which were made. Raises OSError."""
+    """Make a directory for us alone, and its missing parents; return those made. Raises OSError."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for above in reversed(missing[1:]):
         above.mkdir(mode=0o755, exist_ok=True)
@@ -160,7 +159,7 @@ def make_private(path: Path) -> list[Path]:
 
 
 def refuse_foreign_link(path: Path) -> None:
-    """Raise UnsafeFile if a path is a symbolic link that somebody else has made. Raises OSError."""
+    """Raise UnsafeFile if a path is a symbolic link made by another user. Raises OSError."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
         raise UnsafeFile(
@@ -176,9 +175,9 @@ def refuse_foreign(
     one_name: bool = True,
     strict: bool = False,
 ) -> None:
-    """Raise UnsafeFile unless what has this `status` is ours, without these bits of its mode, and a file has one name.
+    """Raise UnsafeFile unless `status` is that of a file of ours, without these mode bits, and with one name.
 
-    `strict`: whatever the file system makes of new files.
+    `strict`: without comparing a new file's owner and mode.
     """
     foreign, wrong = status.st_uid not in (0, os.geteuid()), status.st_mode & forbids
     if (foreign or wrong) and not strict:
@@ -203,7 +202,7 @@ def _remedy(status: os.stat_result, forbids: int) -> str:
 
 
 def _of_new_file(directory: Path) -> tuple[int, int]:
-    """The owner and the mode that a new file of ours has there."""
+    """Return the owner and the mode that a new file of ours has there."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError:

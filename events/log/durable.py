@@ -16,9 +16,10 @@ from pathlib import Path
 from events.files.safe import create_file, make_private, open_or_create
 
 _NOT_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
-"""How file systems say that they have no `F_FULLFSYNC`, as those of other machines do. Other errors are failures."""
+"""Errors by which file systems, as those of other machines, report that they have no `F_FULLFSYNC`. Others are
+failures."""
 _NO_DIRECTORY_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""How file systems of other machines say that they lock files only, and for writing."""
+"""Errors by which file systems of other machines report that they lock files only, and for writing."""
 _PARTS_MAX = 1000
 """Systems take 1024 buffers in one write."""
 _UNKNOWN_HOLDER = "another process"
@@ -26,7 +27,7 @@ _HOLDER = "process "
 
 
 class LockHeld(Exception):
-    """Somebody has the lock; `holder` says who, as the lock file does."""
+    """The lock is held; `holder` is its process, from the lock file."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -34,7 +35,7 @@ class LockHeld(Exception):
 
 
 class Lock:
-    """A lock that this process holds, until it gives it back or ends."""
+    """A lock that this process holds, until it is released or the process ends."""
 
     def __init__(self, path: Path, file: int, directory: int | None) -> None:
         self._path = path
@@ -43,7 +44,7 @@ class Lock:
         self._held = True
 
     def in_place(self) -> bool:
-        """Whether what is locked still has its name; if not, somebody else may have locked what has it now."""
+        """Return True if the locked file still has its name; if not, another process may have locked a new one."""
         try:
             if self._directory is not None:
                 return os.path.samestat(self._path.parent.stat(), os.fstat(self._directory))
@@ -52,23 +53,23 @@ class Lock:
             return False
 
     def write(self, content: bytes) -> None:
-        """Let the lock file say this instead of who holds it."""
+        """Write content into the lock file, instead of its holder."""
         os.pwrite(self._file, content.ljust(os.fstat(self._file).st_size, b"\n"), 0)
 
     def give_back(self) -> None:
-        """Unlock it. A second call does nothing."""
+        """Unlock. A second call does nothing."""
         for descriptor in self._let_go():
-            # Said aloud, because a child that was forked may still hold the descriptor.
+            # Explicit, because a forked child may still hold the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def disown(self) -> None:
-        """In a forked child: let go of what is the parent's. A second call does nothing."""
+        """In a forked child: release the parent's lock without unlocking it. A second call does nothing."""
         for descriptor in self._let_go():
             os.close(descriptor)
 
     def _let_go(self) -> list[int]:
-        """What is open, once: its numbers will soon be those of other files."""
+        """Return the open descriptors, once: their numbers will soon be those of other files."""
         held, self._held = self._held, False
         return [each for each in (self._file, self._directory) if held and each is not None]
 
@@ -76,8 +77,8 @@ class Lock:
 def take_lock(path: Path, *, with_directory: bool = False) -> Lock:
     """Lock a file, which is made if it is missing, and write this process into it.
 
-    Whoever removes the file lets others in; not so if the file's directory is locked with it (`with_directory`), which
-    is then for this lock alone. Raises LockHeld, UnsafeFile, OSError.
+    Removing the file lets others lock; not so if the file's directory is locked with it (`with_directory`), which is
+    then for this lock alone. Raises LockHeld, UnsafeFile, OSError.
     """
     directory = _lock_directory(path) if with_directory else None
     try:
@@ -89,7 +90,7 @@ def take_lock(path: Path, *, with_directory: bool = False) -> Lock:
 
 
 def _lock_directory(path: Path) -> int | None:
-    """Lock the directory of a lock file; None where directories cannot be locked, as on other machines' disks."""
+    """Lock the directory of a lock file; None if directories cannot be locked, as on other machines' disks."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,18 +114,18 @@ def _lock_file(path: Path) -> int:
             except BlockingIOError:
                 raise LockHeld(_holder(descriptor)) from None
             if Lock(path, descriptor, None).in_place():
-                # Never empty again: it tells whose directory this is (`is_lock_file`).
+                # Never empty again: it identifies the directory as ours (`is_lock_file`).
                 size = os.pwrite(descriptor, f"{_HOLDER}{os.getpid()}\n".encode(), 0)
                 os.ftruncate(descriptor, size)
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # It was removed while we locked it.
+        os.close(descriptor)  # It was removed while being locked.
 
 
 def is_lock_file(path: Path) -> bool:
-    """Whether somebody has had a lock of ours there: other programs have files of such names, too."""
+    """Return True if a lock of ours was there: other programs also have files of such names."""
     return _holder_in(path).startswith(_HOLDER)
 
 
@@ -140,12 +141,12 @@ def _holder_in(path: Path) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """Who holds a lock, as its file says."""
+    """Return a lock's holder, from its file."""
     return os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or _UNKNOWN_HOLDER
 
 
 def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write all parts, however little the system takes at a time."""
+    """Write all parts, in as many calls as needed."""
     for start in range(0, len(parts), _PARTS_MAX):
         some = parts[start : start + _PARTS_MAX]
         written, size = os.writev(descriptor, some), sum(map(len, some))
@@ -158,8 +159,8 @@ def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
 def replace_file(path: Path, *content: bytes, suffix: str = ".new") -> None:
     """Make `path` a file with this content, for us alone: at any moment a crash leaves the old one or the new.
 
-    `suffix`: of the unfinished file beside it; where several may write at once, each needs one of its own.
-    Raises UnsafeFile, OSError.
+    `suffix`: that of the unfinished file next to it; concurrent writers each need their own. Raises UnsafeFile,
+    OSError.
     """
     unfinished = path.with_name(path.name + suffix)
     descriptor = create_file(unfinished)
@@ -177,9 +178,9 @@ def replace_file(path: Path, *content: bytes, suffix: str = ".new") -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a private directory, and those above it where they are missing; what was made survives a power failure.
+    """Make a private directory, and its missing parents, durably.
 
-    As far as may be: where a directory may be written and not read, it cannot be synced. Raises OSError.
+    Not durably if a directory may be written but not read: it cannot be synced. Raises OSError.
     """
     for made in make_private(path):
         with contextlib.suppress(PermissionError):
@@ -187,7 +188,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Make what a file holds, and how much that is, survive a power failure. OSError if that cannot be done."""
+    """Make a file's content and size survive a power failure. Raises OSError if that cannot be done."""
     if not _full_sync(descriptor):
         getattr(os, "fdatasync", os.fsync)(descriptor)
 
@@ -203,7 +204,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _full_sync(descriptor: int) -> bool:
-    """Let the drive write what it caches, too; False where that is not for programs to ask, or not of this disk."""
+    """Let the drive write its cache as well; False if programs may not request that, or not of this disk."""
     command = getattr(fcntl, "F_FULLFSYNC", None)
     if command is None:
         return False

@@ -1,7 +1,7 @@
-r"""The bytes of a log: segment headers and frames. No files here.
+r"""The byte format of a log: segment headers and frames. No files here.
 
-A segment file is a header of 64 bytes and frames behind each other, without padding. One frame is one
-batch: it is there as a whole or not at all. All numbers are little-endian, all checksums CRC-32 (zlib).
+A segment file is a header of 64 bytes and consecutive frames, without padding. One frame is one batch: it is there as a
+whole or not at all. All numbers are little-endian, all checksums CRC-32 (zlib).
 
 Segment header::
 
@@ -10,7 +10,7 @@ Segment header::
 
 `window` is how far compressed frames refer back, as a power of two (0: none is compressed).
 
-The header and its CRC keep their places in every version, so that a newer log is told from a damaged one.
+The header and its CRC keep their places in every version, so that a newer log is distinguished from a damaged one.
 
 Frame::
 
@@ -19,24 +19,25 @@ Frame::
 
 Why so much of it:
 
-- the header has its own CRC, so a length is believed only after that (nothing is allocated for a lie);
+- the header has its own CRC, so a length is trusted only after that (nothing is allocated for a wrong one);
 - the CRC of the frame before, and `seq`, chain the frames: one that is missing, moved or repeated shows;
 - header CRCs start from a checksum of log id and epoch: frames of another log, or of an earlier life of
   the same disk blocks, cannot pass, and neither can bytes that a user smuggled in as his prompt;
-- the sync word lets a reader look for frames behind a broken one: finding one proves damage, finding
-  none means that writing was interrupted there. Its first byte never begins a msgpack value.
-- frames that one sync makes durable together may reach the disk in any order. So the first of them says that all before
-  it was on disk by then (`BEHIND_SYNC`): a broken frame before such a one is damage, any other is an interrupted write;
+- the sync word lets a reader look for frames after a broken one: finding one proves damage, finding none means that
+  writing was interrupted there. Its first byte never begins a msgpack value.
+- frames that one sync makes durable together may reach the disk in any order. So the first of them states that all
+  before it was on disk by then (`BEHIND_SYNC`): a broken frame before such a one is damage, any other is an interrupted
+  write;
 - no clock, and but for that flag nothing that depends on timing: unsynced, equal batches give equal files.
 
 Frames that are written together may be compressed together. Then they stand in a frame with `COMPRESSED`, whose payload
 is the next block of a zstd stream (`events.log.zstd`); seq, flags and the CRC before are those of the first frame in
-it, and in the place of the number of events is the size of the frames. So what is said above holds of such a frame as
-of any, and who looks for a torn end need not expand it. What it holds are frames as they would be written otherwise,
-but for `BEHIND_SYNC`. One with `BEGINS_STREAM`, as the first one of a segment is, is expanded without those before it.
-A reader expands no more than `MAX_EXPANDED` at a time, and remembers no more than the segment's window.
+it, and in the place of the number of events is the size of the frames. So the above holds for such a frame as for any,
+and finding a torn end needs no expansion. Its content is frames as they would be written otherwise, except for
+`BEHIND_SYNC`. One with `BEGINS_STREAM`, as the first one of a segment is, is expanded without those before it. A reader
+expands no more than `MAX_EXPANDED` at a time, and keeps no more than the segment's window.
 
-A last frame with `CLOSED`, no payload, and the seq after the last batch says that the writer ended in order.
+A last frame with `CLOSED`, no payload, and the seq after the last batch marks an orderly end.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from zlib import crc32
 
 MAGIC = b"KVEVLOG\0"
 VERSION = 2
-"""Of segments and frames; in 1, nothing is compressed. A reader refuses a newer one. (Of the events:
+"""Version of segments and frames; in 1, nothing is compressed. A reader refuses a newer one. (That of the events:
 `events.types.FORMAT_VERSION`.)"""
 SYNC = b"\xc1KVF"
 MAX_PAYLOAD = 1 << 30
 MAX_EXPANDED = 64 << 20
-"""Bytes of the frames in a compressed one."""
+"""Limit of the frames' bytes in a compressed one."""
 
 CLOSED = 1
 """Flag: the end of an epoch, not a batch."""
@@ -62,7 +63,7 @@ AFTER_LOSS = 2
 BEHIND_SYNC = 4
 """Flag: all frames before this one were on disk when it was written."""
 COMPRESSED = 8
-"""Flag: the payload is a block of a zstd stream, and `events` says how many bytes the frames in it have."""
+"""Flag: the payload is a block of a zstd stream, and `events` is the size of the frames in it."""
 BEGINS_STREAM = 16
 """Flag: the block is the first one of a stream."""
 
@@ -74,12 +75,12 @@ FRAME_HEADER_BYTES = _FRAME.size + _CRC.size
 
 
 class SegmentHeader(NamedTuple):
-    """What the start of a segment says."""
+    """The header of a segment."""
 
     version: int
     event_format: int
     window_log: int
-    """How far compressed frames refer back; 0: there are none."""
+    """Reach of compressed frames; 0: there are none."""
     log_id: bytes
     epoch: int
     number: int
@@ -88,17 +89,17 @@ class SegmentHeader(NamedTuple):
     previous_crc: int
 
     def pack(self, magic: bytes = MAGIC) -> bytes:
-        """The 64 bytes."""
+        """Pack the 64 bytes."""
         packed = _SEGMENT.pack(magic, *self)
         return packed + _CRC.pack(crc32(packed))
 
     def chain(self) -> Chain:
-        """What it continues, if nothing of what was before it is known."""
+        """Return the chain that it continues, if nothing before it is known."""
         return Chain(self.log_id, self.epoch, self.number, self.base_seq, self.previous_crc)
 
 
 def parse_segment_header(data: bytes | memoryview, magic: bytes = MAGIC) -> SegmentHeader | None:
-    """Read 64 bytes; None if they are no intact header."""
+    """Parse 64 bytes; None if they are no intact header."""
     found, *fields = _SEGMENT.unpack_from(data)
     if found != magic or _CRC.unpack_from(data, _SEGMENT.size)[0] != crc32(data[: _SEGMENT.size]):
         return None
@@ -106,7 +107,7 @@ def parse_segment_header(data: bytes | memoryview, magic: bytes = MAGIC) -> Segm
 
 
 class FrameHeader(NamedTuple):
-    """What the start of a frame says."""
+    """The header of a frame."""
 
     payload_bytes: int
     seq: int
@@ -117,18 +118,18 @@ class FrameHeader(NamedTuple):
 
 
 def seed_of(log_id: bytes, epoch: int) -> int:
-    """Where the header CRCs of one epoch start."""
+    """Return the initial value of the header CRCs of one epoch."""
     return crc32(log_id + epoch.to_bytes(8, "little"))
 
 
 def pack_frame_header(header: FrameHeader, seed: int) -> bytes:
-    """The header's 36 bytes."""
+    """Pack the header's 36 bytes."""
     packed = _FRAME.pack(SYNC, *header)
     return packed + _CRC.pack(crc32(packed, seed))
 
 
 def parse_frame_header(data: bytes | memoryview, seed: int) -> FrameHeader | None:
-    """Read 36 bytes; None if they are no intact header of this log and epoch."""
+    """Parse 36 bytes; None if they are no intact header of this log and epoch."""
     sync, *fields = _FRAME.unpack_from(data)
     if sync != SYNC or _CRC.unpack_from(data, _FRAME.size)[0] != crc32(data[: _FRAME.size], seed):
         return None
@@ -137,27 +138,27 @@ def parse_frame_header(data: bytes | memoryview, seed: int) -> FrameHeader | Non
 
 @dataclass
 class Chain:
-    """Where a log has got to: what the next segment and the next frame must continue.
+    """A position in a log: the values that the next segment and the next frame must continue.
 
-    Readers check against it, recovery ends with it, writers begin with it.
+    Readers check against it, recovery returns it, writers begin with it.
     """
 
     log_id: bytes | None = None
     """None: no segment yet."""
     epoch: int = 0
     number: int = 0
-    """Of the next segment."""
+    """Number of the next segment."""
     seq: int = 0
-    """Of the next frame."""
+    """Number of the next frame."""
     crc: int = 0
     """Payload CRC of the last frame."""
     closed: bool = False
-    """The last frame ended its epoch."""
+    """True if the last frame ended its epoch."""
     behind_damage: bool = False
-    """The last frame is not known, because of damage."""
+    """True if the last frame is unknown, because of damage."""
 
     def refuses_segment(self, header: SegmentHeader) -> str | None:
-        """Why this segment cannot be the next one; None if it can."""
+        """Return the reason why this segment cannot be the next one; None if it can."""
         if header.number != self.number:
             return f"segment {self.number} is missing"
         if self.log_id is not None and header.log_id != self.log_id:
@@ -170,14 +171,14 @@ class Chain:
         return None
 
     def enter(self, header: SegmentHeader) -> None:
-        """Go on into a segment."""
+        """Advance into a segment."""
         if self.behind_damage:
             self.crc, self.seq = header.previous_crc, max(self.seq, header.base_seq)
         self.log_id, self.epoch, self.number = header.log_id, header.epoch, header.number + 1
         self.closed = self.behind_damage = False
 
     def refuses_frame(self, header: FrameHeader) -> str | None:
-        """Why this frame cannot be the next one; None if it can."""
+        """Return the reason why this frame cannot be the next one; None if it can."""
         if self.closed:
             return "a frame follows the end of its epoch"
         if header.previous_crc != self.crc and not self.behind_damage:
@@ -189,7 +190,7 @@ class Chain:
         return None
 
     def follow(self, header: FrameHeader) -> None:
-        """Go on over a frame that was not refused."""
+        """Advance over a frame that was not refused."""
         self.closed = bool(header.flags & CLOSED)
         self.seq = header.seq + (not self.closed)
         self.crc, self.behind_damage = header.payload_crc, False

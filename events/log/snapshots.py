@@ -1,15 +1,15 @@
-r"""Snapshots: the whole state after the last batch of a segment, in a file beside the segments, to begin a fold with.
+r"""Snapshots: the whole state after the last batch of a segment, in a file next to the segments, to begin a fold with.
 
-A snapshot is one batch of the kind that an epoch begins with: `EpochStarted`, what the cache or feed is, and its whole
-state. So whoever can begin with an epoch can begin with a snapshot. Its number is that of the last batch before it, and
-the file is named by that: `<seq>.kvsnap`.
+A snapshot is one batch of the kind that an epoch begins with: `EpochStarted`, the description of the cache or feed, and
+its whole state. So any reader that can begin with an epoch can begin with a snapshot. Its number is that of the last
+batch before it, and the file is named by that: `<seq>.kvsnap`.
 
 A snapshot file is a header of 64 bytes, as that of the segment which follows it but for the magic, and two frames, both
 with the snapshot's number: `About`, and the batch. Equal logs give equal files.
 
-A snapshot belongs to its log if the segment behind it continues it: same log, its number, its checksum of the frame
-before. One that is not whole, or belongs to another log, is passed over: what it saves is time, and, where the segments
-before it are gone, there may be another one behind it.
+A snapshot belongs to its log if the segment after it continues it: same log, its number, its checksum of the frame
+before. One that is not whole, or belongs to another log, is skipped: it only saves time, and, if the segments before it
+are gone, there may be another one after it.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from events.types import FIRST_FORMAT, EventBatch, Gap
 
 MAGIC = b"KVEVSNP\0"
 UNFINISHED_SUFFIX = ".new"
-"""As `replace_file` calls what is not whole yet."""
+"""Suffix of unfinished files, by `replace_file`."""
 _FRAMES = 2
 _NAME = re.compile(rf"[0-9]{{20}}\{SNAPSHOT_SUFFIX}")
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class About(msgspec.Struct, array_like=True, frozen=True):
-    """What is known of a log up to a snapshot, beside the state."""
+    """Facts about a log up to a snapshot, in addition to the state."""
 
     next_seq: _Count
-    """Of the next frame; greater than the snapshot's number + 1 if batches were lost before it."""
+    """Number of the next frame; greater than the snapshot's number + 1 if batches were lost before it."""
     closed: bool
-    """Whether the segment before it ends with the mark of an orderly end."""
+    """True if the segment before it ends with the mark of an orderly end."""
     first_ts: int
-    """When the log's first batch was made, nanoseconds since 1970."""
+    """Time of the log's first batch, nanoseconds since 1970."""
     latest_ts: int
     """The latest time of any batch up to here: clocks may be set back."""
     fingerprint: bytes
-    """Of the state; empty where there is none."""
+    """Fingerprint of the state; empty if there is none."""
 
 
 _decode_about = msgspec.msgpack.Decoder(About).decode
@@ -69,7 +69,7 @@ _decode_about = msgspec.msgpack.Decoder(About).decode
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot file whose beginning is whole."""
+    """A snapshot file with an intact beginning."""
 
     path: Path
     header: SegmentHeader
@@ -79,18 +79,18 @@ class Snapshot:
 
     @property
     def seq(self) -> int:
-        """Of the last batch before it."""
+        """The last batch before it."""
         return self.header.base_seq
 
     def chain(self) -> Chain:
-        """What the segment behind it must continue."""
+        """Return the chain that the segment after it must continue."""
         header, about = self.header, self.about
         return Chain(
             header.log_id, header.epoch, header.number, about.next_seq, header.previous_crc, about.closed
         )
 
     def fits(self) -> bool:
-        """Whether the log goes on behind it, or ends there. Raises OSError."""
+        """Return True if the log continues after it, or ends there. Raises OSError."""
         paths = segment_paths(self.path.parent)
         behind = [path for path in paths if first_seq(path) > self.seq]
         header = _header_of(behind[0] if behind else paths[-1]) if paths else None
@@ -105,7 +105,7 @@ class Snapshot:
         )
 
     def batch(self) -> EventBatch:
-        """The state. Raises LogDamaged, OSError."""
+        """Return the state. Raises LogDamaged, OSError."""
         _, (_, payload), _ = _read(self.path, _FRAMES)
         try:
             batch = decode_batch(payload)
@@ -116,7 +116,7 @@ class Snapshot:
         return batch
 
     def behind_gap(self, first: int, batch: EventBatch) -> EventBatch:
-        """The state for a reader that lacks what came before it, from batch `first` on."""
+        """Return the state for a reader that lacks the batches before it, from `first` on."""
         gap = Gap(first_seq=first, last_seq=self.seq, reason="removed from the log by its retention")
         return msgspec.structs.replace(batch, events=(batch.events[0], gap, *batch.events[1:]))
 
@@ -129,13 +129,13 @@ def snapshot_paths(directory: Path) -> list[Path]:
 def snapshots(
     directory: Path, *, at_most: int | None = None, newest_first: bool = False
 ) -> Iterator[Snapshot]:
-    """Those which belong to the log, with which reading can begin: all, or up to that of batch `at_most`.
+    """Yield those which belong to the log, with which reading can begin: all, or up to that of batch `at_most`.
 
-    Their states are not looked at yet.
+    Their states are not read yet.
     """
     paths = [path for path in snapshot_paths(directory) if at_most is None or first_seq(path) <= at_most]
     for path in reversed(paths) if newest_first else paths:
-        # One that is damaged or gone is as good as none.
+        # A damaged or missing one is as good as none.
         with suppress(LogDamaged, LogTooNew, OSError):
             found = open_snapshot(path)
             if found.fits():
@@ -143,14 +143,14 @@ def snapshots(
 
 
 def readable(found: Iterator[Snapshot]) -> Iterator[tuple[Snapshot, EventBatch]]:
-    """Those of them whose state is whole, with it."""
+    """Yield those with an intact state, with it."""
     for snapshot in found:
         with suppress(LogDamaged, OSError):
             yield snapshot, snapshot.batch()
 
 
 def open_snapshot(path: Path) -> Snapshot:
-    """Read what a snapshot says of itself. Raises LogDamaged, LogTooNew, OSError."""
+    """Read a snapshot's description. Raises LogDamaged, LogTooNew, OSError."""
     header, (payload,), size = _read(path, 1)
     try:
         about = _decode_about(payload)
@@ -189,7 +189,10 @@ def _header_of(path: Path) -> SegmentHeader | None:
 
 
 def _read(path: Path, count: int) -> tuple[SegmentHeader, list[memoryview], int]:
-    """The header, the payloads of so many of both frames, and the size of the file. Raises as `open_snapshot`."""
+    """Return the header, the payloads of the first `count` frames, and the size of the file.
+
+    Raises as `open_snapshot`.
+    """
     with Segment(path, MAGIC) as file:
         header, payloads = file.header(), list[memoryview]()
         if header is None:

@@ -1,4 +1,4 @@
-"""Listens at one endpoint to many publishers that connect there, each followed by itself.
+"""Subscribes at one endpoint to many publishers that connect there, and follows each separately.
 
 ::
 
@@ -6,12 +6,12 @@
         for worker, report in gathering:
             indexes[worker].fold(report)
 
-A publisher is known by the topic of its messages and, where they are encrypted, by its public key: with the key of one
-nobody can speak for another. Two that share a topic, and a key or none, cannot be told apart.
+A publisher is known by the topic of its messages and, where they are encrypted, by its public key: no publisher can
+impersonate another with its own key. Two that share a topic, and a key or none, cannot be distinguished.
 
-A replay is asked for at the publisher itself, at the address that `replay` finds for it. It has to have the very key
-that its messages came with. One that does not answer holds up nobody else: of its messages at most so many wait as
-`events.subscribe.continuity` holds, and it is asked again for the others.
+A replay is requested from the publisher itself, at the address that `replay` finds for it. It must have the same key as
+its messages. One that does not answer delays no others: its waiting messages are limited as in
+`events.subscribe.continuity`, and the rest is requested again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _POD = re.compile(r"kv@(?P<address>[^@]+:[0-9]+)@[^@]*")
 
 
 class Worker(NamedTuple):
-    """A publisher, as far as it can be told from others."""
+    """A publisher's identity."""
 
     topic: str
     key: str = ""
@@ -54,7 +54,7 @@ class Worker(NamedTuple):
 
 
 def replay_in_topic(worker: Worker) -> str | None:
-    """The address in a topic ``kv@HOST:PORT@MODEL``, which is that of the replay if a `zmq+pub:` sink connects."""
+    """Return the address in a topic ``kv@HOST:PORT@MODEL``: the replay's, if a `zmq+pub:` sink connects."""
     found = _POD.fullmatch(worker.topic)
     return None if found is None else f"tcp://{found['address']}"
 
@@ -63,17 +63,17 @@ class Gathering:
     """Follows all publishers that connect to an endpoint.
 
     Args:
-        endpoint: what is bound, as ``tcp://*:5557``; port 0 is any free one.
-        replay: finds where a worker can be asked for what was missed (None: nowhere). SECURITY: what it makes of a
-            topic is an address that the publisher chose.
+        endpoint: the address to bind, as ``tcp://*:5557``; port 0 is any free one.
+        replay: finds the endpoint of a worker's replay (None: it has none). SECURITY: an address made from a topic is
+            chosen by the publisher.
         topic: only messages whose topic begins with this.
         replay_timeout: as of `events.subscribe.subscriber.Subscriber`.
-        max_workers: how many are followed. If one comes in addition, the one that was silent longest is forgotten,
-            which is reported as a loss; unless all were heard within `forget_seconds`: then it is not followed, which
-            is logged, and its messages are counted (`ignored`).
+        max_workers: limit of followed workers. A further one replaces the one silent longest, which is reported as a
+            loss; unless all had messages within `forget_seconds`: then it is not followed, which is logged, and its
+            messages are counted (`ignored`).
         curve: our keys and the directory with those of the workers; required beyond loopback, unless `insecure`.
-        insecure: lets anybody who reaches the endpoint be a worker.
-        first: the first batch wanted of a worker that can be asked, when it is heard first.
+        insecure: accepts any peer that reaches the endpoint as a worker.
+        first: the first batch wanted of a new worker that has a replay.
         clock: the seconds by which all waits for workers count; the timeout of a `poll` is in real ones.
 
     Raises EndpointError, InsecureEndpoint and, if the allow-list cannot be read, KeyFileError.
@@ -100,11 +100,11 @@ class Gathering:
         self._max_workers, self._forget_seconds = max_workers, forget_seconds
         self._followers: dict[Worker, Follower[Report]] = {}
         self._looked_at = float("-inf")
-        """When it was looked for one to be forgotten."""
+        """Time of the last search for a worker to forget."""
         self._last_words: list[tuple[Worker, Report]] = []
-        """What is to be reported of those that were forgotten."""
+        """Pending reports of forgotten workers."""
         self.ignored = 0
-        """Messages of workers that were too many."""
+        """Messages of workers above the limit."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = None if curve is None or curve.clients is None else Gate(self._context, curve.clients)
         try:
@@ -123,44 +123,44 @@ class Gathering:
         self.close()
 
     def close(self) -> None:
-        """Let go of everything; may be called twice."""
+        """Release everything; may be called twice."""
         if self._gate is not None:
             self._gate.close()
         self._context.destroy(linger=0)
 
     def __iter__(self) -> Iterator[tuple[Worker, Report]]:
-        """Reports as they come, until it is closed."""
+        """Yield reports as they come, until it is closed."""
         while not self._context.closed:
             yield from self.poll()
 
     @property
     def endpoint(self) -> str:
-        """Where workers connect."""
+        """The endpoint to which workers connect."""
         return self._live.endpoint
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Those that were heard."""
+        """Workers with messages so far."""
         return tuple(self._followers)
 
     @property
     def malformed(self) -> int:
-        """Messages that were ignored since they do not even have a number."""
+        """Messages ignored because they do not even have a number."""
         return sum(follower.malformed for follower in self._followers.values())
 
     @property
     def refused(self) -> int:
-        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        """Connections that failed because of a key that is missing, wrong or not allowed."""
         return self._live.refused + sum(follower.refused for follower in self._followers.values())
 
     def forget(self, worker: Worker) -> None:
-        """Let go of a worker that has gone; if it comes again it is a new one."""
+        """Forget a worker that has gone; if it comes again it is a new one."""
         follower = self._followers.pop(worker, None)
         if follower is not None:
             follower.close()
 
     def poll(self, timeout_ms: int | None = None) -> list[tuple[Worker, Report]]:
-        """Wait until there is something to report, and return it, of each worker in order; empty after `timeout_ms`."""
+        """Wait for reports, and return them, each worker's in order; empty after `timeout_ms`."""
         return poll_until(self._take, self.wait, timeout_ms)
 
     def _take(self) -> list[tuple[Worker, Report]]:
@@ -173,9 +173,9 @@ class Gathering:
         return reports
 
     def wait(self, poller: Readable) -> float | None:
-        """Have it end a wait for several readers when it is to be polled again.
+        """Register it with `poller`, to end a wait for several readers when it is to be polled again.
 
-        Returns after how many seconds that must be anyway; None: it need not.
+        Returns the longest allowed wait in seconds; None: unlimited.
         """
         waits = [follower.wait(poller) for follower in self._followers.values()]
         return shortest([*waits, self._live.wait(poller)], None)
@@ -208,7 +208,7 @@ class Gathering:
         return found
 
     def _make_room(self) -> bool:
-        """Forget the worker that was silent longest, if it was so for long; not at each message."""
+        """Forget the worker silent longest, if for long enough; checked at intervals, not at each message."""
         now = self._clock()
         if now - self._looked_at < _LOOK_SECONDS:
             return False
@@ -216,7 +216,7 @@ class Gathering:
         oldest = min(self._followers, key=lambda worker: self._followers[worker].heard_at)
         if now - self._followers[oldest].heard_at < self._forget_seconds:
             return False
-        # It may come again: then what it holds must not be taken for what it held.
+        # It may come again: its blocks then must not be taken for those it has now.
         lost = self._followers.pop(oldest).give_up("it was silent for long, and others came in its place")
         self._last_words += ((oldest, report) for report in lost)
         return True
@@ -227,7 +227,7 @@ class Gathering:
             if endpoint is not None:
                 host_of(endpoint)
         except EndpointError:
-            return None  # what a publisher calls itself ends nobody's work
+            return None  # an invalid name from a publisher must not end the loop
         return endpoint
 
     def _line_to(self, worker: Worker, endpoint: str) -> Connection:

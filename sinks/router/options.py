@@ -1,4 +1,4 @@
-"""What the sinks that feed routers have in common: options of their URLs, the form of batches, whose feed it is."""
+"""Common parts of the sinks that feed routers: options of their URLs, the form of batches, the worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sinks.router.numbers import FeedNumbers, clock_number
 WireFormat = Literal["vllm", "vllm-array", "sglang", "native", "native-json"]
 _ENCODERS: dict[str, Encode] = {"vllm": encode_batch, "vllm-array": encode_arrays, "sglang": encode_sglang}
 INT32 = 2**31 - 1
-"""More than any socket, and any rank, can be given."""
+"""Largest value accepted for a socket option or a rank."""
 
 
 class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,50 +52,50 @@ class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_native(self) -> bool:
-        """Whether batches of events are published as they are."""
+        """True if batches of events are published as they are."""
         return self.format in ("native", "native-json")
 
     @property
     def has_tokens(self) -> bool:
-        """Whether token ids are published: routers find blocks by them, others need not know them."""
+        """True if token ids are published: routers find blocks by them, other readers need not know them."""
         return not self.is_native if self.tokens is None else self.tokens
 
 
 _NOT_NATIVE = ("engine", "salts", "coalesce", "pad")
-"""Options about what other formats have."""
+"""Options specific to other formats."""
 
 
 @dataclass(frozen=True)
 class PayloadWriter:
-    """Writes the batches of one feed in its format."""
+    """The writer of one feed's batches in its format."""
 
     encoder: Encode = encode_batch
     joiner: Join = join_batches
     overhead: int = 1
-    """Payloads take at most this many times the bytes that are reckoned for a batch."""
+    """Factor by which payloads may exceed the estimated size of a batch."""
     is_cut: bool = False
-    """Whether a payload may be cut anywhere, where one is too large for a broker."""
+    """True if a payload that is too large for a broker may be cut anywhere."""
     rank: int = 0
     salts: Salts | None = None
-    """Finds a cache salt by its digest, to publish it itself; None: all are published as digests."""
+    """Finds a cache salt by its digest, to publish it in clear; None: all are published as digests."""
     holds: str = "token ids"
-    """The secrets in the payloads, in words."""
+    """Description of the secrets in the payloads."""
 
     def for_worker(self, worker: WorkerSeen | None) -> PayloadWriter:
-        """The same, with the rank of an engine of others where no rank was set."""
+        """Return the same with the rank of another engine's worker, if no rank was set."""
         return self if self.rank or worker is None else replace(self, rank=worker.rank or 0)
 
     def encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        """The payload of a batch."""
+        """Encode a batch as a payload."""
         return self.encoder(with_salts(changes, self.salts), ts, self.rank, groups)
 
     def join(self, payloads: Sequence[bytes]) -> bytes:
-        """One payload with all the events of several, and the time of the last one."""
+        """Join several payloads into one with all their events, and the time of the last one."""
         return self.joiner(payloads, self.rank)
 
 
 def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> PayloadWriter:
-    """What writes the batches. Raises SinkURLError."""
+    """Make the writer of the batches. Raises SinkURLError."""
     if options.is_native:
         for name in _NOT_NATIVE:
             if name in url.options:
@@ -121,7 +121,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
 
 
 def _encode_native(codec: NativeCodec) -> Encode:
-    """Writes the only batch among the changes."""
+    """Make an encoder of the only batch among the changes."""
 
     def encode(changes: Sequence[AnyChange], ts: float, rank: int, groups: Sequence[GroupCreated]) -> bytes:
         batches = [change.batch for change in changes if isinstance(change, Batched)]
@@ -131,7 +131,7 @@ def _encode_native(codec: NativeCodec) -> Encode:
 
 
 def _encode_without_tokens(encode: Encode) -> Encode:
-    """Writes no token ids: blocks are known by their names alone."""
+    """Make an encoder without token ids: blocks are known by their names alone."""
     return lambda changes, *rest: encode([_without_tokens(each) for each in changes], *rest)
 
 
@@ -158,8 +158,8 @@ def make_feed(
     """Return the sink that feeds this transport; raises SinkURLError.
 
     - `numbers_file`: by default the feed's numbers are kept there, in the context's `state_dir`; None: in memory.
-    - `overhead`: that of the transport's writer.
-    - `first`: where numbers begin if neither a file nor the URL says so; None: with the clock.
+    - `overhead`: the transport's writer's.
+    - `first`: first number if neither a file nor the URL has one; None: from the clock.
     """
     coalesce, max_batch, heartbeat = [
         url.quantity(options, name) for name in ("coalesce", "max_batch", "heartbeat")

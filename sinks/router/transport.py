@@ -175,7 +175,7 @@ class ZMQTransport:
         return self.snapshot.ready
 
     def _state_for_newcomer(self) -> tuple[int, bytes] | None:
-        """Return the state as of the last batch, under its number: nothing new for a subscriber that has received it."""
+        """Return the state as of the last batch, under its number: nothing new for one that has received it."""
         if self._last is None:
             return None
         assert self.snapshot is not None
