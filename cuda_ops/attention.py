@@ -167,7 +167,7 @@ def attend_flex(
 def page_mask(
     kv: PagedKV, tables: torch.Tensor, lengths: list[int], counts: list[int], window: int | None
 ) -> BlockMask:
-    """Return the mask of the rows (`PagedKV.rows`) visible to each query, for `attend_flex` and all layers of a pool."""
+    """Return the mask of the rows (`PagedKV.rows`) visible to each query: for `attend_flex`, in all layers."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, step, device = kv.tokens_per_block, kv.rows_per_block, kv.key.device

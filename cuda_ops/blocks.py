@@ -1,4 +1,4 @@
-"""Blocks as stretches of bytes: what all copiers over tensors have in common.
+"""Blocks as stretches of bytes: the common part of all copiers over tensors.
 
 A block is one contiguous stretch of bytes in its pool. Its first tokens are contiguous only inside each layer, K or V,
 and (layout HND) head. All pools are therefore seen as bytes in four dimensions, [blocks, rows, tokens, bytes], in which
@@ -21,16 +21,16 @@ from cuda_ops.host_memory import blocks_per_chunk
 
 
 class BlockStorage(Protocol):
-    """What copiers need to know of a pool."""
+    """A pool, as copiers need it."""
 
     @property
     def levels(self) -> tuple[torch.Tensor, ...]:
-        """Per level a contiguous tensor [blocks, ...]; the same shape but for the number of blocks."""
+        """Per level a contiguous tensor [blocks, ...]; the same shape except for the number of blocks."""
         ...
 
     @property
     def token_dim(self) -> int:
-        """The dimension of these tensors that counts the tokens of a block."""
+        """The dimension of these tensors for the tokens of a block."""
         ...
 
 
@@ -38,9 +38,9 @@ class Runs(NamedTuple):
     """Stretches of slots that are adjacent on both sides of a copy; each int64 [runs]."""
 
     source: npt.NDArray[np.int64]
-    """First slots that are read."""
+    """First slots to read."""
     target: npt.NDArray[np.int64]
-    """First slots that are written."""
+    """First slots to write."""
     counts: npt.NDArray[np.int64]
     """Blocks."""
 
@@ -54,9 +54,9 @@ class Blocks:
             [tuple(byte_rows(tensor, pool.token_dim) for tensor in pool.levels) for pool in pools]
             for pools in groups
         ]
-        """Per group, pool and level: uint8 [blocks, rows, tokens, bytes]."""
+        """Rows of blocks per group, pool and level: uint8 [blocks, rows, tokens, bytes]."""
         self.sizes = [[tensor.shape[0] for tensor in pools[0]] for pools in self.groups]
-        """Slots, per group and level."""
+        """Numbers of slots, per group and level."""
         tensors = [tensor for pools in groups for pool in pools for tensor in pool.levels]
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if len(devices) > 1:
@@ -65,7 +65,7 @@ class Blocks:
         """The GPU, if there is one."""
 
     def check(self, copies: Sequence[Copy]) -> None:
-        """Refuse what is not there with ValueError: on a GPU nothing else would stop a copy past the end of a pool."""
+        """Raise ValueError for slots that do not exist: on a GPU nothing else would stop a copy past a pool's end."""
         for copy in copies:
             if not 0 <= copy.group < len(self.groups):
                 raise ValueError(f"there is no group {copy.group}")
@@ -82,14 +82,14 @@ class Blocks:
 
 
 def byte_rows(tensor: torch.Tensor, token_dim: int) -> torch.Tensor:
-    """See a pool's tensor as bytes [blocks, rows, tokens, bytes of one token in one row]."""
+    """View a pool's tensor as bytes [blocks, rows, tokens, bytes of one token in one row]."""
     shape = tensor.shape
     width = math.prod(shape[token_dim + 1 :]) * tensor.element_size()
     return tensor.view(torch.uint8).view(shape[0], math.prod(shape[1:token_dim]), shape[token_dim], width)
 
 
 def merge(copies: Sequence[Copy]) -> list[Copy]:
-    """Make one copy of all that go the same way, so that adjacent slots of different ones meet."""
+    """Merge all copies that go the same way, so that adjacent slots of different ones meet."""
     alike: dict[tuple[int, int, int, int | None], list[Copy]] = {}
     for copy in copies:
         key = (copy.group, copy.source_level, copy.target_level, copy.num_tokens)

@@ -1,9 +1,8 @@
-"""The contract between what decides on copies and what carries them out.
+"""The interface between the planning of copies and their execution.
 
-A `Copy` names blocks by (group, level, slot), so that the side that plans needs no tensors. A `Copier`
-takes one batch of copies in which no order is needed, and answers with a `Ticket`. Batches of one copier
-that touch the same slots run one after another, in the order of submission, others in any order or at once, as do the
-copies of a batch.
+A `Copy` names blocks by (group, level, slot), so that planning needs no tensors. A `Copier` takes one batch of copies
+in which no order is needed, and answers with a `Ticket`. Batches of one copier that touch the same slots run one after
+another, in the order of submission, others in any order or at once, as do the copies of a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 
 class CopyFailed(Exception):
-    """A batch did not arrive: what it should have written must not be read."""
+    """A batch failed: its targets must not be read."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -25,7 +24,7 @@ class CopyFailed(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; the name of its type if it says nothing."""
+    """Return an error's message in one line; the name of its type if it is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -40,9 +39,9 @@ class Copy:
     source_level: int
     target_level: int
     source: npt.NDArray[np.int32]
-    """Slots that are read; shape [n]."""
+    """Slots to read; shape [n]."""
     target: npt.NDArray[np.int32]
-    """Slots that are written; shape [n]."""
+    """Slots to write; shape [n]."""
     num_tokens: int | None = None
     """Only the first tokens of each block; None: whole blocks."""
     group: int = 0
@@ -55,15 +54,15 @@ class Copy:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether every block is copied onto itself."""
+        """True if every block is copied onto itself."""
         return self.source_level == self.target_level and bool(np.array_equal(self.source, self.target))
 
 
 class Ticket(Protocol):
-    """Stands for a submitted batch."""
+    """A submitted batch."""
 
     def done(self) -> bool:
-        """Tell without blocking whether the bytes have arrived. Raises `CopyFailed` if they never will."""
+        """Return True if the bytes have arrived, without blocking. Raises `CopyFailed` if they never will."""
         ...
 
     def wait(self) -> None:
@@ -71,9 +70,9 @@ class Ticket(Protocol):
         ...
 
     def wait_on(self, stream: Any = None) -> None:
-        """Make the work that is put on a device's stream from now on wait for the bytes.
+        """Make later work on a device's stream wait for the bytes.
 
-        The host does not wait and learns of no failure here. None means the current stream.
+        The host does not wait, and failures are not reported here. None means the current stream.
         """
         ...
 
@@ -84,8 +83,8 @@ class Copier(Protocol):
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Start a batch of copies without hazards among them; it runs after all earlier ones that touched its slots.
 
-        A batch that cannot be carried out gives a ticket that fails; the manager takes whatever is raised here for
-        that, too. Slots that do not exist are a mistake of the caller and raise ValueError before anything moves.
+        A batch that cannot be carried out gives a ticket that fails; the manager treats any error raised here as that,
+        too. Slots that do not exist are a mistake of the caller and raise ValueError before anything moves.
         """
         ...
 
@@ -107,17 +106,17 @@ class FinishedTicket:
         self.done()
 
     def wait_on(self, stream: Any = None) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the batch has ended."""
 
 
 class JoinedTicket:
-    """Several tickets as one: done when all are, failed when one is."""
+    """Several tickets as one: done once all are, failed once one is."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self._tickets = tuple(tickets)
 
     def done(self) -> bool:
-        """Whether all are done. Raises `CopyFailed` when a failed one follows only on ones that are done."""
+        """Return True if all are done. Raises `CopyFailed` once a failed one follows only on ones that are done."""
         return all(ticket.done() for ticket in self._tickets)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies by the copy engines of a GPU: a batch is a list of addresses, which a driver takes in a few calls.
+"""Copies by the copy engines of a GPU: a batch is a list of addresses, passed to a driver in a few calls.
 
 Adjacent slots are one entry, and a part of a block is one for each row of it. So there is no temporary, nothing for
 the host to gather, and no work for the processors on which the model runs.
@@ -31,21 +31,21 @@ class CopyPieces(NamedTuple):
 
 
 class Memcpy(Protocol):
-    """What copies on a stream."""
+    """An executor of copies on a stream."""
 
     def copy(self, pieces: CopyPieces, stream: Any) -> None:
         """Put copies on a stream, which run in any order but after its earlier work. The arrays are read in the call.
 
-        Raises RuntimeError where that is refused; some of them may run then.
+        Raises RuntimeError if refused; some of them may run then.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """How much one call of a driver is given.
+    """Limits of one call of a driver.
 
-    The device begins when a call ends, and what the model copies meanwhile comes between two calls.
+    The device begins when a call ends, and copies of the model meanwhile run between two calls.
     """
 
     pieces: int = 256
@@ -91,7 +91,7 @@ class DmaCopier:
             self._memcpy.copy(pieces, stream)
 
     def pieces(self, copy: Copy) -> CopyPieces:
-        """What a copy is in all pools of its group."""
+        """Return a copy's pieces in all pools of its group."""
         found = []
         for levels in self._blocks.groups[copy.group]:
             source, target = levels[copy.source_level], levels[copy.target_level]
@@ -113,7 +113,7 @@ class DmaCopier:
 def cut(
     source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], most: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Cut stretches, by offsets and sizes in bytes, into those of at most so many bytes."""
+    """Cut stretches, by offsets and sizes in bytes, into those of at most `most` bytes."""
     if sizes.max(initial=0) <= most:
         return source, target, sizes
     parts = -(-sizes // most)

@@ -1,7 +1,7 @@
 """CUDA's driver by ctypes: copies in batches, and page-locking of host memory.
 
-Functions are looked up by the version of CUDA that fixes their arguments, never by name alone: what a plain name stands
-for changes with the driver. A batch runs after the earlier work of its stream (`srcAccessOrder` is STREAM), and reads
+Functions are looked up by the version of CUDA that fixes their arguments, never by name alone: the meaning of a plain
+name changes with the driver. A batch runs after the earlier work of its stream (`srcAccessOrder` is STREAM), and reads
 no source before that.
 """
 
@@ -47,14 +47,14 @@ class _Symbol(NamedTuple):
 
     name: str
     version: int
-    """The first of CUDA with these arguments, as 12080."""
+    """The first CUDA version with these arguments, as 12080."""
     arguments: tuple[Any, ...]
 
 
 _BATCH = _Symbol(
     "cuMemcpyBatchAsync",
     12080,
-    # Targets, sources, sizes, count, attributes, where each begins, how many, which copy is wrong, stream.
+    # Targets, sources, sizes, count, attributes, first copy of each, their number, the failed copy, stream.
     (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, POINTER(c_size_t), c_void_p),
 )
 _ONE = _Symbol("cuMemcpyAsync", 4000, (c_uint64, c_uint64, c_size_t, c_void_p))
@@ -64,7 +64,7 @@ _SYNCHRONIZE = _Symbol("cuCtxSynchronize", 2000, ())
 
 
 class DriverError(RuntimeError):
-    """The driver has refused something."""
+    """The driver refused a call."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what}: CUDA error {code}")
@@ -72,10 +72,10 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """See `cuda_ops.dma.Memcpy` for what copies."""
+    """See `cuda_ops.dma.Memcpy` for the copies."""
 
     def __init__(self, library: Any) -> None:
-        """`library`: libcuda, as ctypes has it. Raises OSError if that has not what is needed."""
+        """`library`: libcuda, loaded by ctypes. Raises OSError if required functions are missing."""
         try:
             self._look_up = library.cuGetProcAddress_v2
         except AttributeError:
@@ -90,7 +90,7 @@ class Driver:
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = c_size_t(0)
         self.why_single = "" if self._batch else "the driver is older than CUDA 12.8"
-        """Why copies are made one by one; empty if they are not."""
+        """The reason why copies are made one by one; empty if they are not."""
 
     def _find(self, symbol: _Symbol) -> Any:
         found, status = c_void_p(), c_int(-1)
@@ -102,9 +102,9 @@ class Driver:
         return ctypes.CFUNCTYPE(c_int, *symbol.arguments)(found.value)
 
     def probe(self, pieces: CopyPieces, stream: Any) -> None:
-        """Try a batch of copies, at the start: what this driver does not take are copies one by one from then on.
+        """Try a batch of copies, at the start: if this driver refuses it, copies are made one by one from then on.
 
-        Raises DriverError if it does not take these either.
+        Raises DriverError if it refuses these as well.
         """
         code = self._submit(pieces, stream)[0] if self._batch else 0
         if code in (INVALID_VALUE, NOT_SUPPORTED):
@@ -119,13 +119,13 @@ class Driver:
             return
         code, wrong = self._submit(pieces, stream)
         if code == INVALID_VALUE:
-            # Not a driver that cannot, or `probe` would have noticed, but one that was asked for something wrong.
+            # Not an incapable driver, or `probe` would have noticed, but a wrong argument.
             raise DriverError(f"cuMemcpyBatchAsync refuses {_described(pieces, wrong)}, which is a bug", code)
         if code:
             raise DriverError(f"cuMemcpyBatchAsync of {len(pieces.sizes)} copies", code)
 
     def _submit(self, pieces: CopyPieces, stream: Any) -> tuple[int, int]:
-        """The driver's answer, and which copy it thinks is wrong."""
+        """Return the driver's answer, and the copy that it considers wrong."""
         targets, sources, sizes = (np.ascontiguousarray(each, np.uint64) for each in pieces)
         wrong = c_size_t(sizes.size)
         code = self._batch(
@@ -154,7 +154,7 @@ class Driver:
             raise DriverError(f"cuMemHostRegister of {num_bytes:,} bytes", code)
 
     def unregister(self, addresses: Sequence[int]) -> None:
-        """Undo `register`, when all that the device was given has ended. Raises DriverError."""
+        """Undo `register`, once all work submitted to the device has ended. Raises DriverError."""
         codes = [self._synchronize(), *(self._unregister(address) for address in addresses)]
         if code := next(filter(None, codes), 0):
             raise DriverError("cuMemHostUnregister", code)
@@ -169,5 +169,5 @@ def _described(pieces: CopyPieces, index: int) -> str:
 
 @cache
 def load() -> Driver:
-    """The driver of this machine. Raises OSError, with the reason, where there is none that can be used."""
+    """Load the driver of this machine. Raises OSError, with the reason, if there is no usable one."""
     return Driver(ctypes.CDLL(LIBRARY))

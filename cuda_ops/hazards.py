@@ -21,9 +21,9 @@ import numpy.typing as npt
 from cuda_ops.copier import Copy
 
 Place = tuple[int, int]
-"""Group and level: the space in which a slot's number means something."""
+"""Group and level: the space of slot numbers."""
 Marks = dict[Place, npt.NDArray[np.int32]]
-"""Per place and slot: one more than the index of a batch, 0 for none."""
+"""Per place and slot: the index of a batch plus one, 0 for none."""
 
 
 def schedule(copies: Sequence[Copy]) -> list[list[int]]:
@@ -43,21 +43,21 @@ def schedule(copies: Sequence[Copy]) -> list[list[int]]:
 
 
 class SlotOrder:
-    """Which batches have read and written each slot last, by numbers that rise along each lane.
+    """The batches that have read and written each slot last, by numbers that rise along each lane.
 
-    What is written to a level is written on its own lane, in order; so a slot has one number for that, and one per lane
-    for who has read it. Two of these would not do as one: a later reader on one lane says nothing of an earlier one on
-    the other. A slot keeps its numbers whoever has it next.
+    A level is written on its own lane, in order; so a slot has one number for writes, and one per lane for reads. One
+    number for both lanes would not do: a later read on one lane does not imply the end of an earlier one on the other.
+    A slot keeps its numbers when it is reassigned.
     """
 
     def __init__(self, sizes: Sequence[Sequence[int]]) -> None:
         """`sizes`: the number of slots, per group and level."""
         self._written = [[np.zeros(size, np.int64) for size in levels] for levels in sizes]
         self._read = [[[np.zeros(size, np.int64) for _ in levels] for size in levels] for levels in sizes]
-        """Per group, level and lane."""
+        """Numbers of reads per group, level and lane."""
 
     def before(self, copies: Sequence[Copy]) -> dict[int, int]:
-        """What must have ended before these copies, all of one lane, begin: the number on each of the other lanes."""
+        """Return, per other lane, the number that must have ended before these copies, all of one lane, begin."""
         found: dict[int, int] = {}
         for copy in copies:
             wanted = [(copy.source_level, self._written[copy.group][copy.source_level], copy.source)]
@@ -70,7 +70,7 @@ class SlotOrder:
         return found
 
     def note(self, copy: Copy, number: int) -> None:
-        """A copy is in the batch with this number on its lane."""
+        """Record a copy of the batch with this number on its lane."""
         self._written[copy.group][copy.target_level][copy.target] = number
         self._read[copy.group][copy.source_level][copy.target_level][copy.source] = number
 
@@ -91,7 +91,7 @@ def _place(copy: Copy, written: Marks, read: Marks) -> int:
 
 
 def _blank_marks(copies: Sequence[Copy]) -> Marks:
-    """Room for a mark on each slot up to the highest that is used."""
+    """Return room for a mark on each slot up to the highest that is used."""
     sizes: dict[Place, int] = {}
     for copy in copies:
         for level, slots in ((copy.source_level, copy.source), (copy.target_level, copy.target)):
@@ -101,7 +101,7 @@ def _blank_marks(copies: Sequence[Copy]) -> Marks:
 
 
 def _refuse_inner_hazard(copy: Copy) -> None:
-    """Two pairs of one copy must not touch the same slot, unless all of them stay where they are."""
+    """Raise ValueError if two pairs of one copy touch the same slot, unless all of them stay in place."""
     if copy.source.size < 2 and copy.source_level != copy.target_level:
         return
     twice = np.unique(copy.target).size != copy.target.size

@@ -2,7 +2,7 @@
 
 It is mapped here and then registered with the driver, because torch's own pinned allocator rounds every request up to a
 power of two, which for a pool is up to twice the memory. Chunk by chunk it is zeroed, by all of torch's threads, since
-page faults are most of the cost, and page-locked: what a system does not allow is known before all of it was touched.
+page faults are most of the cost, and page-locked: a refusal by the system is known before all of it was touched.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 CHUNK_BYTES = 1 << 30
-"""About so much is registered at once: one piece of 512 GiB is too much for drivers, one of 2 GiB for some kernels."""
+"""Bytes registered at once, about: one piece of 512 GiB is too much for drivers, one of 2 GiB for some kernels."""
 Progress = Callable[[int], None]
-"""Is told of more bytes that are ready."""
+"""Called with the number of further bytes that are ready."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call, on Linux."""
+"""Number of the system call, on Linux."""
 _MPOL_BIND = 2
 _NODES = 1024
 
 
 class PageLocker(Protocol):
-    """The driver's part."""
+    """The driver's functions for page-locking."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Page-lock memory. Raises RuntimeError where that is refused."""
+        """Page-lock memory. Raises RuntimeError if refused."""
         ...
 
     def unregister(self, addresses: Sequence[int]) -> None:
-        """Undo it, when nothing is copied there any more."""
+        """Undo it, once no copies use the memory."""
         ...
 
 
 class Stretch(NamedTuple):
-    """A part of a mapping that has blocks of one size, in bytes."""
+    """A part of a mapping with blocks of one size, in bytes."""
 
     begin: int
     num_bytes: int
@@ -52,16 +52,16 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where memory lies."""
+    """Placement of memory."""
 
     hugepages: Literal["system", "always", "never"] = "system"
-    """Whether the system uses huge pages: as it likes, where it can, or not."""
+    """Use of huge pages: left to the system, wherever possible, or not at all."""
     numa_node: int | None = None
     """The node of the machine; None: the system chooses."""
 
 
 def blocks_per_chunk(block_bytes: int) -> int:
-    """So many blocks are page-locked together; whole pages, at least one. No copy may go beyond such a chunk."""
+    """Return the blocks per page-locked chunk: whole pages, at least one block. No copy may cross its edge."""
     aligned = math.lcm(block_bytes, mmap.PAGESIZE)
     return max(1, CHUNK_BYTES // aligned) * (aligned // block_bytes)
 
@@ -75,8 +75,8 @@ def host_zeros(
 ) -> torch.Tensor:
     """Allocate host memory for blocks of `block_bytes`, zeroed, and page-locked by `locker`; uint8 [num_bytes].
 
-    It is freed with its last view. Raises MemoryError if the system does not let so much be mapped or locked, or does
-    not know what `placement` asks for.
+    It is freed with its last view. Raises MemoryError if the system refuses to map or lock this much, or does not
+    support `placement`.
     """
     if num_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
@@ -95,11 +95,11 @@ def host_zeros(
 def mapped_file(
     descriptor: int, num_bytes: int, stretches: Sequence[Stretch], locker: PageLocker | None
 ) -> torch.Tensor:
-    """Map the first bytes of a file, which has them; uint8 [num_bytes]. What is written to it is in the file.
+    """Map the first bytes of a file of that size; uint8 [num_bytes]. Writes to it go to the file.
 
     It is unmapped with its last view, and the descriptor may be closed at once. `locker` page-locks its stretches,
-    which begin with a page: raises MemoryError where that is refused, as for files of disks by many systems, and where
-    it cannot be mapped.
+    which begin with a page: raises MemoryError if that is refused, as for files on disks by many systems, or if it
+    cannot be mapped.
     """
     region = _mapped(descriptor, num_bytes, mmap.MAP_SHARED, "a file")
     tensor = torch.frombuffer(region, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def mapped_file(
 
 
 def _chunks(stretch: Stretch) -> list[tuple[int, int]]:
-    """Where its parts begin and end that are page-locked together."""
+    """Return the start and end of each part that is page-locked at once."""
     step, end = blocks_per_chunk(stretch.block_bytes) * stretch.block_bytes, stretch.begin + stretch.num_bytes
     return [(begin, min(begin + step, end)) for begin in range(stretch.begin, end, step)]
 
@@ -137,7 +137,7 @@ class _LockedRegion(mmap.mmap):
 
     def __del__(self) -> None:
         if self._locker is not None and self._locked:
-            with suppress(RuntimeError):  # a broken device keeps nothing
+            with suppress(RuntimeError):  # a broken device keeps nothing registered
                 self._locker.unregister([address for address, _ in self._locked])
 
 
@@ -147,7 +147,7 @@ def _lockable() -> str:
 
 
 def _place(region: mmap.mmap, address: int, placement: Placement) -> None:
-    """Say where memory shall lie that nobody has touched."""
+    """Set the placement of untouched memory."""
     if placement.hugepages != "system":
         name = {"always": "MADV_HUGEPAGE", "never": "MADV_NOHUGEPAGE"}[placement.hugepages]
         try:
@@ -171,8 +171,9 @@ def _place(region: mmap.mmap, address: int, placement: Placement) -> None:
 
 
 def _mapped(descriptor: int, num_bytes: int, flags: int, what: str) -> _LockedRegion:
-    """Map memory, which children do not get: after a fork the parent's pages would be copied on write, and the GPU
-    would keep the old ones.
+    """Map memory that children do not inherit.
+
+    After a fork the parent's pages would be copied on write, and the GPU would keep the old ones.
     """
     try:
         region = _LockedRegion(descriptor, num_bytes, flags=flags)

@@ -1,9 +1,9 @@
-"""A GPU that is not there: streams that run in any order that their waits allow, and copies in pieces.
+"""A simulated GPU: streams that run in any order that their waits allow, and copies in pieces.
 
 It serves `cuda_ops.streams.CopyStreams` as a `Gpu` and `cuda_ops.dma.DmaCopier` as a `Memcpy`, so that the real copier
-moves real bytes in host memory, as badly as a device may: the host runs ahead, streams are interleaved at random,
-the copies of a call run in any order, torn into pieces of which each is read some time before it is written. Whoever
-reads or writes a block without waiting for its copies gets other bytes, in some of many seeds.
+moves real bytes in host memory, as badly as a device may: the host runs ahead, streams are interleaved at random, the
+copies of a call run in any order, torn into pieces of which each is read some time before it is written. Code that
+reads or writes a block without waiting for its copies sees wrong bytes, in some of many seeds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from itertools import pairwise
 from cuda_ops.dma import CopyPieces
 
 Operation = Callable[[], bool]
-"""Does a part of its work; whether that was the last."""
+"""Does a part of its work; returns True if that was the last."""
 TORN_INTO = 3
 PACES = (1, 10, 100)
-"""How often a stream's turn comes, beside those of others."""
+"""Relative frequencies of a stream's turns."""
 CHANGES_PACE = 0.1
 
 
@@ -34,13 +34,13 @@ class SimulatedEvent:
         self.happened = False
 
     def query(self) -> bool:
-        """Ask; the device goes on behind it."""
+        """Query the event; the device continues afterwards."""
         happened = self.happened
         self._gpu.run_some()
         return happened
 
     def synchronize(self) -> None:
-        """Let the device run until it has happened."""
+        """Run the device until the event has happened."""
         self._gpu.run_until(lambda: self.happened)
 
 
@@ -52,10 +52,10 @@ class SimulatedStream:
         self.cuda_stream = number
         self.pace = gpu.dice.choice(PACES)
         self.operations: deque[tuple[Callable[[], bool], Operation]] = deque()
-        """What is to be done, each with when it may be."""
+        """Pending work, each with its readiness condition."""
 
     def do(self, operation: Callable[[], object]) -> None:
-        """Put work on the stream, which is done at once when its turn has come."""
+        """Put work on the stream that is done at once in its turn."""
         self.put(lambda: operation() is None or True)
 
     def put(self, operation: Operation, ready: Callable[[], bool] = lambda: True) -> None:
@@ -81,7 +81,7 @@ class SimulatedStream:
 
 
 class SimulatedGpu:
-    """See `cuda_ops.streams.Gpu` and `cuda_ops.dma.Memcpy`. What happens depends on the seed alone."""
+    """See `cuda_ops.streams.Gpu` and `cuda_ops.dma.Memcpy`. Its behaviour depends on the seed alone."""
 
     def __init__(self, seed: int, failing: Container[int] = ()) -> None:
         """`failing`: the calls of `copy`, counted from 0, that put half of their copies on the stream and fail."""
@@ -125,7 +125,7 @@ class SimulatedGpu:
             raise RuntimeError(f"call {self.calls - 1} was chosen to fail")
 
     def step(self) -> bool:
-        """Do a part of the work of some stream; False if there is nothing that could be done."""
+        """Do a part of the work of some stream; False if nothing can be done."""
         ready = [each for each in self._streams if each.operations and each.operations[0][0]()]
         if not ready:
             return False
@@ -137,22 +137,22 @@ class SimulatedGpu:
         return True
 
     def run_some(self, most: int = 6) -> None:
-        """Let some time pass."""
+        """Run a random number of steps, fewer than `most`."""
         for _ in range(self.dice.randrange(most)):
             self.step()
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Let time pass until something is so. Raises AssertionError if that can never be."""
+        """Run until the condition is true. Raises AssertionError if that can never be."""
         while not condition():
             assert self.step(), "the streams wait for each other"
 
     def synchronize(self) -> None:
-        """Let the device do all that it was given."""
+        """Run all submitted work."""
         self.run_until(lambda: not any(each.operations for each in self._streams))
 
 
 class _TornCopy:
-    """The copies of one call: what is still to be read, and what was read and is still to be written."""
+    """The copies of one call: those still to be read, and those read and still to be written."""
 
     def __init__(self, pieces: list[tuple[int, int, int]], dice: random.Random) -> None:
         self._dice = dice
@@ -163,7 +163,7 @@ class _TornCopy:
             self._unread += [(target + begin, source + begin, end - begin) for begin, end in pairwise(cuts)]
 
     def step(self) -> bool:
-        """Read or write a part, whichever."""
+        """Read or write a part, chosen at random."""
         number = self._dice.randrange(len(self._unread) + len(self._held) or 1)
         if number < len(self._unread):
             target, source, size = self._unread.pop(number)

@@ -1,12 +1,12 @@
-"""Packed columns: how events carry long rows of numbers.
+"""Packed columns: the long rows of numbers in events.
 
-A list of Python integers costs tens of nanoseconds per item to build, encode and decode; the same
-row as little-endian bytes costs a memory copy. Events therefore carry slots, handles, names, keys and
-token ids as ``bytes``. The aliases below say what the bytes mean, and carry a `Packed` marker, by which the JSON codec
-spells them out as lists for people.
+A list of Python integers costs tens of nanoseconds per item to build, encode and decode; the same row as little-endian
+bytes costs a memory copy. Events therefore carry slots, handles, names, keys and token ids as ``bytes``. The aliases
+below define the meaning of the bytes, and carry a `Packed` marker, by which the JSON codec writes them as readable
+lists.
 
-The schema says that a column is bytes; that four of them make a slot it cannot say. A log's reader looks once at every
-length (`broken_column`), so that nobody behind it has to expect half a number.
+The schema defines a column as bytes, but not that four of them make a slot. A log's reader checks every length once
+(`broken_column`), so that later code need not expect half a number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_KEY_BYTES = 64
 
 @dataclass(frozen=True)
 class Packed:
-    """Marks a ``bytes`` field as a column; `item` says what one entry is, `size` its bytes (0: each log's own)."""
+    """Marks a ``bytes`` field as a column; `item` is the kind of an entry, `size` its bytes (0: each log's own)."""
 
     item: Literal["token", "int32", "count", "int64", "parent", "name", "key", "checksum"]
     size: int
@@ -87,33 +87,33 @@ def names_of_keys(keys: bytes, key_bytes: int) -> bytes:
 
 
 def split_names(names: bytes) -> list[bytes]:
-    """A column of names as one for each block."""
+    """Split a column of names into one per block."""
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
 def names_between(keys: bytes | bytearray, key_bytes: int, first: int, last: int) -> bytes:
-    """The names of some entries, at least one, of a column of keys; reads no more of the column than these."""
+    """Return the names of some entries, at least one, of a column of keys; reads only these."""
     begin = first * key_bytes
     if last == first + 1:
         return bytes(keys[begin : begin + NAME_BYTES])
     parts = key_bytes // NAME_BYTES
-    # Without a copy of the keys, which would cost more than all else.
+    # Without a copy of the keys, which would cost more than everything else.
     return np.frombuffer(keys, np.uint64, (last - first) * parts, begin)[::parts].tobytes()
 
 
 def are_keys(key_bytes: int) -> bool:
-    """Whether keys can have this size: none at all, or some names' worth."""
+    """Return True if keys can have this size: 0, or a number of names."""
     return 0 <= key_bytes <= MAX_KEY_BYTES and key_bytes % NAME_BYTES == 0
 
 
 def broken_column(event: msgspec.Struct, key_bytes: int) -> str | None:
-    """Which column has a part of an entry at its end, in words; None if there is none."""
+    """Return a description of a column with an incomplete entry at its end; None if there is none."""
     name = _broken_field(event, key_bytes)
     return name and f"the column {name} of {type(event).__name__} does not hold whole entries"
 
 
 _ENDLESS = 1 << 62
-"""No column has so many bytes: one with entries of this size must be empty."""
+"""An entry size larger than any column: a column of such entries must be empty."""
 _Columns = tuple[tuple[str, int], ...]
 
 
@@ -131,7 +131,7 @@ def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
-    """Names and bytes per entry of a struct's columns (0: each log's own), and of its fields that hold several.
+    """Return names and entry sizes of a struct's columns (0: each log's own), and of its fields that hold several.
 
     These hold columns, or structs (0 bytes) that have columns.
     """
@@ -149,6 +149,6 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
 
 
 def _entry_size(hint: Any) -> int | None:
-    """Bytes per entry if the hint is that of a column."""
+    """Return the bytes per entry if the hint is a column's."""
     mark = hint.__metadata__[0] if typing.get_origin(hint) is typing.Annotated else None
     return mark.size if isinstance(mark, Packed) else None

@@ -1,6 +1,6 @@
-"""A fold of a stream of batches into changes, which knows when it has missed some; and one for our own caches.
+"""A fold of a stream of batches into changes, which detects missed ones; and one for our own caches.
 
-What an event says about sequences is taken in here, once for all folds; what it says about blocks is left to them.
+The parts of events about sequences are folded here, once for all folds; those about blocks in each.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Change_co = TypeVar("Change_co", bound=AnyChange, covariant=True)
 class StreamFold(ABC, Generic[Change_co]):
     """Hands each event to the handler for its type; handlers add to `_changes`.
 
-    A fold that has missed a batch can never be right again until all is said anew, and hears of nothing else before.
+    A fold that has missed a batch can never be right again until the whole state comes, and ignores everything before.
     """
 
     groups: tuple[GroupCreated, ...] = ()
-    """Of the cache that the stream is of; none where that is not known."""
+    """Groups of the stream's cache; none if unknown."""
     _heard_when_lost: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
         self.lost = False
-        """Batches are missing: nothing is said until the stream says anew all that there is."""
+        """True if batches are missing: no changes until the stream has its whole state again."""
         self.last_seq: int | None = None
         self._beginning = False
-        """In this batch the stream began anew."""
+        """True if the stream began anew in this batch."""
         self._changes: list[Any] = []
         self._handlers: dict[type, Callable[[Any], None]] = {ev.Gap: self._meet_gap}
 
     def fold(self, batch: ev.EventBatch) -> list[Change_co]:
-        """What the batch changes, in order."""
+        """Return the changes of the batch, in order."""
         if self.last_seq is not None and batch.seq != self.last_seq + 1:
             self.lost = True
         handlers = self._handlers
@@ -54,7 +54,7 @@ class StreamFold(ABC, Generic[Change_co]):
 
     @abstractmethod
     def snapshot(self) -> Iterator[Change_co]:
-        """All that there is at the time of this call, parents first; what is folded later changes nothing."""
+        """Yield everything there is at the time of this call, parents first; later folds do not affect it."""
 
     def _meet_gap(self, gap: ev.Gap) -> None:
         """A log's own loss does not concern a fold that has seen those batches."""
@@ -62,7 +62,7 @@ class StreamFold(ABC, Generic[Change_co]):
             self.lost = True
 
     def _begin(self) -> None:
-        """What was before does not matter any more, nor what is missing of it."""
+        """Begin anew: earlier events no longer matter, nor missing ones."""
         self.lost, self._beginning = False, True
 
 
@@ -106,7 +106,7 @@ class SequenceFold(StreamFold[Change_co]):
         self._changes.append(Cleared())
 
     def _forget(self) -> None:
-        """Nothing is cached and nothing runs."""
+        """Remove everything cached and running."""
         self._sequences.clear()
         self._running.forget_row()
         self._symbols.clear()
@@ -127,7 +127,7 @@ class SequenceFold(StreamFold[Change_co]):
 
     @abstractmethod
     def _install_blocks(self, event: ev.StateExported) -> None:
-        """Take in what is cached; its sequences and symbols are there."""
+        """Install the cached blocks; the sequences and symbols are there."""
 
     # -- sequences
 

@@ -1,6 +1,6 @@
-"""What routers receive: blocks stored in a level, blocks removed from it, everything cleared.
+"""The changes for routers: blocks stored in a level, blocks removed from it, everything cleared.
 
-And what readers of an inventory receive: a cache that began, blocks that are cached, updated, not cached any more.
+And for readers of an inventory: a cache that began, blocks that are cached, updated, no longer cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, GroupCreated, Namespace
 
 BlockExtras = tuple[tuple[str, int], ...]
-"""(64 hex digits, where it begins relative to the block) of each item in a block, in order."""
+"""(64 hex digits, offset relative to the block) of each item in a block, in order."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -32,11 +32,11 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     tokens_per_block: int
     namespace: Namespace
     extras: tuple[BlockExtras, ...] = ()
-    """What distinguishes each block besides its tokens; empty where there is nothing."""
+    """Contents of each block in addition to its tokens; empty if there are none."""
     padded: bytes = b""
-    """The tokens as SGLang writes them, where that is not `tokens`: with numbers that stand for `extras` as well."""
+    """The tokens as SGLang writes them, if different from `tokens`: with numbers that stand for `extras` as well."""
     salt: str | None = None
-    """The salt of `namespace`, where it is told as it is."""
+    """The salt of `namespace`, if it is published in clear."""
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -48,18 +48,18 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """Nothing is resident any more."""
+    """No block is resident any more."""
 
 
 class EncodedEvent(msgspec.Struct, frozen=True, gc=False):
-    """Something that an engine told, to be passed on as it was."""
+    """An engine's event, to be passed on unchanged."""
 
     encoded: bytes
     """The event on the wire, in msgpack."""
 
 
 class Batched(msgspec.Struct, frozen=True, gc=False):
-    """A batch of the cache's own events, to be passed on as it is."""
+    """A batch of the cache's own events, to be passed on unchanged."""
 
     batch: EventBatch
 
@@ -70,7 +70,7 @@ class Created(msgspec.Struct, frozen=True, gc=False):
     groups: tuple[GroupCreated, ...]
     hash_algorithm: str
     rank: int | None = None
-    """The engine's, where its attention is data-parallel."""
+    """The engine's rank, if its attention is data-parallel."""
 
 
 class Cached(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +89,7 @@ class Cached(msgspec.Struct, frozen=True, gc=False):
 
 
 class Updated(msgspec.Struct, frozen=True, gc=False):
-    """Cached blocks changed their level or their priority, from the first value to the second; None: not that."""
+    """Cached blocks changed their level or their priority, from the first value to the second; None: unchanged."""
 
     group: int
     names: bytes
@@ -98,7 +98,7 @@ class Updated(msgspec.Struct, frozen=True, gc=False):
 
 
 class Uncached(msgspec.Struct, frozen=True, gc=False):
-    """Blocks are not cached any more, in whichever level they were."""
+    """Blocks are no longer cached, in whichever level they were."""
 
     group: int
     names: bytes
@@ -110,11 +110,11 @@ AnyChange = Change | EncodedEvent | Batched | Created | Cached | Updated | Uncac
 
 
 PAD_BASE, PAD_RANGE = 1_000_000, 1 << 30
-"""SGLang has the tokens of an item replaced by a number in this range that its hash determines."""
+"""Range of the number, determined by an item's hash, by which SGLang replaces the item's tokens."""
 
 
 def told(stored: Stored, table: SymbolTable) -> Stored:
-    """The change with its symbols spelled out; the same object if they are plain."""
+    """Return the change with its symbols spelled out; the same object if they are plain."""
     if not stored.namespace.uses_extra_ids and not (table.pages and has_symbols(stored.tokens)):
         return stored
     tokens = table.spell(stored.tokens)
@@ -126,10 +126,10 @@ def told(stored: Stored, table: SymbolTable) -> Stored:
 def block_extras(
     tokens: RichTokens, tokens_per_block: int, *, with_extra_ids: bool
 ) -> tuple[BlockExtras, ...]:
-    """What routers must know of each block besides its tokens.
+    """Return the contents of each block, for routers, in addition to its tokens.
 
-    They know items, but no extra ids: those of a block appear as one item more, with their SHA-256 as its digest, so
-    that blocks with others, or with none, are told apart.
+    Routers know items, but no extra ids: those of a block appear as one more item, with their SHA-256 as its digest, so
+    that blocks with others, or with none, are distinguished.
     """
     blocks = []
     for index, items in enumerate(tokens.items_by_block(tokens_per_block)):
@@ -142,7 +142,7 @@ def block_extras(
 
 
 def _padded(tokens: RichTokens, tokens_per_block: int, extras: tuple[BlockExtras, ...]) -> bytes:
-    """The tokens, with those of items replaced as in SGLang, and moved by the digests of extra ids in `extras`."""
+    """Return the tokens, those of items replaced as in SGLang, and moved by the extra ids' digests in `extras`."""
     padded = np.frombuffer(tokens.tokens, "<i4").astype("<i8")
     for item in tokens.items:
         padded[item.begin : item.end] = PAD_BASE + int.from_bytes(item.digest[:8], "big") % PAD_RANGE

@@ -1,7 +1,7 @@
 """All that is cached, as a fold of events into changes, in the order of the events.
 
-Parts of blocks are cached, too, and a block is where it is meant to be, whether its bytes have got there or not. That
-is what TensorRT-LLM tells of its cache: `events.formats.trtllm` makes its dicts of the changes.
+Parts of blocks are included, and a block is in its intended place, even if its bytes have not landed there.
+TensorRT-LLM publishes this view of its cache: `events.formats.trtllm` makes its dicts from the changes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class CachedBlock(NamedTuple):
     level: int
     priority: int
     parent: bytes
-    """The name of the block before; empty at the start of a prompt."""
+    """Name of the preceding block; empty at the start of a prompt."""
     symbols: bytes
     namespace: Namespace
 
 
 class Inventory(SequenceFold[InventoryChange]):
-    """Folds batches into changes of what is cached. Needs a stream that holds token ids, and blocks that have names."""
+    """Folds batches into changes of the cached blocks. Needs a stream with token ids, and blocks with names."""
 
     _changes: list[InventoryChange]
 
@@ -40,7 +40,7 @@ class Inventory(SequenceFold[InventoryChange]):
         super().__init__()
         self._created = Created((), "")
         self._blocks: list[dict[bytes, CachedBlock]] = []
-        """Per group, by name."""
+        """Cached blocks per group, by name."""
         self._handlers |= {
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
@@ -51,7 +51,7 @@ class Inventory(SequenceFold[InventoryChange]):
         }
 
     def snapshot(self) -> Iterator[InventoryChange]:
-        """All that is cached at the time of this call, parents first; what is folded later changes nothing."""
+        """Yield all blocks cached at the time of this call, parents first; later folds do not affect it."""
         if not self.groups:
             return iter(())
         copies = [blocks.copy() for blocks in self._blocks]
@@ -106,7 +106,7 @@ class Inventory(SequenceFold[InventoryChange]):
     def _enter(
         self, group: int, level: int, priority: int, parent: bytes, of: NamedTokens, first: int, tokens: int
     ) -> None:
-        """So many tokens of a sequence, from the start of its block `first` on, are cached."""
+        """Add the blocks of `tokens` tokens of a sequence, from the start of its block `first` on, as cached."""
         begin, blocks = first * self.tokens_per_block, self._blocks[group]
         symbols = of.packed(begin, begin + tokens)
         names = bytes(of.names[first * NAME_BYTES : (first - -tokens // self.tokens_per_block) * NAME_BYTES])
@@ -156,7 +156,7 @@ def _told(
 
 
 def _chains(blocks: dict[bytes, CachedBlock]) -> Iterator[list[tuple[bytes, CachedBlock]]]:
-    """Each block once, after the one before it if that is cached; as many in a row as one level and priority have."""
+    """Yield each block once, after its cached parent, in runs of one level and priority."""
     left, chain = blocks.copy(), list[tuple[bytes, CachedBlock]]()
     for name in blocks:
         path = []

@@ -1,8 +1,8 @@
 """The native format: each message is one batch of the cache's own events, whole, as msgpack or JSON.
 
-A batch whose first event is `EpochStarted` tells the whole state, as the first batch of an epoch and a snapshot do:
-what follows it continues from there, whatever was before. Whoever comes late, or has missed something, begins with one.
-A batch without events is a heartbeat, and says which batch was the last.
+A batch with the first event `EpochStarted` has the whole state, as the first batch of an epoch and a snapshot do: later
+batches continue from there, whatever was before. Readers that come late, or have missed batches, begin with one. A
+batch without events is a heartbeat, with the number of the last batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from events.types import EpochStarted, EventBatch, Gap, StateExported
 
 Encoding = Literal["msgpack", "json"]
 _BEGINNINGS = ("EpochStarted", "Gap")
-"""First events of batches that make those before them worthless."""
+"""First events of batches that make earlier ones worthless."""
 _JSON_BEGINS = b"{"
 
 
 class Origin(NamedTuple):
-    """Whose batches they are that are numbered together."""
+    """The log or cache by which batches are numbered."""
 
     log_id: bytes
     epoch: int
@@ -50,9 +50,9 @@ class _SpelledEvent(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 
 class NativeCodec:
-    """Writes batches: in msgpack as `events.codec.encode_batch` gives them, or in JSON as `to_json` does.
+    """Encodes batches: in msgpack like `events.codec.encode_batch`, or in JSON like `to_json`.
 
-    `key_bytes` are those of a key.
+    `key_bytes`: size of a key.
     """
 
     def __init__(self, encoding: Encoding, key_bytes: int) -> None:
@@ -64,13 +64,13 @@ class NativeCodec:
         self._decode, self._event = self._format.Decoder(batch).decode, self._format.Decoder(event).decode
 
     def encode(self, batch: EventBatch) -> bytes:
-        """One message."""
+        """Encode one message."""
         return encode_batch(batch) if self._format is msgspec.msgpack else to_json(batch, self._key_bytes)
 
     def join(self, payloads: Sequence[bytes]) -> bytes:
-        """One message for several that follow each other, which has the number and the time of the last one.
+        """Join consecutive messages into one, with the number and the time of the last one.
 
-        It begins with the last state, or gap, that is in them, if there is one.
+        It begins with the last state, or gap, in them, if there is one.
         """
         if len(payloads) == 1:
             return payloads[0]
@@ -83,20 +83,20 @@ class NativeCodec:
 
 
 def decode_native(payload: bytes) -> EventBatch:
-    """The batch of a message in msgpack. Raises EventDecodeError."""
+    """Decode the batch of a message in msgpack. Raises EventDecodeError."""
     if payload[:1] == _JSON_BEGINS:
         raise EventDecodeError("it is JSON: readers of this software take format=native")
     return decode_batch(payload)
 
 
 def origin_told(batch: EventBatch) -> Origin | None:
-    """Whose state the batch tells, all of it; None: it does not, so that one cannot begin with it."""
+    """Return the origin of a whole state in the batch; None: it has none, so that a reader cannot begin with it."""
     first = batch.events[0] if batch.events else None
     return Origin(first.log_id, first.epoch) if isinstance(first, EpochStarted) else None
 
 
 def loses_track(batch: EventBatch, last_seq: int) -> bool:
-    """Whether batches after `last_seq` are missing in the stream itself, and the state does not follow in this one."""
+    """Return True if the stream itself lacks batches after `last_seq`, and this one does not have the state."""
     lost = False
     for event in batch.events:
         if isinstance(event, StateExported):

@@ -1,15 +1,15 @@
-"""How much of a log is kept: which segments may go, and removing them.
+"""Retention of a log: selection and removal of old segments.
 
-A log is cut only where it has a snapshot: the oldest segment that is kept stands right behind one. Segments go oldest
-first, each for good before the next, and snapshots that nothing stands behind any longer go last. So wherever that is
-interrupted, what is left is a log: all of what was to be kept, and perhaps some more.
+A log is cut only at a snapshot: the oldest segment kept comes right after one. Segments are removed oldest first, each
+durably before the next, and snapshots without a segment after them last. So wherever that is interrupted, the rest is a
+log: all that was to be kept, and perhaps some more.
 
-The newest segment with a batch in it is always kept: it tells a writer where the log goes on.
+The newest segment with a batch in it is always kept: it is where a writer continues the log.
 
-Limits are those of what is kept, the segment that is being written counted as large as the largest, and time by the
-log's own clock: the age of a segment is how much later than its last batch the newest segment begins. That clock never
-goes back: where the engine's was set back, it stands still up to the next segment. Leases (`events.log.leases`) keep
-segments beyond the limits, until there is twice as much as these allow.
+Limits are of the part kept, with the segment being written counted as large as the largest, and time by the log's own
+clock: the age of a segment is the time from its last batch to the newest segment's beginning. That clock never goes
+back: if the engine's was set back, it stands still up to the next segment. Leases (`events.log.leases`) keep segments
+beyond the limits, until there is twice as much as these allow.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _NS = 10**9
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a log is to be kept; None: no limit."""
+    """Limits of the part of a log that is kept; None: no limit."""
 
     bytes: int | None = None
-    """Of segments and snapshots."""
+    """Bytes of segments and snapshots."""
     seconds: float | None = None
-    """Between a segment's last batch and the newest segment's first one."""
+    """Time between a segment's last batch and the newest segment's first one."""
     segments: int | None = None
 
     def __bool__(self) -> bool:
         return any(each is not None for each in (self.bytes, self.seconds, self.segments))
 
     def doubled(self) -> Limits:
-        """Twice as much."""
+        """Return twice these limits."""
         size, seconds, segments = self.bytes, self.seconds, self.segments
         return Limits(size and 2 * size, seconds and 2 * seconds, segments and 2 * segments)
 
@@ -54,16 +54,16 @@ class Part:
 
     path: Path
     first: int
-    """Its first batch."""
+    """The number of its first batch."""
     bytes: int
     ts: int
-    """When its first batch was made, nanoseconds since 1970."""
+    """Time of its first batch, nanoseconds since 1970."""
     is_compressed: bool
 
 
 @dataclass(frozen=True)
 class RemovedParts:
-    """What has been removed."""
+    """The removed part of a log."""
 
     segments: int
     snapshots: int
@@ -79,7 +79,7 @@ class LogParts:
         self.snapshots = list(snapshots(directory))
 
     def wanted(self, limits: Limits) -> int:
-        """The first batch that is to be kept by these limits and all leases; 0: everything is."""
+        """Return the first batch to be kept by these limits and all leases; 0: keep everything."""
         if not self.parts:
             return 0
         floor = leased(self._directory)
@@ -90,43 +90,43 @@ class LogParts:
         return self.parts[cut].first if cut > 0 else 0
 
     def has_snapshot_before(self, first: int) -> bool:
-        """Whether one stands right before the segment that begins with this batch."""
+        """Return True if a snapshot is right before the segment that begins with this batch."""
         wanted = sum(part.first < first for part in self.parts)
         return any(self._before(each) == wanted for each in self.snapshots)
 
     def unmarked_bytes(self) -> int:
-        """Bytes of complete segments behind the newest snapshot."""
+        """Return the bytes of complete segments after the newest snapshot."""
         newest = self.snapshots[-1].seq if self.snapshots else -1
         return sum(part.bytes for part in self.parts[:-1] if part.first > newest)
 
     def remove(self, first: int) -> RemovedParts:
-        """Remove what is before batch `first`, up to a snapshot. Raises OSError."""
+        """Remove everything before batch `first`, up to a snapshot. Raises OSError."""
         wanted = sum(part.first < first for part in self.parts)
         fitting = (
             each for each in self.snapshots if wanted and wanted <= self._before(each) < len(self.parts)
         )
         for snapshot, _ in readable(fitting):
             return self._remove(self.parts[: self._before(snapshot)])
-        # What an interrupted removal has left.
+        # Remains of an interrupted removal.
         old = self.discard_old_snapshots(self.parts) if self.parts else []
         return RemovedParts(0, len(old), sum(old))
 
     def _before(self, snapshot: Snapshot) -> int:
-        """How many segments stand before it."""
+        """Return the number of segments before it."""
         return sum(part.first <= snapshot.seq for part in self.parts)
 
     def _remove(self, parts: Sequence[Part]) -> RemovedParts:
         size = 0
         for part in parts:
             remove_segment(part.path)
-            # The next one only when this one is gone for good, or a crash could leave a hole.
+            # The next one only once this one is durably removed, or a crash could leave a hole.
             sync_directory(self._directory)
             size += part.bytes
         old = self.discard_old_snapshots(self.parts[len(parts) :])
         return RemovedParts(len(parts), len(old), size + sum(old))
 
     def discard_old_snapshots(self, parts: Sequence[Part]) -> list[int]:
-        """Remove all but the last one of those before these segments; returns their sizes. Raises OSError."""
+        """Remove all but the last of the snapshots before these segments; return their sizes. Raises OSError."""
         before = [path for path in snapshot_paths(self._directory) if first_seq(path) < parts[0].first]
         sizes = []
         for path in before[:-1]:
@@ -137,19 +137,19 @@ class LogParts:
         return sizes
 
     def _cut(self, limits: Limits) -> int:
-        """How many of the oldest segments are to go."""
+        """Return the number of oldest segments to remove."""
         cut, most = 0, len(self.parts) - 1
         while cut < most and self._exceeds(cut, limits):
             cut += 1
         return cut
 
     def _exceeds(self, cut: int, limits: Limits) -> bool:
-        """Whether the segments from this one on are more than allowed."""
+        """Return True if the segments from this one on exceed the limits."""
         kept = self.parts[cut:]
         if limits.segments is not None and len(kept) > limits.segments:
             return True
         if limits.seconds is not None:
-            # A clock that went back has not moved.
+            # A clock that went back is taken as standing still.
             elapsed = sum(max(behind.ts - part.ts, 0) for part, behind in pairwise(kept[1:]))
             if elapsed > limits.seconds * _NS:
                 return True
@@ -158,12 +158,12 @@ class LogParts:
     def _bytes(self, kept: Sequence[Part]) -> int:
         largest = max(part.bytes for part in self.parts)
         sizes = [each.size for each in self.snapshots if each.seq >= kept[0].first]
-        before = self.snapshots[-1].size if self.snapshots else 0  # that which stands before the first one
+        before = self.snapshots[-1].size if self.snapshots else 0  # the one before the first one
         return sum(part.bytes for part in kept[:-1]) + largest + sum(sizes) + before
 
 
 def _parts(directory: Path) -> Iterator[Part]:
-    """All segments that hold a batch. One that was just begun and lost its first one is no place to go on from."""
+    """Yield all segments that hold a batch. A new one that lost its first one is no place to continue from."""
     for path in segment_paths(directory):
         with suppress(FileNotFoundError), Segment(path) as segment:
             header = segment.header()

@@ -1,4 +1,4 @@
-"""Frames as they are written: each by itself, or together in compressed ones (`events.log.frames`)."""
+"""The written form of frames: each by itself, or together in compressed ones (`events.log.frames`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from events.log.frames import (
 )
 
 BLOCK_BYTES = 64 << 10
-"""Frames of so many bytes fill a compressed one."""
+"""Bytes of frames that fill a compressed one."""
 _CRC_PIECE = 5120
-"""Up to so many bytes zlib keeps the GIL."""
+"""Size up to which zlib keeps the GIL."""
 
 
 class Portion(NamedTuple):
-    """What is on the disk as a whole or not at all."""
+    """Bytes that are on disk as a whole or not at all."""
 
     parts: tuple[bytes, ...]
     last: FrameHeader
@@ -37,12 +37,12 @@ class Portion(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
+        """Size in bytes."""
         return sum(map(len, self.parts))
 
 
 class Block:
-    """Frames that are to be compressed together; one stream after the other, with a window of `2**window_log` bytes."""
+    """Frames to be compressed together; one stream after the other, with a window of `2**window_log` bytes."""
 
     def __init__(self, seed: int, window_log: int) -> None:
         self._seed, self._window_log = seed, window_log
@@ -50,17 +50,17 @@ class Block:
         self._headers: list[FrameHeader] = []
         self._parts: list[bytes | memoryview] = []
         self.size = 0
-        """Bytes of the frames that wait."""
+        """Bytes of the waiting frames."""
         self.taken = 0
         """Bytes of all frames."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it is to be taken before another frame is added."""
+        """True if it is to be taken before another frame is added."""
         return self.size >= BLOCK_BYTES
 
     def takes(self, size: int, flags: int) -> bool:
-        """Whether a frame of this size can be compressed with those that wait. What is lost before it ends a stream."""
+        """Return True if a frame of this size can join the waiting ones. A loss before it ends a stream."""
         is_out = flags & CLOSED or (flags & AFTER_LOSS and self.size)
         return bool(self._window_log) and size <= MAX_EXPANDED - self.size and not is_out
 
@@ -72,7 +72,7 @@ class Block:
         self.size, self.taken = self.size + size, self.taken + size
 
     def take(self, flags: int = 0) -> Portion | None:
-        """The frames that wait, compressed; None: there are none. Raises what zstd raises, and then changes nothing."""
+        """Take the waiting frames, compressed; None: there are none. Raises zstd's errors, and then changes nothing."""
         if not self._headers:
             return None
         first, last, size = self._headers[0], self._headers[-1], self.size
@@ -90,7 +90,7 @@ class Block:
 
 
 def checksum(payload: bytes) -> int:
-    """The CRC, without letting another thread run meanwhile: two switches take longer than the checksum."""
+    """Return the CRC without releasing the GIL: two thread switches take longer than the checksum."""
     if len(payload) <= _CRC_PIECE:
         return crc32(payload)
     crc = 0
@@ -100,7 +100,7 @@ def checksum(payload: bytes) -> int:
 
 
 MAX_WINDOW_LOG = 27
-"""What a stream may refer back to, as a power of two: 128 MiB, which is what a reader needs memory for."""
+"""Maximal window of a stream, as a power of two: 128 MiB, the memory that a reader needs."""
 MIN_WINDOW_LOG = 10
 _LEVEL = 1
 
@@ -111,12 +111,12 @@ def zstd_module() -> ModuleType:
 
 
 def window_log(window: int) -> int:
-    """The power of two that stands for so many bytes, or more or less where streams cannot refer back so far."""
+    """Return the power of two for a window in bytes, within the limits of streams."""
     return max(MIN_WINDOW_LOG, min(window.bit_length() - 1, MAX_WINDOW_LOG))
 
 
 def has_zstd() -> bool:
-    """Whether anything can be compressed and expanded here."""
+    """Return True if zstd is available."""
     try:
         zstd_module()
     except ImportError:
@@ -125,7 +125,7 @@ def has_zstd() -> bool:
 
 
 class Compressor:
-    """The writing end of a stream that refers back to `2**window_log` bytes. Raises ImportError without zstd."""
+    """The compressing end of a stream that refers back to `2**window_log` bytes. Raises ImportError without zstd."""
 
     def __init__(self, window_log: int) -> None:
         zstd = zstd_module()
@@ -139,13 +139,13 @@ class Compressor:
         )
 
     def compressed(self, data: bytes) -> bytes:
-        """The next bytes of the stream, which can be expanded without those that follow. Lets other threads run."""
+        """Return the next bytes of the stream, expandable without those that follow. Lets other threads run."""
         result: bytes = self._zstd.compress(data, self._zstd.FLUSH_BLOCK)
         return result
 
 
 class Expander:
-    """The reading end. `path` is what it is needed for; raises ZstdMissing."""
+    """The expanding end. `path` is the file that needs it; raises ZstdMissing."""
 
     def __init__(self, path: Path, window_log: int) -> None:
         if not has_zstd():
@@ -157,7 +157,7 @@ class Expander:
         )
 
     def expanded(self, data: bytes | memoryview, size: int) -> bytes:
-        """The next `size` bytes of the stream. Raises ValueError if these are not what `data` holds."""
+        """Return the next `size` bytes of the stream. Raises ValueError if `data` does not hold exactly these."""
         try:
             result: bytes = self._zstd.decompress(data, size + 1)
         except (self._error, EOFError):
@@ -168,7 +168,7 @@ class Expander:
 
 
 def expanded_frame(path: Path, data: bytes, most: int) -> bytes:
-    """One whole frame of zstd, up to so many bytes. Raises ValueError if it is none, and ZstdMissing for `path`."""
+    """Expand one zstd frame of up to `most` bytes. Raises ValueError if it is none, and ZstdMissing for `path`."""
     if not has_zstd():
         raise ZstdMissing(path)
     zstd = zstd_module()

@@ -1,7 +1,7 @@
-"""What a router knows of one publisher: which blocks are where, folded from its messages.
+"""A router's view of one publisher: the places of blocks, folded from its messages.
 
-As simple as it can be, so that it can serve as a measure: it counts what a publisher should never send, instead of
-making something of it.
+As simple as possible, so that it can serve as a reference: it counts messages that a publisher should never send,
+instead of interpreting them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _LEVELS = {"GPU": GPU, "CPU": HOST, "CPU_PINNED": HOST, "CPU_TIER1": HOST}
 
 
 class IndexedBlock(NamedTuple):
-    """What is known of a resident block."""
+    """A resident block."""
 
     parent: Hash | None
-    """The block before it; None at the start of a prompt."""
+    """The preceding block; None at the start of a prompt."""
     tokens: tuple[int | tuple[int, ...], ...]
-    """Empty if the publisher did not say which, or not which belong to which block."""
+    """Empty if the publisher did not give them, or not which belong to which block."""
     extra: tuple[Any, ...] = ()
-    """What else makes the block what it is, as the publisher says it: adapter, salt, items; empty: tokens alone."""
+    """Further contents of the block's hash, as published: adapter, salt, items; empty: tokens alone."""
 
 
 class Index:
@@ -32,25 +32,25 @@ class Index:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], dict[Hash, IndexedBlock]] = {}
-        """By (group, level), then by hash, in the order in which they came."""
+        """Blocks by (group, level), then by hash, in the order in which they came."""
         self.batches = 0
         self.events = 0
         self.unknown_events = 0
         self.orphans = 0
-        """Stores whose parent is resident nowhere in the group."""
+        """Stores with a parent that is resident nowhere in the group."""
         self.repeated_stores = 0
-        """Blocks that were stored where they were already."""
+        """Blocks stored where they were resident already."""
         self.unknown_removals = 0
-        """Blocks that were removed from where they were not."""
+        """Blocks removed from where they were not resident."""
         self.missed_batches = 0
-        """Batches that are lost: the blocks may be wrong since."""
+        """Lost batches: the blocks may be wrong since."""
         self.recovered_batches = 0
         self.restated = 0
-        """Times that the publisher told its whole state in place of what was missed."""
+        """Times that the publisher sent its whole state in place of missed batches."""
         self.restarts = 0
 
     def fold(self, report: Report) -> None:
-        """Take in what a subscriber reports."""
+        """Fold a subscriber's report."""
         if isinstance(report, Received):
             self.apply(report.batch)
         elif isinstance(report, Missed):
@@ -67,7 +67,7 @@ class Index:
             self.blocks.clear()
 
     def apply(self, batch: VLLMBatch) -> None:
-        """Take in one batch."""
+        """Fold one batch."""
         self.batches += 1
         self.events += len(batch.events)
         for event in batch.events:
@@ -82,24 +82,24 @@ class Index:
                     self.unknown_events += 1
 
     def resident(self, group: int = 0, level: int = GPU) -> set[Hash]:
-        """The hashes of all blocks in a level of a group."""
+        """Return the hashes of all blocks in a level of a group."""
         return set(self.blocks.get((group, level), ()))
 
     def count(self, level: int) -> int:
-        """How many blocks of all groups are in a level."""
+        """Return the number of blocks of all groups in a level."""
         return sum(len(blocks) for (_, its), blocks in self.blocks.items() if its == level)
 
     def _store(self, event: BlockStored) -> None:
         group = event.group_idx or 0
         parent = event.parent_block_hash
         levels = [self.blocks.get((group, level), ()) for level in (GPU, HOST, STORAGE)]
-        # A sliding window has no use for what it has left behind, and need not keep it.
+        # A sliding window does not need the blocks that it has passed, and need not keep them.
         slides = event.kv_cache_spec_kind == "sliding_window"
         if parent is not None and not slides and not any(parent in blocks for blocks in levels):
             self.orphans += 1
         blocks = self.blocks.setdefault((group, level_of(event.medium)), {})
         size, tokens = event.block_size, event.token_ids
-        # With holes (sliding windows), or without tokens, nothing says which tokens are whose.
+        # With holes (sliding windows), or without tokens, it is unknown which tokens are whose.
         aligned = len(tokens) == len(event.block_hashes) * size
         scoped = (event.lora_id, event.lora_name, event.cache_salt) != (None, None, None)
         extra = scoped or any(event.extra_keys or ())
@@ -125,5 +125,5 @@ def _extra(event: BlockStored, number: int) -> tuple[Any, ...]:
 
 
 def level_of(medium: str | None) -> int:
-    """The level that the name of a medium stands for; no name is the GPU, and what is not known is storage."""
+    """Return the level of a medium's name; none is the GPU, an unknown one is storage."""
     return GPU if medium is None else _LEVELS.get(medium.upper(), STORAGE)

@@ -14,7 +14,7 @@ from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace, TokensAppended
 
 _FEW = 256
-"""So many tokens are sliced sooner than viewed."""
+"""Number of tokens up to which slicing is faster than a view."""
 
 
 class SequenceTokens:
@@ -29,12 +29,12 @@ class SequenceTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         return len(self._tokens) + len(self.sampled)
 
     @property
     def tokens(self) -> array[int]:
-        """Prompt and output as symbols; zeros where a log records no tokens."""
+        """Prompt and output as symbols; zeros if a log records no tokens."""
         sampled = self.sampled
         if sampled:
             self._tokens.fromlist(sampled)
@@ -42,7 +42,7 @@ class SequenceTokens:
         return self._tokens
 
     def packed(self, first: int, stop: int) -> bytes:
-        """The symbols from one token up to another, int32 LE."""
+        """Return the symbols from one token up to another, int32 LE."""
         if self.sampled:
             self._tokens.fromlist(self.sampled)
             self.sampled.clear()
@@ -52,20 +52,20 @@ class SequenceTokens:
         return self._tokens[first:stop].tobytes()
 
     def copied(self, first: int, stop: int) -> bytearray:
-        """The same, for who will append to it."""
+        """Return a copy of the same that can be appended to."""
         return bytearray(memoryview(self.tokens)[first:stop])
 
     def cut(self, num_tokens: int) -> None:
-        """Take back all tokens but the first ones."""
+        """Take back all tokens after the first `num_tokens`."""
         del self.tokens[num_tokens:]
 
     def copy_tokens(self) -> array[int]:
-        """The same tokens, for another sequence."""
+        """Copy the tokens, for another sequence."""
         return self.tokens[:]
 
 
 def lengths(sequences: Sequence[SequenceTokens]) -> list[int]:
-    """`num_tokens` of each, without the detour by the property."""
+    """Return `num_tokens` of each, without the overhead of the property."""
     return [len(each._tokens) + len(each.sampled) for each in sequences]
 
 
@@ -78,23 +78,23 @@ class NamedTokens(SequenceTokens):
         super().__init__(tokens)
         self.namespace = namespace
         self.names = bytearray(names)
-        """Of its leading blocks, 8 bytes each; zeros where no event has told."""
+        """Names of its leading blocks, 8 bytes each; zeros if no event has given them."""
 
     def rewind(self, num_tokens: int, tokens_per_block: int) -> None:
-        """Take back all but the first tokens, and names of blocks that these do not fill."""
+        """Take back all tokens after the first ones, and names of blocks that these do not fill."""
         self.cut(num_tokens)
         del self.names[(num_tokens - 1) // tokens_per_block * NAME_BYTES :]
 
     def branch(self) -> NamedTokens:
-        """Another sequence with the same tokens."""
+        """Return another sequence with the same tokens."""
         return NamedTokens(self.copy_tokens(), self.namespace, bytes(self.names))
 
     def name(self, first: int, names: bytes) -> None:
-        """Note the names of its blocks from `first` on."""
+        """Write the names of its blocks from `first` on."""
         self.name_up_to(first + len(names) // NAME_BYTES, names)
 
     def name_up_to(self, stop: int, names: bytes) -> None:
-        """Note the names of its last blocks before `stop`: an event leaves out those that others have given."""
+        """Write the names of its last blocks before `stop`: an event omits names that earlier ones have given."""
         noted, end = self.names, stop * NAME_BYTES
         begin = end - len(names)
         if begin > len(noted):
@@ -114,9 +114,9 @@ class RunningTokens:
         self._sequences = sequences
         self._began = began
         self.handles: bytes | None = None
-        """Packed int64: the sequences that were decoded last; None once something else happened to one of them."""
+        """Packed int64: the sequences decoded last; None once something else happened to one of them."""
         self._sampled: list[list[int]] = []
-        """Their last tokens."""
+        """The last tokens of each."""
 
     def append(self, event: TokensAppended) -> None:
         """Apply the event. Without token ids (a log may leave them out) zeros are appended."""
@@ -129,17 +129,17 @@ class RunningTokens:
         any(map(list.append, self._sampled, array("i", event.tokens)))
 
     def appends_to(self, sequences: Sequence[SequenceTokens]) -> bool:
-        """Whether these are the sequences that were decoded last, as far as that is remembered."""
+        """Return True if these are the sequences decoded last, if that is known."""
         if self.handles is None:
             return not sequences
         return [id(sampled) for sampled in self._sampled] == [id(each.sampled) for each in sequences]
 
     def forget_row(self) -> None:
-        """Begin anew: the sequences are others, or one of them is not decoding any more."""
+        """Forget the row: the sequences changed, or one of them is no longer decoding."""
         self.handles = None
 
     def _begin(self, handles: bytes) -> None:
-        """Other sequences than before are decoded together from now on."""
+        """Begin a row of sequences that are decoded together."""
         sequences = list(map(self._sequences.__getitem__, array("q", handles)))
         self._began(sequences)
         self.handles, self._sampled = handles, [each.sampled for each in sequences]

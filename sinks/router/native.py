@@ -1,9 +1,9 @@
 """``format=native``: all events of the cache, each batch as it was flushed, in a message of its own.
 
-Whoever begins needs the whole state, and the manager would have to stop the engine to tell it. So the sink folds the
-batches itself, on its own thread, by the code with which logs are replayed (`SinkContext.fold`), and tells what it
-has folded: when it is opened, after a failure, to each newcomer, and again and again in a broker's stream. Only what
-the sink itself has missed must come from the manager, as for any feed (`lost_seq`).
+A new reader needs the whole state, and the manager would have to stop the engine to publish it. So the sink folds the
+batches itself, on its own thread, by the code that replays logs (`SinkContext.fold`), and sends its state: when it is
+opened, after a failure, to each new subscriber, and repeatedly in a broker's stream. Only batches missed by the sink
+itself must come from the manager, as for any feed (`lost_seq`).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _MISSED = "missed by the sink: the whole state follows"
 
 
 class NativeFold(StreamFold[Batched]):
-    """Passes batches on, and knows the state behind them. The first of an epoch begins with `EpochStarted`.
+    """Passes batches on, and keeps the state after them. The first of an epoch begins with `EpochStarted`.
 
-    - `state`: what folds; None: the state cannot be told.
-    - `tokens`: whether token ids are passed on.
+    - `state`: the fold; None: the state is not available.
+    - `tokens`: True to pass token ids on.
     """
 
     def __init__(self, state: StateFold | None, *, tokens: bool) -> None:
         super().__init__()
         self._state, self._tokens = state, tokens
         self._log_id = os.urandom(_LOG_ID_BYTES)
-        """Stands for the log of a cache that has none."""
+        """Id for the log of a cache that has none."""
         self._beginning_events: tuple[AnyEvent, ...] = ()
-        """What the epoch began with, before the state; empty: nothing has begun yet."""
+        """First events of the epoch, before the state; empty: none has begun yet."""
         self._last_ts = 0
 
     def fold(self, batch: EventBatch) -> list[Batched]:
-        """What goes out for a batch: itself, or the state that makes up for what was missed; before that nothing."""
+        """Return the batches to send for one: itself, or the state that replaces missed ones; before that none."""
         batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
         whole, last = origin_told(batch) is not None, -1 if self.last_seq is None else self.last_seq
         missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
@@ -62,7 +62,7 @@ class NativeFold(StreamFold[Batched]):
         return [Batched(batch)]
 
     def snapshot(self) -> Iterator[Batched]:
-        """A batch to begin with; where nothing is known, one that says so."""
+        """Yield a batch to begin with; if nothing is known, one that states this."""
         if self.last_seq is None or self._state is None or not self._beginning_events:
             yield self.heartbeat()
         elif self.lost:
@@ -72,11 +72,11 @@ class NativeFold(StreamFold[Batched]):
             yield Batched(EventBatch(self.last_seq, self._last_ts, events))
 
     def heartbeat(self) -> Batched:
-        """A batch without events, which says what the last one was; -1: there was none."""
+        """Return a batch without events, with the number of the last one; -1: there was none."""
         return Batched(EventBatch(-1 if self.last_seq is None else self.last_seq, self._last_ts, ()))
 
     def _begun(self, batch: EventBatch) -> EventBatch:
-        """With what an epoch begins with, if one does, as it is true for who gets this stream."""
+        """Return a batch with the first events of an epoch, if one begins, as valid for readers of this stream."""
         first = batch.events[0] if batch.events else None
         if isinstance(first, EpochStarted):
             events = (msgspec.structs.replace(first, tokens_recorded=self._tokens), *batch.events[1:])
@@ -89,7 +89,7 @@ class NativeFold(StreamFold[Batched]):
         return EventBatch(batch.seq, batch.ts, events)
 
     def _with_state(self, batch: EventBatch, created: CacheCreated) -> tuple[AnyEvent, ...]:
-        """The events of a cache without a log, behind what a log would begin with."""
+        """Return the events of a cache without a log, after those that begin a log."""
         started = EpochStarted(
             epoch=0,
             log_id=self._log_id,
@@ -105,7 +105,7 @@ class NativeFold(StreamFold[Batched]):
         return (started, *self._state.told(), *batch.events[1:])
 
     def _recovered(self, batch: EventBatch) -> EventBatch:
-        """What can be understood of a batch that tells the state, as a batch to begin with."""
+        """Return the usable part of a batch with the state, as a batch to begin with."""
         told = dropwhile(lambda event: not isinstance(event, StateExported), batch.events)
         return EventBatch(batch.seq, batch.ts, (*self._beginning_events, *told))
 
@@ -116,9 +116,9 @@ class NativeFold(StreamFold[Batched]):
 
 
 class NativeFeed(RouterFeed):
-    """The sink: a feed whose messages are the cache's batches.
+    """A sink that feeds readers with the cache's batches.
 
-    `tokens`: whether it is given token ids, and passes them on.
+    `tokens`: True if it receives token ids, and passes them on.
     """
 
     needs_cache = True
@@ -145,7 +145,7 @@ class NativeFeed(RouterFeed):
         self._context = context
 
     def open(self) -> None:
-        """As of any feed. Raises SinkError where the state cannot be folded."""
+        """Open like any feed. Raises SinkError if the state cannot be folded."""
         if self._context.fold is None:
             raise SinkError(
                 "format=native needs a cache: give the URL to KVCacheManager or `kvcache publish`"
@@ -157,7 +157,7 @@ class NativeFeed(RouterFeed):
         super().open()
 
     def _whole(self) -> Iterable[AnyChange]:
-        # What says nothing would only show that numbers were jumped over.
+        # An empty batch would only show that numbers were jumped over.
         return () if self._native.last_seq is None else self._native.snapshot()
 
     def _take_state(self) -> FeedSnapshot:

@@ -1,13 +1,13 @@
 """``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that speak vLLM's KV event protocol.
 
-Each batch is one message of three frames (topic, number, payload) to whoever subscribes. Who connects, late or again,
-is first sent "cleared" and the whole state, alone, in one batch under the last number (`sinks.router.publisher`). A
-subscriber that falls behind by more than `hwm` messages misses some; with ``replay=PORT`` it can ask for them there
-(`sinks.router.replay`), whatever it missed. docs/reference/settings.md has the options.
+Each batch is one message of three frames (topic, number, payload) to all subscribers. A subscriber that connects, late
+or again, first receives "cleared" and the whole state, alone, in one batch under the last number
+(`sinks.router.publisher`). A subscriber that lags by more than `hwm` messages misses some; with ``replay=PORT`` it can
+request them there (`sinks.router.replay`), however old. docs/reference/settings.md has the options.
 
 SECURITY: the payloads hold token ids, that is the users' prompts, unless they are left out: without a host the sockets
-are bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name. A salt is a secret
-that keeps tenants apart, so ``salts=plain`` is for ports that routers alone can reach.
+are bound to loopback, and traffic that leaves the machine must be encrypted, or explicitly allowed in clear. A salt is
+a secret that keeps tenants apart, so ``salts=plain`` is for ports that routers alone can reach.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_PORT = (1 << 16) - 1
 
 
 def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
-    """Where the feed binds or connects; raises SinkURLError."""
+    """Return the feed's place to bind or connect to; raises SinkURLError."""
     if url.port is None:
         raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
     host = _spelled(url.host or "127.0.0.1")
@@ -41,7 +41,7 @@ def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
 
 
 def replay_place(url: SinkURL, options: ZMQOptions, feed: SocketPlace) -> SocketPlace | None:
-    """Where replays are asked for, always bound; None: nowhere. Raises SinkURLError."""
+    """Return the replay's place, always bound; None: there is no replay. Raises SinkURLError."""
     if options.replay is None:
         return None
     given = _REPLAY.fullmatch(options.replay)
@@ -61,14 +61,14 @@ def replay_place(url: SinkURL, options: ZMQOptions, feed: SocketPlace) -> Socket
 
 
 def _spelled(host: str) -> str:
-    """By IPv6 "localhost" may be another address than by IPv4."""
+    """Return a host as ZeroMQ needs it: by IPv6 "localhost" may be another address than by IPv4."""
     return "127.0.0.1" if host == "localhost" else host
 
 
 def curve_of(
     url: SinkURL, options: ZMQOptions, place: SocketPlace, replay: SocketPlace | None
 ) -> Curve | None:
-    """The keys; None: nothing is encrypted, and needs not be. Raises SinkURLError."""
+    """Return the keys; None: nothing is encrypted, nor needs to be. Raises SinkURLError."""
     binds = not place.connects or replay is not None
     needed = ["curve_key", *["curve_clients"] * binds, *["curve_server"] * place.connects]
     paths = {name: getattr(options, name) for name in ("curve_key", "curve_clients", "curve_server")}
@@ -116,7 +116,7 @@ class ZMQOptions(FeedOptions, frozen=True, kw_only=True):
 
 
 def create(url: SinkURL, context: SinkContext) -> RouterFeed:
-    """The sink for a ``zmq+pub:`` URL; its only transport is a `ZMQTransport`."""
+    """Create the sink for a ``zmq+pub:`` URL; its only transport is a `ZMQTransport`."""
     options = url.read_options(ZMQOptions)
     settings = _settings(url, options, context)
     _refuse_misfits(url, options, settings)
@@ -129,7 +129,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
         ZMQTransport(settings),
         f"feed-{plain}-{place.port}.numbers" if place.port else None,
         overhead=settings.writer.overhead,
-        first=0 if options.pad else None,  # To pad from where numbers begin, they must not be high.
+        first=0 if options.pad else None,  # Padding starts at the first number, so numbers must not be high.
     )
 
 
@@ -154,7 +154,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
 
 
 def _refuse_misfits(url: SinkURL, options: ZMQOptions, settings: ZMQSettings) -> None:
-    """Refuse an option that another one, or its absence, makes useless or needs: whoever gave it expects something."""
+    """Refuse an option made useless, or lacking a requirement, by the other options: it would have no effect."""
     if options.is_native and "max_batch" in url.options:
         raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
     for name in ("ring", "pad"):
