@@ -1,8 +1,8 @@
-"""How bytes move: copies between the pools' tensors.
+"""Copies of bytes between the pools' tensors.
 
 The modules are imported one by one (`cuda_ops.copier`, `cuda_ops.hazards`, ...), because only some of
 them need torch: importing this package, the protocol or the scheduling does not.
 """
 
 KVCACHE_PACKAGE = "kvcache"
-"""Says that this is the `cuda_ops` that belongs to `kvcache`."""
+"""Marks this `cuda_ops` as kvcache's own."""

@@ -1,7 +1,7 @@
-"""A small kernel for what copy engines are poor at: copies inside a GPU, and parts of blocks from the host.
+"""A small kernel where copy engines are slow: for copies inside a GPU, and parts of blocks from the host.
 
-In Triton, so this module is imported only where that is installed and can compile. Blocks are read and written by base
-and slot: a table of addresses would halve the width of each access.
+In Triton, so this module is imported only if that is installed and can compile. Blocks are read and written by base and
+slot: a table of addresses would halve the width of each access.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _TILE = 1024
-"""Words that a program moves at once."""
+"""Words moved at once by a program."""
 _PROGRAMS_OVER_PCIE, _PROGRAMS = 12, 64
-"""About what keeps a link busy, and what a model has to spare for a moment."""
+"""About the number that keeps a link busy, and the number that a model can spare for a moment."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -35,7 +35,7 @@ def _copy(
     part: Any,
     tile: tl.constexpr,
 ) -> None:
-    """Sizes are in words: of a block, of a row, and of the beginning of each row that is copied."""
+    """Copy a tile. Sizes are in words: of a block, of a row, and of the beginning of each row that is copied."""
     lanes = tl.arange(0, tile)
     at = tl.program_id(0)
     while at < tiles:
@@ -58,8 +58,8 @@ def copy_blocks(
 ) -> None:
     """Copy blocks seen as byte rows (`cuda_ops.blocks`), or their first tokens, on the current stream.
 
-    `pairs`: slots that are read and written, [n, 2]. One of both tensors is on a GPU, the other one there as well, or
-    in page-locked memory of the host. Raises RuntimeError where that cannot be compiled.
+    `pairs`: slots to read and to write, [n, 2]. One tensor is on a GPU, the other one there as well, or in page-locked
+    memory of the host. Raises RuntimeError if the kernel cannot be compiled.
     """
     _, rows, tokens, width = source.shape
     if num_tokens is None or num_tokens == tokens:

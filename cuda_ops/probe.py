@@ -1,4 +1,4 @@
-"""Whether copies can be given to a GPU's driver: found out by copying a little, there and back."""
+"""Detection of a usable GPU driver, by a small copy there and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BYTES = 4096
 
 
 class Probed(NamedTuple):
-    """What copies on a GPU."""
+    """The usable ways to copy on a GPU."""
 
     memcpy: Memcpy | None
-    """None: only torch does."""
+    """None: only torch works."""
     why: str
-    """In words."""
+    """The reason, in words."""
     kernel: Kernel | None = None
 
 
@@ -40,7 +40,7 @@ def probed(device: torch.device) -> Probed:
 
 
 def with_kernel(found: Probed, host: torch.Tensor, there: torch.Tensor) -> Probed:
-    """With Triton's kernel, where that is installed and copies right: within `there`, and from `host` into it."""
+    """Add Triton's kernel, if it is installed and copies right: within `there`, and from `host` into it."""
     try:
         from cuda_ops.kernels import copy_blocks
 

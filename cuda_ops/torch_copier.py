@@ -21,8 +21,8 @@ from cuda_ops.streams import CopyStreams, TorchGpu
 class TorchCopier:
     """Copies between the levels of the pools of each group.
 
-    Host memory is copied before `submit` returns. With a GPU, `submit` only puts the copies on streams of
-    their own (see `cuda_ops.streams`).
+    Host memory is copied before `submit` returns. With a GPU, `submit` only puts the copies on their own streams (see
+    `cuda_ops.streams`).
     """
 
     def __init__(self, groups: Sequence[Sequence[BlockStorage]]) -> None:
@@ -40,7 +40,7 @@ class TorchCopier:
         try:
             for copy in merged:
                 self._move(copy)
-        except RuntimeError as error:  # torch's way to say that memory gave out
+        except RuntimeError as error:  # torch's way to report that memory gave out
             return FinishedTicket(failure=first_line(error))
         return FinishedTicket()
 
@@ -69,17 +69,17 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, num_tokens: int | No
 
 
 def copy_part_through_target_device(source: torch.Tensor, target: torch.Tensor, num_tokens: int) -> None:
-    """Bring whole blocks over, then keep the part.
+    """Copy whole blocks over, then keep the part.
 
-    One transfer per run instead of one per row; a strided copy between devices would have torch gather the
-    source on the host right now, before earlier copies into it have arrived.
+    One transfer per run instead of one per row; a strided copy between devices would make torch gather the source on
+    the host right now, before earlier copies into it have arrived.
     """
     whole = source.to(target.device, non_blocking=True)
     target[:, :, :num_tokens].copy_(whole[:, :, :num_tokens], non_blocking=True)
 
 
 def copy_part_by_rows(source: torch.Tensor, target: torch.Tensor, num_tokens: int) -> None:
-    """Copy each contiguous stretch by itself, so that nothing but the device writes to the host's memory."""
+    """Copy each contiguous stretch by itself, so that only the device writes to the host's memory."""
     for source_block, target_block in zip(source, target, strict=True):
         for source_row, target_row in zip(source_block, target_block, strict=True):
             target_row[:num_tokens].copy_(source_row[:num_tokens], non_blocking=True)

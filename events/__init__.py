@@ -1,11 +1,11 @@
-"""What happened to the cache: the event types, their encodings, and the log they are kept in.
+"""The events of a cache: their types, their encodings, and the log they are kept in.
 
-Events are the only way in which the cache's state changes, so whoever has them all has the state.
-`events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
+Events are the only way in which the cache's state changes, so all of them together are the state. `events.codec`
+encodes them as bytes and JSON, `events.log` keeps them on disk.
 
 `Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
-`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for those
-that are encrypted. They are imported on first use: nothing else here needs ZeroMQ.
+`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for
+encrypted ones. They are imported on first use: nothing else here needs ZeroMQ.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from events.subscribe.subscriber import Subscriber as Subscriber
 
 KVCACHE_PACKAGE = "kvcache"
-"""Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
+"""Marks this `events` as kvcache's own: another distribution of that name may overwrite it on disk."""
 
 _LAZY = {
     "continuity": ("Missed", "Received", "ReceivedBatch", "Report", "Restarted", "Restated"),
@@ -39,7 +39,7 @@ _LAZY = {
     "subscriber": ("AsyncSubscriber", "NativeSubscriber", "Subscriber"),
 }
 _HOMES = {name: module for module, names in _LAZY.items() for name in names}
-"""The module of `events.subscribe` of each name that is imported on first use."""
+"""The module in `events.subscribe` of each name that is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""What the library reports about itself (a sink that was given up, a port that others can reach), by structlog.
+"""The library's own log messages (an abandoned sink, a port open to others), by structlog.
 
-The application's configuration of structlog holds, but for one thing: nothing of it goes to stdout, where events and
-results are. Without a configuration structlog prints there, and so it does with one that names no stream. Where
-structlog hands on to the standard library's `logging`, its handlers decide alone.
+The application's configuration of structlog applies, with one exception: nothing goes to stdout, where events and
+results are. Without a configuration, or with one that names no stream, structlog prints there. If structlog passes
+messages to the standard library's `logging`, its handlers decide alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Logger = structlog.typing.FilteringBoundLogger
 
 
 def get_logger(name: str) -> Logger:
-    """A logger that looks at the configuration whenever it is used: the application may configure after the import."""
+    """Return a logger that reads the configuration at each use: the application may configure after the import."""
     logger: Logger = structlog.wrap_logger(_Configured(name))
     return logger
 
 
 class _Configured:
-    """The logger that the configured factory makes at the moment, or one like it that writes to stderr."""
+    """The logger of the currently configured factory, or one like it that writes to stderr."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -33,8 +33,8 @@ class _Configured:
 
 
 def _off_stdout(logger: Any) -> Any:
-    """The same, or a logger of its kind on stderr if it would write to stdout."""
-    file = getattr(logger, "_file", None)  # of structlog's loggers that write to a stream themselves
+    """Return the logger, or one of its kind on stderr if it would write to stdout."""
+    file = getattr(logger, "_file", None)  # structlog's loggers that write to a stream themselves
     if file is None or not _is_stdout(file):
         return logger
     if sys.stderr is None:

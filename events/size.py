@@ -1,9 +1,9 @@
-"""How much memory a batch holds, roughly, in a fraction of a microsecond per event.
+"""An estimate of a batch's memory, in a fraction of a microsecond per event.
 
-The queues before a log and before sinks are bounded in bytes, and the engine's thread has to know the size of each
-batch that it hands off. Encoding would tell, and would cost more than everything else. Nearly all bytes are in packed
-columns, whose length is known; a constant stands for the rest of an event. The types that come with engine steps are
-spelled out, because a walk over fields takes ten times as long.
+The queues before a log and before sinks are bounded in bytes, and the engine's thread needs the size of each batch that
+it passes on. Encoding would give it, but would cost more than everything else. Nearly all bytes are in packed columns,
+whose length is known; a constant stands for the rest of an event. The types that come with engine steps are spelled
+out, because a walk over fields takes ten times as long.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from events import types as ev
 
 OBJECT_BYTES = 200
-"""Stands for the Python objects of a batch, an event, or a struct in one, besides its columns."""
+"""Estimate for the Python objects of a batch, an event, or a struct in one, without its columns."""
 _HASH_BYTES = 40
-"""Of a number of 64 bits, and of a place in a tuple."""
+"""Bytes of a number of 64 bits, and of a place in a tuple."""
 
 
 def batch_bytes(batch: ev.EventBatch) -> int:
-    """Bytes of memory that `batch` keeps alive, estimated."""
+    """Estimate the bytes of memory that `batch` keeps alive."""
     total = OBJECT_BYTES * (1 + len(batch.events))
     for event in batch.events:
         total += _MEASURES.get(type(event), column_bytes)(event)
@@ -30,7 +30,7 @@ def batch_bytes(batch: ev.EventBatch) -> int:
 
 
 def column_bytes(struct: msgspec.Struct) -> int:
-    """Bytes in the columns and texts of a struct, and of the structs inside it."""
+    """Return the bytes in the columns and texts of a struct, and of the structs inside it."""
     return sum(map(_held_by, msgspec.structs.astuple(struct)))
 
 

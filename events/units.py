@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them, in a URL or a setting: ``50ms``, ``1.5s``, ``1MiB``, ``0``."""
+"""Human-readable durations and sizes, in a URL or a setting: ``50ms``, ``1.5s``, ``1MiB``, ``0``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _BYTES = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
 }
 _DIGITS = 40
-"""More are no duration and no size."""
+"""Limit of digits in a duration or size."""
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration. Raises ValueError without a unit, except for 0."""
+    """Parse a duration into seconds. Raises ValueError without a unit, except for 0."""
     return float(_parse(text, _SECONDS, "50ms or 1s"))
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a size, rounded down; KiB are 1024, KB 1000. Raises ValueError without a unit, except for 0."""
+    """Parse a size into bytes, rounded down; KiB are 1024, KB 1000. Raises ValueError without a unit, except for 0."""
     return int(_parse(text, _BYTES, "512KiB or 64MiB"))
 
 

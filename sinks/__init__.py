@@ -1,4 +1,4 @@
-"""Where events go: to people, files, and whatever another package adds.
+"""Sinks of events: for people, files, routers, monitors, and from other packages.
 
 A sink is named by a URL (`open_sink`) and runs behind a bounded queue on a thread of its own
 (`SinkRunner`), so that no sink can delay the engine, and none can lose a batch without a trace.
@@ -18,4 +18,4 @@ from sinks.router.kv_events import kv_events_sink as kv_events_sink
 from sinks.runner import SinkRunner as SinkRunner
 
 KVCACHE_PACKAGE = "kvcache"
-"""Marks this `sinks` as kvcache's own: another distribution of that name may lie over it on disk."""
+"""Marks this `sinks` as kvcache's own: another distribution of that name may overwrite it on disk."""

@@ -26,11 +26,11 @@ STEP_SECONDS = (
     0.1,
     1.0,
 )
-"""Bounds for what the manager takes of an engine step."""
+"""Bounds for the manager's time per engine step."""
 
 
 class Histogram:
-    """How many durations are at most as long as each bound."""
+    """Numbers of durations up to each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -51,11 +51,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Durations so far."""
+        """Number of durations so far."""
         return sum(self._counts)
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """(bound as text, how many are at most so long), the last one without bound; and the sum in seconds."""
+        """Return (bound as text, number of durations up to it), the last one without bound; and the sum in seconds."""
         totals = accumulate(self._counts)
         bounds = [*map(str, self.bounds), "+Inf"]
         return [

@@ -1,12 +1,12 @@
-"""Finds the sink for a URL's scheme.
+"""Lookup of the sink for a URL's scheme.
 
-Sinks of this package are in a table, so that they work from a source tree that was never installed. Those
-of others come from the entry-point group ``kvcache.sinks``: the entry's name is the scheme, its object is
-called with the parsed URL and the context and returns the sink. Nothing is imported before it is asked for,
-and an entry point cannot take a scheme of this package away from it.
+Sinks of this package are in a table, so that they work from a source tree that was never installed. Those of others
+come from the entry-point group ``kvcache.sinks``: the entry's name is the scheme, its object is called with the parsed
+URL and the context and returns the sink. Nothing is imported before it is needed, and an entry point cannot replace a
+scheme of this package.
 
-A user and a password in a URL are refused unless the entry's object has an attribute `takes_login` that is true:
-whoever gave them would rely on them.
+A user and a password in a URL are refused unless the entry's object has an attribute `takes_login` that is true: users
+would rely on them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
 
 
 def open_sink(url: str, context: SinkContext) -> Sink:
-    """The sink that `url` names, not yet opened: its runner calls `open` on its own thread.
+    """Make the sink named by `url`, not yet opened: its runner calls `open` on its own thread.
 
-    Raises SinkURLError if the URL cannot be understood, its scheme is not known, what provides the scheme
-    cannot be imported, or the URL has a login and what makes the sink takes none.
+    Raises SinkURLError if the URL cannot be understood, its scheme is not known, its provider cannot be imported, or
+    the URL has a login and the provider takes none.
     """
     parsed = SinkURL.parse(url)
     factory = _factory(parsed)
@@ -60,7 +60,7 @@ def _refuse_login(url: SinkURL) -> None:
 
 
 def known_schemes() -> list[str]:
-    """All schemes that `open_sink` can find, sorted."""
+    """Return all schemes that `open_sink` can find, sorted."""
     return sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
 
 

@@ -1,7 +1,7 @@
-"""A small file with what must survive a restart, which one process at a time keeps.
+"""A small file with state that must survive a restart, kept by one process at a time.
 
-At any moment a crash leaves the old content or the new. A lock file beside it keeps others off: the file itself is
-another one after each save.
+At any moment a crash leaves the old content or the new. A lock file next to it excludes others: the file itself is
+replaced at each save.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(eq=False)
 class StateFile(Generic[Content]):
-    """The file at `path`, with content of one type; to be opened before anything else. Not for several threads."""
+    """The file at `path`, with content of one type; open it before anything else. Not for several threads."""
 
     path: Path
     encode: Callable[[Content], bytes]
     decode: Callable[[bytes], Content | None]
-    """The content of a file; None: it is damaged."""
+    """Decodes the file's content; None: it is damaged."""
     if_damaged: str
-    """What that means, and what to do, for the error's text."""
+    """The consequence of damage, and the remedy, for the error's text."""
     elsewhere: str
-    """How to name another file, as in "name another with state="."""
+    """A hint to name another file, as "name another with state="."""
 
     def __post_init__(self) -> None:
         self._lock: Lock | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened."""
+        """True if it was opened."""
         return self._lock is not None
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is open and locked: whoever removes the lock file lets others in."""
+        """True if it is open and locked: removing the lock file lets others in."""
         return self._lock is not None and self._lock.in_place()
 
     def open(self) -> Content | None:
-        """Lock it, and return what it holds; None: nothing yet.
+        """Lock it, and return its content; None: nothing yet.
 
         Raises SinkError if it is damaged or in use, UnsafeFile if it is another user's, OSError if it cannot be read.
         """
@@ -71,7 +71,7 @@ class StateFile(Generic[Content]):
             raise
 
     def save(self, content: Content) -> None:
-        """Replace what it holds, durably. Raises UnsafeFile, OSError."""
+        """Replace its content, durably. Raises UnsafeFile, OSError."""
         replace_file(self.path, self.encode(content))
 
     def close(self) -> None:

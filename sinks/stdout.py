@@ -1,11 +1,11 @@
-"""``stdout:`` shows events as they happen.
+"""``stdout:`` prints events as they happen.
 
-``stdout:`` prints lines for people (`sinks.render`), ``stdout:?format=jsonl`` one JSON object per batch. Token
-ids are never part of the lines, and of the JSON only with ``&tokens=1``. ``stdout:?format=trtllm`` prints what
-TensorRT-LLM tells of a cache, with them (`sinks.trtllm`).
+``stdout:`` prints human-readable lines (`sinks.render`), ``stdout:?format=jsonl`` one JSON object per batch. Token ids
+are never part of the lines, and of the JSON only with ``&tokens=1``. ``stdout:?format=trtllm`` prints TensorRT-LLM's
+events of a cache, with them (`sinks.trtllm`).
 
-It writes to a descriptor of its own and not through `sys.stdout`, whose lock it would hold for as long as a
-reader does not read: an engine that flushes its own prints would wait there, and so would the interpreter's exit.
+It writes to a descriptor of its own and not through `sys.stdout`, because it would hold the lock of that for as long as
+a reader does not read: an engine that flushes its own prints would wait there, and so would the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class StdoutSink(LineOutput):
         self._fd = -1
 
     def open(self) -> None:
-        """Take a descriptor of standard output. Raises SinkError where it has none, as in a notebook."""
+        """Take a descriptor of standard output. Raises SinkError if there is none, as in a notebook."""
         try:
-            # What was printed before stays before.
+            # Earlier prints stay before.
             sys.stdout.flush()
             self._fd = os.dup(sys.stdout.fileno())
         except (AttributeError, OSError):
@@ -67,7 +67,7 @@ class StdoutSink(LineOutput):
 
 
 def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:
-    """The sink for a ``stdout:`` URL."""
+    """Create the sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
     if url.host is not None or url.port is not None or url.path:
         raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")

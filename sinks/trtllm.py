@@ -1,8 +1,8 @@
-"""``?format=trtllm``: what is cached, as TensorRT-LLM tells of its own cache, a JSON object in each line.
+"""``?format=trtllm``: the cached blocks, in the form of TensorRT-LLM's own events, a JSON object per line.
 
-The lines are made of a fold over all batches (`events.feed.inventory`). Where that or a reader has missed something,
-all that the reader may know is removed and all that is cached is stored anew, under new numbers. The dicts hold token
-ids, which are the prompts: whoever asks for them asks for those.
+The lines are made of a fold over all batches (`events.feed.inventory`). After that or a reader has missed batches, all
+blocks that the reader may know are removed and all cached ones are stored anew, under new numbers. The dicts hold token
+ids, which are the prompts: choosing the format includes them.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from sinks.router.numbers import FeedNumbers
 
 
 class LineOutput(Sink, ABC):
-    """A sink that takes bytes, too."""
+    """A sink that accepts bytes as well."""
 
     @abstractmethod
     def append(self, data: bytes) -> None:
-        """Write all of it; after an error none of it is there, where that can be had."""
+        """Write all of it; after an error none of it is there, if that is possible."""
 
 
 class LineTransport:
     """Writes a feed's batches as lines."""
 
     subscribers = 0
-    """Nobody can know who reads a file."""
+    """The readers of a file cannot be known."""
 
     def __init__(self, output: LineOutput, dicts: EventDicts, *, has_names: bool) -> None:
         self.output = output
         self._dicts, self._has_names = dicts, has_names
 
     def open(self, next_seq: int, worker: WorkerSeen | None) -> None:
-        """Open the output. Raises SinkError, and what that raises."""
+        """Open the output. Raises SinkError, and the output's errors."""
         if not self._has_names:
             raise SinkError("TensorRT-LLM's dicts name blocks, and these have no names: set block_hash")
         self.output.open()
 
     def send(self, batch: FeedBatch) -> None:
-        """Write a batch. Raises what the output raises."""
+        """Write a batch. Raises the output's errors."""
         for piece in self._dicts.lines(batch.changes):
             self.output.append(piece)
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
-        """Let the output look whether its file is still in its place."""
+        """Let the output check that its file is still in its place."""
         self.output.tick()
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class LineTransport:
 
 
 class DictFeed(RouterFeed):
-    """The sink: a feed whose batches go out at once, each in one piece or more."""
+    """A feed that sends each batch at once, in one or more pieces."""
 
     feeds_routers = False
 
@@ -73,17 +73,17 @@ class DictFeed(RouterFeed):
         self.output = transport.output
 
     def reopen(self) -> None:
-        """Open the file again."""
+        """Reopen the file."""
         self.output.reopen()
 
     def resume(self, last_seq: int) -> int:
-        """Go on in what an earlier one has written: all that is cached is told again."""
+        """Continue the output of an earlier process: all cached blocks are stored again."""
         self.output.resume(last_seq)
         return last_seq
 
 
 def dict_feed(url: SinkURL, output: LineOutput, context: SinkContext, max_bytes: int = 0) -> DictFeed:
-    """The sink for a URL with ``format=trtllm``; files have `max_bytes` at most (0: any number).
+    """Create the sink for a URL with ``format=trtllm``; files have `max_bytes` at most (0: any number).
 
     Raises SinkURLError.
     """

@@ -1,1 +1,1 @@
-"""A feed that goes by a broker: where it is, its records there, and how each kind of broker is read."""
+"""A feed through a broker: its address, its records there, and a reader for each kind of broker."""

@@ -1,9 +1,9 @@
-"""What stands in a broker's stream: a feed's batches and, from time to time, its whole state in pieces.
+"""The records of a broker's stream: a feed's batches and, at intervals, its whole state in pieces.
 
-Each record has a tag beside its payload. ``17`` is the batch of that number. ``17/2/0`` is the first piece of the
-state as of batch 17, the third time in this life of the feed that it was told; ``17/2/5/last`` is its last one.
-Every payload is a batch in a form that `events.formats.vllm.decode_batch` reads. A state's first piece begins with
-"cleared", and stands in the stream behind the batches that the state includes, and before those that it does not.
+Each record has a tag next to its payload. ``17`` is the batch of that number. ``17/2/0`` is the first piece of the
+state as of batch 17, the third state sent in this life of the feed; ``17/2/5/last`` is its last one. Every payload is a
+batch in a form that `events.formats.vllm.decode_batch` reads. A state's first piece begins with "cleared", and is in
+the stream after the batches that the state includes, and before those that it does not.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class StreamRecord(NamedTuple):
     """A batch, or a piece of a state."""
 
     seq: int
-    """The batch's number; of a piece that of the last batch that the state includes."""
+    """The batch's number; for a piece, that of the last batch included in the state."""
     payload: bytes
     piece: int | None = None
-    """Which piece of the state, from 0; None: it is a batch."""
+    """Index of the piece in the state, from 0; None: it is a batch."""
     telling: int = 0
     last: bool = False
 
     @property
     def tag(self) -> str:
-        """What it is, as it stands beside the payload; no other record of the same worker has the same."""
+        """The tag next to the payload; no other record of the same worker has the same."""
         if self.piece is None:
             return f"{self.seq}"
         return f"{self.seq}/{self.telling}/{self.piece}{'/last' * self.last}"
 
 
 class Reader(Protocol):
-    """Reads a stream's records, from the first one that it holds."""
+    """A reader of a stream's records, from the first one it holds."""
 
     def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
-        """The next ones, with the worker of each; empty after so many seconds. Connects, where that is needed.
+        """Return the next records, with the worker of each; empty after `seconds`. Connects, if needed.
 
-        Raises BrokerUnavailable, after which it is to be called again, StreamRewound likewise, and BrokerError.
+        Raises BrokerUnavailable and StreamRewound, after which to call it again, and BrokerError.
         """
 
     def close(self) -> None:
@@ -49,9 +49,9 @@ class Reader(Protocol):
 
 
 class StreamRewound(Exception):
-    """The broker has lost records that were read: what follows begins with the first one that it holds.
+    """The broker has lost records that were read: the next one is the first that it holds.
 
-    `workers` are those of whom that is so; None: all.
+    `workers`: those affected; None: all.
     """
 
     def __init__(self, workers: frozenset[str] | None) -> None:
@@ -60,7 +60,7 @@ class StreamRewound(Exception):
 
 
 def parse_record(tag: str | bytes | None, payload: bytes) -> StreamRecord:
-    """The record of a tag and a payload; raises EventDecodeError."""
+    """Parse a record from a tag and a payload; raises EventDecodeError."""
     text = tag.decode(errors="replace") if isinstance(tag, bytes) else tag or ""
     match = _TAG.fullmatch(text)
     if match is None:
@@ -71,7 +71,7 @@ def parse_record(tag: str | bytes | None, payload: bytes) -> StreamRecord:
 
 
 def records_of(worker: str, tag: str | bytes | None, payload: bytes) -> list[tuple[str, StreamRecord]]:
-    """The record with its worker; none where something stands there that is not a feed's."""
+    """Return the record with its worker; none if the entry is not a feed's."""
     try:
         return [(worker, parse_record(tag, payload))]
     except EventDecodeError:

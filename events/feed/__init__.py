@@ -1,7 +1,7 @@
-"""What routers may see of a cache: a fold over its events, and what it tells.
+"""The part of a cache visible to routers: a fold over its events, and its changes.
 
-This is the way out, for a cache of our own manager. What other engines told of theirs comes in as
-`events.types`, and is folded in `events.subscribe.workers`.
+This is the outgoing direction, for a cache of our own manager. Events published by other engines come in as
+`events.types`, and are folded in `events.subscribe.workers`.
 """
 
 from events.feed.fold import Feed as Feed

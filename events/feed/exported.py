@@ -1,4 +1,4 @@
-"""What an exported state says of the blocks of one window."""
+"""The blocks of one window in an exported state."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _HOLE = -1
 
 
 class ExportedRun(NamedTuple):
-    """Consecutive blocks of one prefix, of which a sliding window need not have all; the last may be a part of one."""
+    """Consecutive blocks of one prefix, of which a sliding window may lack some; the last may be a part of one."""
 
     parent: int
-    """The index of the run before; below 0: there is none."""
+    """Index of the preceding run; below 0: there is none."""
     above: bytes
-    """The name of the block before; empty at the start of a prompt."""
+    """Name of the preceding block; empty at the start of a prompt."""
     names: bytes
-    """Empty where blocks have none."""
+    """Empty if blocks have none."""
     symbols: bytes
-    """Empty where the state has no tokens."""
+    """Empty if the state has no tokens."""
     slots: array[int]
     states: list[tuple[int, int, int] | None]
-    """Of each block level, priority and the copy that brings it (0: none is on its way); None: it is not cached."""
+    """Per block: level, priority and the copy in flight to it (0: none); None: it is not cached."""
     full: int
-    """How many of the blocks are full ones."""
+    """Number of full blocks."""
     namespace: Namespace
 
     def pieces(self) -> Iterator[tuple[tuple[int, int, int], int, int]]:
-        """The cached full blocks in pieces of one state: the state, the first block, the one after the last."""
+        """Yield the cached full blocks in runs of one state: the state, the first block, the one after the last."""
         if self.states.count(self.states[0]) == len(self.states):
             parts: list[Sequence[int]] = [range(self.full)]
         else:
@@ -45,12 +45,12 @@ class ExportedRun(NamedTuple):
                 yield state, blocks[0], blocks[-1] + 1
 
     def name_before(self, block: int) -> bytes:
-        """The name of what is before a block."""
+        """Return the name of the block before `block`."""
         return self.names[(block - 1) * NAME_BYTES : block * NAME_BYTES] if block else self.above
 
 
 def exported_runs(exported: GroupExported, tokens_per_block: int, key_bytes: int) -> Iterator[ExportedRun]:
-    """All runs, parents before children."""
+    """Yield all runs, parents before children."""
     columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, BLOCK_COLUMNS)[:, [0, 1, -1]].tolist()
     all_slots = array("i", exported.slots)
     token = block = 0

@@ -1,1 +1,1 @@
-"""Files that are ours alone, whoever else may write where they lie."""
+"""Files that are ours alone, even in directories that others may write."""

@@ -1,1 +1,1 @@
-"""The shapes in which others read events."""
+"""The formats in which other software reads events."""

@@ -1,8 +1,9 @@
-"""Leases: who follows a log says which segments it still needs, so that they are not removed before it has read them.
+"""Leases: a follower of a log reserves the segments that it still needs, so that they are not removed before it has
+read them.
 
 A lease is a file in `leases/` that its reader has locked: when the reader ends, however that happens, the lock is gone,
-and so is the lease. It holds the number of the first batch that is needed. How much leases may keep of a log has an end
-(`events.log.retention`); and where a reader may not write, as on a read-only mount, it has none.
+and so is the lease. It holds the number of the first batch that is needed. Leases keep a limited part of a log
+(`events.log.retention`); and a reader that may not write, as on a read-only mount, has none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_BYTES = 64
 
 
 class Lease:
-    """One reader's lease, which holds nothing yet. Never raises: a reader without one reads all the same."""
+    """One reader's lease, which reserves nothing yet. Never raises: a reader without one reads all the same."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LEASES_NAME / f"{os.getpid()}-{next(_NUMBERS)}.lease"
@@ -34,13 +35,13 @@ class Lease:
         self._first: int | None = None
 
     def hold(self, first: int) -> None:
-        """Keep what begins with this batch; what is before it is not needed any longer."""
+        """Reserve everything from this batch on; earlier batches are no longer needed."""
         if first == self._first:
             return
         self._first = first
         with suppress(OSError, LockHeld, UnsafeFile):
             if self._lock is None:
-                # Not into the log of another user: he could not remove it.
+                # Not in the log of another user, who could not remove it.
                 check_directory(self._path.parent.parent)
                 make_private(self._path.parent)
                 check_directory(self._path.parent)
@@ -48,7 +49,7 @@ class Lease:
             self._lock.write(f"{first}\n".encode())
 
     def end(self) -> None:
-        """Nothing is needed any longer."""
+        """Release the lease."""
         lock, self._lock, self._first = self._lock, None, None
         if lock is not None:
             with suppress(OSError):
@@ -57,7 +58,7 @@ class Lease:
 
 
 def leased(directory: Path) -> int | None:
-    """The first batch that some reader still needs; None: nobody has said so. Removes leases whose readers are gone."""
+    """Return the first batch that some reader still needs; None: there is no lease. Removes leases of ended readers."""
     return min(_held(directory), default=None)
 
 
@@ -70,7 +71,7 @@ def _held(directory: Path) -> Iterator[int]:
 
 
 def _of_a_reader(path: Path) -> int | None:
-    """What a lease holds; None: its reader is gone, and now the file, too."""
+    """Return a lease's batch; None: its reader has ended, and the file is removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -82,7 +83,7 @@ def _of_a_reader(path: Path) -> int | None:
         # Nothing is written yet, or the name of the process: the reader is just beginning, and may need everything.
         return int(text) if text.strip().isdigit() else 0
     except OSError:
-        return None  # Where files cannot be locked, nobody has a lease.
+        return None  # If files cannot be locked, no reader has a lease.
     else:
         with suppress(OSError):
             path.unlink()

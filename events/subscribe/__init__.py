@@ -1,1 +1,1 @@
-"""The other end of a router feed: sockets, order, and what is known then."""
+"""The receiving end of a router feed: sockets, order, and the resulting state."""

@@ -1,6 +1,6 @@
-"""Where a publisher can be reached, as ZeroMQ writes it: ``tcp://HOST:PORT`` or ``ipc://PATH``.
+"""Addresses of publishers, as ZeroMQ writes them: ``tcp://HOST:PORT`` or ``ipc://PATH``.
 
-ZeroMQ connects in the background, and tries for ever what can never succeed. So addresses are looked at before.
+ZeroMQ connects in the background, and retries for ever even hopeless addresses. So addresses are checked before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BRACKETED = re.compile(r"\[(.*)\]")
 
 @dataclass(eq=False, repr=False)
 class EndpointError(EventsError):
-    """The endpoint cannot be connected to, whoever may be there."""
+    """The endpoint can never be connected to."""
 
     endpoint: str
     reason: str
@@ -34,7 +34,7 @@ class EndpointError(EventsError):
 
 @dataclass(eq=False, repr=False)
 class InsecureEndpoint(EventsError):
-    """Other machines could connect to what is bound there, and tell what is not so."""
+    """Other machines could connect to the bound endpoint, and publish false events."""
 
     endpoint: str
     text = (
@@ -44,16 +44,16 @@ class InsecureEndpoint(EventsError):
 
 
 def host_of(endpoint: str, *, binds: bool = False) -> str | None:
-    """The host of an endpoint to connect to; None for a transport without one. A name is not looked up.
+    """Return the host of an endpoint to connect to; None for a transport without one. A name is not looked up.
 
-    Where it `binds`, that may be ``*``, with a port that may be 0. Raises EndpointError for an address that nobody can
-    have. Paths are ZeroMQ's to refuse.
+    If it `binds`, that may be ``*``, with a port that may be 0. Raises EndpointError for an impossible address. Paths
+    are ZeroMQ's to refuse.
     """
     refuse_foreign(endpoint)
     transport, _, address = endpoint.partition("://")
     if transport == "ipc":
         return None
-    # Before a semicolon stands an address of this machine.
+    # Before a semicolon is an address of this machine.
     host, colon, port = address.rpartition(";")[2].rpartition(":")
     if not colon:
         raise EndpointError(endpoint, "it has no port")
@@ -67,7 +67,7 @@ def host_of(endpoint: str, *, binds: bool = False) -> str | None:
 
 
 def refuse_foreign(endpoint: str) -> None:
-    """Raise EndpointError for what is no address of a socket, without a password that it may have."""
+    """Raise EndpointError for text that is no address of a socket, without a password in it."""
     transport = endpoint.partition("://")[0]
     if transport == "ipc":
         return
@@ -80,7 +80,7 @@ def refuse_foreign(endpoint: str) -> None:
 
 
 def is_to_be_bound(endpoint: str) -> bool:
-    """Whether it stands for any address of this machine, to which others connect."""
+    """Return True if it stands for any address of this machine, to which others connect."""
     host = endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
     return endpoint.startswith("tcp://") and is_wildcard(host)
 

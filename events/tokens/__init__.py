@@ -1,1 +1,1 @@
-"""Tokens of prompts and sequences, the symbols that stand for them, and the names that are made of them."""
+"""Tokens of prompts and sequences, the symbols that stand for them, and the names made from them."""

@@ -1,4 +1,4 @@
-"""vLLM's ``--kv-events-config`` as the URL of a sink, so that what deploys vLLM deploys this."""
+"""vLLM's ``--kv-events-config`` as the URL of a sink, so that a deployment of vLLM works for this as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDPOINT = re.compile(r"tcp://(\[[^\]@/]+\]|[^:@/\[\]]+):([0-9]{1,5})")
 
 @dataclass(eq=False, repr=False)
 class KVEventsConfigError(SinkError, ValueError):
-    """The configuration cannot be meant; nothing of its values is repeated but endpoints."""
+    """The configuration is invalid; of its values only endpoints are repeated."""
 
     reason: str
     text = "--kv-events-config: {reason}"
@@ -33,7 +33,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = 10_000
-    """Has no counterpart: what lies further back is answered from the state."""
+    """Has no counterpart: older batches are answered from the state."""
     hwm: Annotated[int, msgspec.Meta(ge=1)] = 100_000
     max_queue_size: Annotated[int, msgspec.Meta(ge=0)] = 100_000
     """Has no counterpart: a sink's queue is bounded, and never makes the engine wait."""
@@ -41,11 +41,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: str = "") -> str | None:
-    """The sink URL that does what vLLM does with this configuration; None where it publishes nothing.
+    """Return the sink URL equivalent to vLLM with this configuration; None if it publishes nothing.
 
-    - `config`: JSON text, or what it says.
+    - `config`: JSON text, or its content.
     - `rank`: the data-parallel rank, which is added to both ports.
-    - `options`: what vLLM has no field for, as options of the URL: ``"curve_key=...&curve_clients=..."``.
+    - `options`: settings without a field in vLLM, as options of the URL: ``"curve_key=...&curve_clients=..."``.
 
     As in vLLM an endpoint with ``*`` or ``::`` is bound and any other, loopback too, is connected to; the replay is
     bound always. Raises KVEventsConfigError.
@@ -79,7 +79,7 @@ def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
 
 
 def _parts(field: str, endpoint: str, rank: int) -> tuple[str, str]:
-    """Return host and port; the rank is added to each port but 0, which is any free one."""
+    """Return host and port; the rank is added to each port except 0, which is any free one."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None:
         transport = endpoint.partition("://")[0]

@@ -1,13 +1,13 @@
 """The numbers of a feed's batches: consecutive, and none used twice, over all restarts and crashes.
 
-Routers tell lost and repeated batches by their numbers, and some drop everything at or below the highest one that
-they have seen. A process that began again at a lower number would therefore talk to nobody. So numbers are used
-only below a reservation that is on disk: a small file holds the first number that is not reserved, and is
-replaced, durably, before that number is used. Whoever opens the file next goes on there; what was reserved and
-not used is skipped. Closing gives back what was not used.
+Routers detect lost and repeated batches by their numbers, and some drop everything at or below the highest one that
+they have seen. A process that restarted at a lower number would therefore reach no router. So numbers are used only
+below a reservation that is on disk: a small file holds the first number that is not reserved, and is replaced, durably,
+before that number is used. The next process to open the file continues there; numbers reserved and not used are
+skipped. Closing returns unused numbers.
 
-Where there is no file, or none yet, somebody may have heard an earlier feed all the same. So numbers then begin with
-the clock, at microseconds since 1970, which no feed can have reached before (`clock_number`).
+Without a file, or before there is one, a router may have received an earlier feed all the same. So numbers then begin
+with the clock, at microseconds since 1970, which no feed can have reached before (`clock_number`).
 
 File format, three lines: what it is, the reservation, CRC-32 of the lines before in hex.
 """
@@ -23,14 +23,14 @@ from sinks.base import SinkError
 from sinks.state_file import StateFile
 
 STEP = 4096
-"""Numbers per reservation, so that a sync is needed once in minutes."""
+"""Numbers per reservation, so that a sync is needed only once in minutes."""
 
 _MAGIC = "kvcache feed numbers 1"
 _CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32 ([0-9a-f]{8})\n")
 
 
 class FeedNumbers:
-    """Hands out numbers below a reservation in the file at `path` (None: in memory only); without it, from `first` on.
+    """Numbers below a reservation in the file at `path` (None: in memory only); without it, from `first` on.
 
     One instance per file at a time. Not for several threads. Raises SinkError for a path without a name.
     """
@@ -42,19 +42,19 @@ class FeedNumbers:
         self._step = STEP if step is None else step
         self._reserved = 0
         self.next = first
-        """The number that `take` returns next."""
+        """The next number of `take`."""
 
     def open(self) -> None:
-        """Go on where the file says. Raises what `StateFile.open` does."""
+        """Continue from the file. Raises the errors of `StateFile.open`."""
         if self._file is not None:
             stored = self._file.open()
             self.next = self._reserved = self.next if stored is None else stored
 
     def take(self) -> int:
-        """The next number. Raises OSError, UnsafeFile or SinkError, with nothing used, if it cannot be reserved."""
+        """Return the next number. Raises OSError, UnsafeFile or SinkError, using none, if it cannot be reserved."""
         if self._file is not None and self.next >= self._reserved:
             if not self._file.is_ours:
-                # A lock file that was removed is made anew, unless another feed has done so before.
+                # A removed lock file is made anew, unless another feed has done so before.
                 self.next = max(self.next, self._file.open() or 0)
             self._file.save(self.next + self._step)
             self._reserved = self.next + self._step
@@ -63,11 +63,11 @@ class FeedNumbers:
         return number
 
     def close(self) -> None:
-        """Give back what is reserved and not used. To be called when no number will be taken any more."""
+        """Return reserved and unused numbers to the file. Call when no further number will be taken."""
         if self._file is None:
             return
         try:
-            # Whoever has removed the lock file has let others in, and then the file says what they have reserved.
+            # Removing the lock file has let others in, and then the file has their reservation.
             if self.next < self._reserved and self._file.is_ours:
                 self._file.save(self.next)
                 self._reserved = self.next
@@ -76,12 +76,12 @@ class FeedNumbers:
 
 
 def clock_number() -> int:
-    """Where a feed begins that knows of none before it: microseconds since 1970."""
+    """Return the first number of a feed without a known predecessor: microseconds since 1970."""
     return time.time_ns() // 1000
 
 
 def _file(path: Path) -> StateFile[int]:
-    """The file with the first number that is not reserved."""
+    """Return the file with the first number that is not reserved."""
     return StateFile(
         path,
         _encode,
