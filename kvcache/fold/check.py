@@ -37,9 +37,9 @@ def check_group(
     *,
     grows_at_will: bool,
 ) -> None:
-    """Verify who holds the blocks of a group.
+    """Verify references and slots of a group against their holders.
 
-    `grows_at_will`: an engine gives slots when it likes to, and to the token sampled last perhaps later.
+    `grows_at_will`: True if an engine allocates slots on its own schedule, for the last sampled token perhaps later.
     """
     for sequence in sequences:
         if (group.kind == CROSS) == (sequence.holders > 0):
@@ -60,7 +60,7 @@ def check_group(
 
 
 def runs_of(group: AnyGroup) -> Iterator[Run]:
-    """All runs in the tree, which are those that are registered."""
+    """All registered runs, which are all runs in the tree."""
     seen = 0
     for root in group.tree.roots.values():
         for run in runs_below(root):
@@ -105,7 +105,7 @@ def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) ->
     agrees = len(table) == (full if sequence.holders else len(sequence.tables[0]))
     invariant(agrees, "a sequence has more blocks in one window than in another, or an input less than all")
     # A window may have left all blocks of a prompt that has no slot yet for the next token, and of one that would have
-    # to begin again, since a copy has failed, and cannot.
+    # to begin again after a failed copy and cannot.
     last = len(table) - (len(table) * size > sequence.computed > 0)
     invariant(0 <= first <= last, "a sequence has let go of its last block")
     invariant(table[:first] == array("i", [DETACHED]) * first, "a block was left behind out of order")

@@ -1,7 +1,7 @@
-"""Groups and sequences as an exported state has them (`CacheState.export`), and made of it again.
+"""Exporting groups and sequences (`CacheState.export`), and rebuilding them from an exported state.
 
-Runs are written as they are, parents before children. Where runs begin and end carries no meaning (a reader
-may find others after folding from the start), only what is cached, held and blank, and in which order it goes.
+Runs are written as they are, parents before children. Run boundaries carry no meaning (a reader may find others after
+folding from the start), only what is cached, held and blank, and the eviction order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcache.fold.sliding_group import SlidingGroup
 
 
 def export_group(group: AnyGroup) -> GroupExported:
-    """All that a group has."""
+    """Export all of a group."""
     numbers: list[int] = []
     symbols, keys, slots, put_off = bytearray(), bytearray(), array("i"), array("q")
     index: dict[int, int] = {}
@@ -66,7 +66,7 @@ def export_group(group: AnyGroup) -> GroupExported:
 
 
 def export_sequence(sequence: Sequence) -> SequenceExported:
-    """All that there is of a running sequence."""
+    """Export all of a running sequence."""
     return SequenceExported(
         handle=sequence.handle,
         request_id=sequence.request_id,
@@ -85,7 +85,7 @@ def export_sequence(sequence: Sequence) -> SequenceExported:
 
 
 def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[Namespace], bytes]) -> None:
-    """Fill a new group with what an exported one has."""
+    """Fill a new group from an exported one."""
     runs = _install_runs(group, exported, root_key)
     if group.uses is not None:
         _install_uses(group.uses, runs, array("q", exported.uses))

@@ -1,12 +1,12 @@
 """The fingerprint of a state: equal states have the same one, so a replay that gives another one is wrong.
 
-SHA-256 over columns ordered by (group, level, slot), the order of the blank slots, and the sequences by handle: where
-everything is, and in which order it goes. Where runs begin and end does not enter.
+SHA-256 over columns ordered by (group, level, slot), the order of the blank slots, and the sequences by handle: the
+place of everything, and its order. Run boundaries do not enter.
 
-The same fingerprint does not prove that two states decide alike. CacheState enter by the names of blocks alone, so that
-a log without tokens replays to the same one: with `block_hash="none"` they do not enter. Nor do the tokens, ids and
-namespaces of running sequences, what symbols stand for, and `changed_blocks`, which decides when the next checkpoint
-is due.
+The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that a
+log without tokens replays to the same one: with `block_hash="none"` they do not enter. Nor do the tokens, ids and
+namespaces of running sequences, the meaning of symbols, and `changed_blocks`, which decides when the next checkpoint is
+due.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COLUMNS = 9
 
 
 def fingerprint(state: CacheState) -> bytes:
-    """32 bytes; equal states have equal ones in every process and on every platform."""
+    """Return 32 bytes; equal states have equal ones in every process and on every platform."""
     digest = hashlib.sha256()
     for group in state.groups:
         _add_group(digest, group)
@@ -78,7 +78,7 @@ def _add_group(digest: Any, group: AnyGroup) -> None:
 
 
 def _add_uses(digest: Any, group: AnyGroup, uses: UseCounts) -> None:
-    """The credits of cached blocks by level and slot, and what is known of uses."""
+    """Add the credits of cached blocks by level and slot, and the use counts."""
     for level in group.levels:
         column = np.zeros(level.size, np.int64)
         for run in group.tree.runs.values():
@@ -89,7 +89,7 @@ def _add_uses(digest: Any, group: AnyGroup, uses: UseCounts) -> None:
 
 
 def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int64]) -> None:
-    """The rows of the cached blocks of a sliding window in one level."""
+    """Add the rows of the cached blocks of a sliding window in one level."""
     runs = list(group.tree.runs.values())
     if not runs:
         return
@@ -105,7 +105,7 @@ def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int6
 
 
 def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
-    """A row for each block of these runs, one run after the other."""
+    """Build a row for each block of these runs, one run after the other."""
     full, key_bytes = group.tokens_per_block, group.tree.key_bytes
     lengths = np.array([len(run.slots) for run in runs])
     ends = lengths.cumsum()

@@ -24,43 +24,43 @@ from kvcache.fold.sequence import Kept, Pin, Sequence
 class FullGroup(Group):
     """A group with full attention: a sequence holds all its blocks, so the tree is closed under prefixes.
 
-    Where uses are counted, blocks that were used again are evicted later: a block that is released gets a *credit*, by
-    how many releases its turn is put off. It follows from the uses counted so far and from how long blocks live just
-    then, and stays until the block is held again. So the order among blocks changes only when something happens to one
-    of them, and all that it depends on is in the state.
+    Where uses are counted, blocks that were used again are evicted later: a released block gets a *credit*, the number
+    of releases by which its turn is deferred. It follows from the uses counted so far and from the current lifetime of
+    blocks, and stays until the block is held again. So the order among blocks changes only when something happens to
+    one of them, and all that it depends on is in the state.
     """
 
     __slots__ = ()
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
-        """`SequenceAdded`, `EncoderAdded`, `CacheCleared`: where the path of a sequence begins."""
+        """Return the node at which the path of a sequence begins (`SequenceAdded`, `EncoderAdded`, `CacheCleared`)."""
         return self.tree.roots.get(namespace) or self.root(namespace, key)
 
     def run_at(self, level: int, slot: int) -> Run:
-        """The run that holds a cached slot."""
+        """Return the run that holds a cached slot."""
         run = self.tree.runs.get(self.levels[level].run_ids[slot])
         if run is None or run.level != level:
             raise InvariantViolated("a slot that an event names is not cached")
         return run
 
     def is_cached(self, level: int, slot: int) -> bool:
-        """Pins, updates and audits: whether a block is cached in a slot."""
+        """True if a block is cached in the slot; for pins, updates and audits."""
         run = self.tree.runs.get(self.levels[level].run_ids[slot])
         return run is not None and run.level == level and slot in run.slots
 
     def kept_in(self, level: int, slot: int) -> Kept:
-        """Copies and audits: how a cached block is retained."""
+        """Return the retention of a cached block; for copies and audits."""
         run = self.run_at(level, slot)
         return Kept(run.priority, run.duration)
 
     def path(self, node: Node) -> Iterator[Run]:
-        """The runs from a node up to its root."""
+        """Yield the runs from a node up to its root."""
         while isinstance(node, Run):
             yield node
             node = node.parent
 
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
-        """`BlocksReused`: a sequence takes a reference on cached blocks of its prompt, from its block `first` on."""
+        """`BlocksReused`: take a reference on cached blocks of a sequence's prompt, from its block `first` on."""
         tail = self.claim(sequence.path_ends[self.index], level, slots)
         if first + len(slots) != tail.end:
             raise InvariantViolated("reused blocks leave a hole in the table")
@@ -69,12 +69,12 @@ class FullGroup(Group):
         self.settle(tail)
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
-        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        """Yield cached blocks in pieces: level, slots, True if held by sequences, True if their copy has not landed."""
         for run in self.tree.runs.values():
             yield run.level, run.slots, run.refs > 0, run.transfer > 0
 
     def resident_keys(self, level: int) -> Iterator[bytes]:
-        """Routers: the keys of full blocks whose bytes are in a level."""
+        """Yield the keys of full blocks resident in a level; for routers."""
         for run in self.tree.runs.values():
             if run.level == level and not run.transfer:
                 full = len(run.slots) - bool(run.partial)
@@ -89,7 +89,7 @@ class FullGroup(Group):
             if run.parent is not node or run.slots[:take] != slots[done : done + take]:
                 raise InvariantViolated("reused blocks do not continue the sequence's prefix")
             if take < len(run.slots):
-                # What lies behind is not claimed, so from here on its references differ.
+                # The blocks after it are not claimed, so from here on its references differ.
                 run = self.split(run, take)
             self.reference(run)
             done += take
@@ -98,7 +98,7 @@ class FullGroup(Group):
         return node
 
     def reference(self, run: Run) -> None:
-        """One more sequence holds the run."""
+        """Add one reference to the run."""
         if run.refs == 0:
             self.levels[run.level].unreferenced -= len(run.slots)
             run.released_at = run.expiry = run.credit = 0
@@ -106,7 +106,7 @@ class FullGroup(Group):
         run.refs += 1
 
     def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
-        """`SequenceForked`: a branch of a sequence holds its first `blocks` blocks, too."""
+        """`SequenceForked`: let a branch of a sequence also hold its first `blocks` blocks."""
         end = parent.path_ends[self.index]
         invariant(end.end <= blocks, "a cached block is not computed")
         for run in self.path(end):
@@ -129,7 +129,7 @@ class FullGroup(Group):
         return freed
 
     def _let_go(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
-        """Hold the path only up to its first `blocks` blocks."""
+        """Release the path after its first `blocks` blocks."""
         node = tail
         while isinstance(node, Run) and node.start >= blocks:
             node = node.parent
@@ -139,7 +139,7 @@ class FullGroup(Group):
         self.release(tail, stamp, now, node)
 
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
-        """`BlocksPinned`: one more reference on cached blocks; with full attention returns the run at their end."""
+        """`BlocksPinned`: add a reference to cached blocks; with full attention returns the run at their end."""
         if not slots:
             return None
         node = sequence.path_ends[self.index]
@@ -157,7 +157,7 @@ class FullGroup(Group):
         return node
 
     def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
-        """`BlocksUnpinned`: release what `pin` referenced, if it is still cached."""
+        """`BlocksUnpinned`: release the blocks that `pin` referenced, if still cached."""
         if end is not None:
             self.release(end, stamp, now)
 
@@ -171,7 +171,7 @@ class FullGroup(Group):
         return freed
 
     def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
-        """One sequence fewer holds the path that ends at `node`, but for `above` and what is before.
+        """Drop one reference to the path that ends at `node`, except `above` and the part before it.
 
         Two sequences share [a b], one of them goes on with [c] and ends with stamp 9::
 
@@ -197,12 +197,14 @@ class FullGroup(Group):
                 self.levels[run.level].unreferenced += len(run.slots)
             run = run.parent
         if isinstance(node, Run):
-            # Only now: while the path was walked, its runs differed in what was released already.
+            # Only now: during the walk the runs of the path differed in what was already released.
             self._settle_around(node)
             self._offer(node)
 
     def _count_uses(self, uses: UseCounts, above: Node | None, node: Node, stamp: int) -> None:
-        """One sequence fewer is about to hold this part of a path: count the uses of what nobody will hold then."""
+        """Count the uses of the blocks between `above` and `node` that become unreferenced when one sequence releases
+        them.
+        """
         life = uses.life(stamp)
         for run in list(self.path(node)):
             if run is above:
@@ -210,7 +212,7 @@ class FullGroup(Group):
             if run.refs == 1:
                 counts = uses.count(names_of_keys(bytes(run.keys), self.tree.key_bytes))
                 left = len(counts)
-                # Half a life for each use but the first; where that differs, the run is cut.
+                # Half a lifetime for each use but the first; where that differs, the run is cut.
                 lower = run
                 for times, alike in groupby(counts):
                     left -= sum(1 for _ in alike)
@@ -223,7 +225,7 @@ class FullGroup(Group):
             self.watcher.evictable(run)
 
     def settle(self, node: Node) -> None:
-        """Join whatever has become equal on the path that ends at `node`."""
+        """Join runs that have become equal on the path that ends at `node`."""
         while isinstance(node, Run):
             while self.tree.may_join(node):
                 gone = self.tree.join(node)
@@ -260,7 +262,8 @@ class FullGroup(Group):
         invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
         symbols = self.new_content(sequence, first, last, last_tokens)
         keys = sequence.keys[first * key_bytes : last * key_bytes]
-        # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
+        # The usual case: one sequence stores on, and its run gets longer. Otherwise a new run becomes a child of its
+        # path.
         if isinstance(node, Run) and node.grows(priority, duration):
             run = node
             run.symbols += symbols
@@ -288,7 +291,7 @@ class FullGroup(Group):
         index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
         block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
-            # What ends behind a block is a run: that of a root ends before the first one.
+            # A path that ends after a block ends in a run: a root ends before the first block.
             run: Run = sequence.path_ends[index]  # type: ignore[assignment]
             if not block or run.end != block or sequence.tables[index][block] != slot:
                 raise InvariantViolated("a filled block is not the sequence's")
@@ -308,7 +311,7 @@ class FullGroup(Group):
     def update(
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
     ) -> None:
-        """`BlocksUpdated` (requested): change how consecutive cached blocks are retained, shallowest first."""
+        """`BlocksUpdated` (requested): change the retention of consecutive cached blocks, shallowest first."""
         above: Run | None = None
         done = 0
         while done < len(slots):
@@ -326,7 +329,7 @@ class FullGroup(Group):
                 self._offer(above)
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
-        """`BlocksUpdated` (expired): the time is over for which they had a priority; returns the last stamp used.
+        """`BlocksUpdated` (expired): reset blocks with an expired priority; returns the last stamp used.
 
         Blocks that continue each other get one stamp, so that no two leaves have the same.
         """
@@ -348,7 +351,7 @@ class FullGroup(Group):
         return stamp
 
     def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
-        """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
+        """Cut the tree so that the cached blocks from ``slots[done]`` on that one run holds are a run of their own."""
         run = self.run_at(level, slots[done])
         at = run.slots.index(slots[done])
         take = min(len(run.slots) - at, len(slots) - done)
@@ -382,7 +385,9 @@ class FullGroup(Group):
             done += take
 
     def _shorten(self, level: int, slots: array[int], count: int) -> bool:
-        """The usual case of `remove`, in one go: the end of one unreferenced leaf. False if it is not that."""
+        """Evict the end of one unreferenced leaf in one go: the usual case of `remove`. Returns False for any other
+        case.
+        """
         at = self.levels[level]
         run = self.tree.runs.get(at.run_ids[slots[0]])
         if (
@@ -410,7 +415,7 @@ class FullGroup(Group):
         self._offer(run)
 
     def cut(self, run: Run, take: int) -> None:
-        """Make a run shorter by its last `take` blocks."""
+        """Shorten a run by its last `take` blocks."""
         tree, keep = self.tree, len(run.slots) - take
         del run.symbols[keep * tree.block_bytes :]
         del run.slots[keep:]
@@ -427,7 +432,7 @@ class FullGroup(Group):
             self._settle_children(parent)
 
     def invalidate(self, slots: array[int], sequences: Iterable[Sequence]) -> None:
-        """Forget cached blocks of primary, deepest first; what some of `sequences` hold stays theirs."""
+        """Forget cached blocks of primary, deepest first; blocks held by some of `sequences` stay theirs."""
         ends: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             end = sequence.path_ends[self.index]
@@ -437,7 +442,7 @@ class FullGroup(Group):
         while done < len(slots):
             run = self.run_at(PRIMARY, slots[done])
             most, take = min(len(run.slots), len(slots) - done), 0
-            # What was a branching has become one run, perhaps, when one branch was gone.
+            # A fork may have become one run when one branch was gone.
             while take < most and run.slots[-1 - take] == slots[done + take]:
                 take += 1
             gone, done = slots[done : done + take], done + take
@@ -459,13 +464,13 @@ class FullGroup(Group):
             self._cut_off(run)
 
     def _settle_children(self, parent: Run) -> None:
-        """A run that lost a child may have become equal to its only other one."""
+        """Join a run that lost a child with its only other child, if they have become equal."""
         if len(parent.children) == 1:
             (child,) = parent.children.values()
             self.settle(child)
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """`BlocksMoved` (offload): move ends of unreferenced leaves to secondary, of each the deepest block first."""
+        """`BlocksMoved` (offload): move ends of unreferenced leaves to secondary, the deepest block of each first."""
         done = 0
         while done < len(slots):
             run = self.run_at(PRIMARY, slots[done])
@@ -485,7 +490,7 @@ class FullGroup(Group):
             done += take
 
     def relocate(self, run: Run, level: LevelIndex, slots: array[int], transfer: int) -> None:
-        """Give a whole run a new place; its old slots belong to nobody until they are given back."""
+        """Move a whole run to new slots; its old slots have no owner until they are returned."""
         old = self.levels[run.level]
         if not run.refs:
             old.unreferenced -= len(run.slots)
@@ -499,12 +504,12 @@ class FullGroup(Group):
         self.levels[level].own(slots, run.id)
 
     def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """`BlocksMoved` (onboard): move whole runs that a sequence holds to primary, shallowest block first."""
+        """`BlocksMoved` (onboard): move whole runs held by a sequence to primary, shallowest block first."""
         self._bring(slots, to_slots, transfer)
         self.settle(sequence.path_ends[self.index])
 
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
-        """`BlocksMoved` (recomputed): a sequence's own slots hold from now on what lay in secondary."""
+        """`BlocksMoved` (recomputed): replace secondary blocks by a sequence's own primary slots."""
         tail = self.claim(sequence.path_ends[self.index], SECONDARY, slots)
         invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
         self._bring(slots, own, 0)
@@ -527,7 +532,7 @@ class FullGroup(Group):
         self.watcher.gone(SECONDARY, slots)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
-        """`TransferLanded`: the copy of these blocks is complete, as far as they still wait for it."""
+        """`TransferLanded`: complete the copy of those blocks that still wait for it."""
         # The slots may have other owners by now: a run counts only if it still waits for this very copy.
         owners = np.unique(self.levels[level].run_id_array[np.frombuffer(slots, np.int32)])
         for run_id in owners.tolist():
@@ -542,7 +547,9 @@ class FullGroup(Group):
                 self.shared[slot] = holders
 
     def clear(self) -> tuple[tuple[int, int], int]:
-        """`CacheCleared`: drop every cached block; returns how many per level, and how many sequences still hold."""
+        """`CacheCleared`: drop every cached block; returns how many per level, and how many are still held by
+        sequences.
+        """
         counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
         unnamed = 0
         for run in self.tree.runs.values():
@@ -557,17 +564,17 @@ class FullGroup(Group):
         return counts, unnamed
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
-        """Admissions and lookups: what of ``symbols[:stop]`` (bytes) is cached; `partial`: also of the block after."""
+        """Match ``symbols[:stop]`` (bytes) for admissions and lookups; with `partial`, also part of the next block."""
         return match(self.tree, self.tree.roots.get(namespace), symbols, stop, partial=partial)
 
     def place(self, run: Run, numbers: Iterable[array[int]]) -> None:
-        """`StateExported`: enter a run that hangs in the tree already; `numbers` are those of its blocks, if any."""
+        """`StateExported`: register a run that is already in the tree; `numbers` are those of its blocks, if any."""
         level = self.levels[run.level]
         level.own(run.slots, run.id)
         if not run.refs:
             level.unreferenced += len(run.slots)
 
-    # -- what must hold
+    # -- invariants
 
     def check_run(self, run: Run) -> None:
         """`CacheState.check`: verify the state of a run against its neighbours'."""
@@ -606,11 +613,11 @@ class FullGroup(Group):
             )
 
     def check_owners(self) -> None:
-        """`CacheState.check`: verify that the slots of each run are noted as its own."""
+        """`CacheState.check`: verify that each run owns its slots."""
         for run in self.tree.runs.values():
             owner = self.levels[run.level].run_ids
             invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
 
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
-        """`CacheState.check`: the blocks whose copy has not landed, each as copy, level and slots."""
+        """`CacheState.check`: yield the blocks in flight, each as copy, level and slots."""
         return ((run.transfer, run.level, run.slots) for run in self.tree.runs.values() if run.transfer)

@@ -1,4 +1,4 @@
-"""The states of a slot; docs/explanation/architecture.md draws which event leads from which to which.
+"""The states of a slot; docs/explanation/architecture.md draws the transitions by event.
 
 No state is kept for a slot, so that no event has to change one. They follow from the lists of blank slots, the
 runs and the block tables; `slot_states` works them out where the whole state is checked.
@@ -20,13 +20,13 @@ from kvcache.fold.sequence import Pin, Sequence
 
 
 class SlotState(IntEnum):
-    """What a slot is to the cache."""
+    """State of a slot."""
 
     BLANK = 0
-    """Nobody's."""
+    """Without an owner."""
     HELD = 1
-    """A sequence's own or, after the cache was cleared, only a pin's; not cached. A copy into it that has not landed is
-    the sequence's business."""
+    """Owned by a sequence or, after the cache was cleared, only by a pin; not cached. The sequence tracks a copy into
+    it that has not landed."""
     SHARED = 2
     """Held by several sequences, and not cached: without reuse, or since the cache was cleared."""
     REFERENCED = 3
@@ -45,7 +45,9 @@ States = npt.NDArray[np.uint8]
 
 
 def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> tuple[States, States]:
-    """The state of each slot of a window, per level. Raises `InvariantViolated` for a slot in two states or none."""
+    """Derive the state of each slot of a window, per level. Raises `InvariantViolated` for a slot in two states or
+    none.
+    """
     index, holders = group.index, Counter[int]()
     for sequence in sequences:
         cached = max(sequence.path_ends[index].end, sequence.detached[index])
@@ -68,7 +70,7 @@ _CACHED = {
     (True, True): REFERENCED_IN_FLIGHT,
     (False, True): UNREFERENCED_IN_FLIGHT,
 }
-"""Of a cached block, by whether sequences hold it, and whether its copy has not landed."""
+"""States of cached blocks, by (held by sequences, copy in flight)."""
 
 
 def _placed(places: list[tuple[array[int], SlotState]], size: int) -> States:

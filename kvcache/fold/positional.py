@@ -1,4 +1,4 @@
-"""Groups of layers that share the pool of the first group: which slots they have, and what is found there.
+"""Groups of layers that share the pool of the first group: their slots, and the names found there.
 
 Such a group has no prefix tree. A sequence has a slot for some indices of its table only, a slot has names, each of the
 first `position` tokens of some sequence, and nothing follows from one name for another. A slot is used while a sequence
@@ -19,7 +19,7 @@ from kvcache.fold.group import Level
 
 KINDS = (FULL, SLIDING, CHUNKED, STATE, UNCACHED)
 MOST_TOKENS = 2**30
-"""Positions and sizes of blocks that can be."""
+"""Upper bound of positions and block sizes."""
 
 
 class PositionalGroup:
@@ -31,16 +31,16 @@ class PositionalGroup:
         self.index, self.key_bytes = GroupIndex(index), key_bytes
         self.created = ev.SharingGroup(created.kind, created.tokens_per_block, created.window, created.layers)
         self.names: dict[int, dict[bytes, int]] = {}
-        """By slot, of each of its names how many tokens it stands for."""
+        """Tokens that each name of a slot stands for, by slot."""
         self.tables: dict[int, dict[int, int]] = {}
-        """By handle and index: a slot."""
+        """Slots by handle and index."""
         self.holders: Counter[int] = Counter()
-        """By slot: how many entries of tables have it; none is kept for 0."""
+        """Number of table entries by slot; no zeros are kept."""
         self.idle = 0
-        """Slots that have names, and that no sequence has."""
+        """Slots with names that no sequence holds."""
 
     def uses(self, slot: int) -> bool:
-        """Whether a sequence has a slot, or it can be found."""
+        """True if a sequence holds the slot, or it has a name."""
         return slot in self.holders or slot in self.names
 
     def used(self) -> set[int]:
@@ -48,18 +48,18 @@ class PositionalGroup:
         return self.holders.keys() | self.names.keys()
 
     def ends_in(self, slot: int, index: int) -> bool:
-        """Whether a name of a slot stands for tokens that end in the block with this index."""
+        """True if a name of the slot stands for tokens that end in the block with this index."""
         size = self.created.tokens_per_block
         return any(-(-position // size) == index + 1 for position in self.names.get(slot, {}).values())
 
     def keys_of(self, event: ev.SlotsNamed | ev.SlotsUnnamed) -> Iterator[tuple[int, bytes]]:
-        """The slots and keys of an event."""
+        """Yield the slots and keys of an event."""
         slots, size, keys = array("i", event.slots), self.key_bytes, event.keys
         invariant(len(keys) == len(slots) * size > 0, "slots have other names than there are")
         return zip(slots, [keys[at : at + size] for at in range(0, len(keys), size)], strict=True)
 
     def take(self, handle: int, rows: Iterator[tuple[int, int]]) -> None:
-        """A sequence gets slots at indices at which it has none."""
+        """Give a sequence slots at indices at which it has none."""
         table = self.tables.setdefault(handle, {})
         for index, slot in rows:
             invariant(index not in table, "a sequence gets a second slot at one index")
@@ -68,7 +68,7 @@ class PositionalGroup:
             self.holders[slot] += 1
 
     def leave(self, handle: int, rows: Iterator[tuple[int, int]]) -> None:
-        """A sequence leaves slots."""
+        """Remove slots from a sequence."""
         table = self.tables[handle]
         for index, slot in rows:
             invariant(table.pop(index, None) == slot, "a sequence leaves a slot that it has not got")
@@ -77,7 +77,7 @@ class PositionalGroup:
             del self.tables[handle]
 
     def end(self, handle: int) -> None:
-        """A sequence has ended."""
+        """End a sequence."""
         for slot in self.tables.pop(handle, {}).values():
             self._drop(slot)
 
@@ -88,7 +88,7 @@ class PositionalGroup:
             self.idle += slot in self.names
 
     def name(self, event: ev.SlotsNamed) -> None:
-        """Slots can be found."""
+        """Add names to slots."""
         own = self.tables[event.handle].values()
         for (slot, key), position in zip(self.keys_of(event), array("I", event.positions), strict=True):
             names = self.names.setdefault(slot, {})
@@ -99,7 +99,7 @@ class PositionalGroup:
             names[key] = position
 
     def unname(self, event: ev.SlotsUnnamed) -> None:
-        """Slots cannot be found by names any more."""
+        """Remove names from slots."""
         for slot, key in self.keys_of(event):
             names = self.names[slot]
             invariant(names.pop(key, None) is not None, "a slot loses a name that it has not got")
@@ -108,12 +108,12 @@ class PositionalGroup:
                 self.idle -= slot not in self.holders
 
     def forget_names(self) -> None:
-        """Nothing can be found any more."""
+        """Forget all names."""
         self.names.clear()
         self.idle = 0
 
     def install(self, exported: ev.SharingGroup) -> None:
-        """Take in what an exported group has, after it was made."""
+        """Fill this new group from an exported one."""
         size, keys, slots = self.key_bytes, exported.keys, array("i", exported.named)
         invariant(len(keys) == len(slots) * size, "slots have other names than there are")
         for at, (slot, position) in enumerate(zip(slots, array("I", exported.positions), strict=True)):
@@ -127,7 +127,7 @@ class PositionalGroup:
             self.take(handle, iter([(index, slot)]))
 
     def export(self) -> ev.SharingGroup:
-        """The group with all that it has, in a fixed order."""
+        """Export the whole group in a fixed order."""
         named = [
             (slot, *name) for slot, names in sorted(self.names.items()) for name in sorted(names.items())
         ]
@@ -150,12 +150,12 @@ class PositionalGroup:
 
 
 def shared_slots(groups: list[PositionalGroup]) -> tuple[int, int]:
-    """How many slots of the first group's primary pool these have: those held by sequences, and the others."""
+    """Count the slots of the first group's primary pool that these groups use: held by sequences, and the others."""
     return sum([len(group.holders) for group in groups]), sum([group.idle for group in groups])
 
 
 def check_shared(groups: list[PositionalGroup], first: Level, handles: Container[int]) -> None:
-    """Prove that each slot of the shared pool is one group's, or free. Raises `InvariantViolated`."""
+    """Prove that each slot of the shared pool belongs to one group or is free. Raises `InvariantViolated`."""
     seen: set[int] = set()
     blank = set(first.blank) if groups else set()
     for group in groups:

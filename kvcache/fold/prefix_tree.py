@@ -11,7 +11,7 @@ deepest run that they hold, and children point up, so that neither has to be vis
 Children are found by the content of their whole first block (exact). Those whose first block is cached are listed in
 the order of that content (the longest common prefix with any of them is at a neighbour of the insertion point).
 
-SECURITY: what of a prompt is cached is decided by comparing tokens inside one namespace, never by a hash.
+SECURITY: the cached part of a prompt is found by comparing tokens inside one namespace, never by a hash.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvcache.errors import invariant
 
 
 class Node:
-    """What runs hang below: the root of a namespace, or a run."""
+    """Parent of runs: the root of a namespace, or a run."""
 
     __slots__ = ("children", "end", "order")
 
     def __init__(self, end: int) -> None:
         self.children: dict[bytes, Run] = {}
         self.order: list[bytes] = []
-        """The keys of the `children` whose first block is cached, sorted: with full attention of all."""
+        """Sorted keys of the `children` with a cached first block: with full attention all of them."""
         self.end = end
         """Blocks from the start of the prompt to the end of this node."""
 
     def grows(self, priority: int, duration: int) -> bool:
-        """Whether a sequence that ends here may extend this node itself by blocks that are kept like this."""
+        """True if a sequence that ends here may extend this node itself by blocks with this retention."""
         return False
 
     def key_of_last(self, key_bytes: int) -> bytes:
@@ -69,20 +69,19 @@ class Root(Node):
 
 
 class PathEnd(Node):
-    """How many blocks of its path a sequence has cached, not where in the tree they lie: enough for sliding windows."""
+    """Length of a sequence's cached path, without its place in the tree: enough for sliding windows."""
 
     __slots__ = ("left",)
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
         self.left = (0, 0, -1)
-        """The last cached block that the window has left: the number of blocks up to it, where it lay, and the stamp of
-        its release. It is there as long as the place has that stamp. The path may have grown since. Not exported, as it
-        only spares a search.
-        """
+        """The last cached block that the window has left: the number of blocks up to it, its place, and the stamp of
+        its release. Valid while the place has that stamp. The path may have grown since. Not exported, as it only
+        spares a search."""
 
     def grows(self, priority: int, duration: int) -> bool:
-        """Nothing here forbids it: the run in which the path ends may."""
+        """True: the run in which the path ends decides."""
         return True
 
 
@@ -115,41 +114,42 @@ class Run(Node):
         self.id = run_id
         self.parent = parent
         self.symbols = symbols
-        """The blocks' content: int32 tokens, or the keys where a log records no tokens."""
+        """Content of the blocks: int32 tokens, or keys where a log records no tokens."""
         self.slots = slots
         self.keys = keys
         self.head = head
-        """The content of the first block."""
+        """Content of the first block."""
         self.partial = 0
-        """Tokens in the last block where it is not full, else 0. Only a run without children ends so."""
+        """Tokens in the last block if it is not full, else 0. Only a run without children ends so."""
         self.level = PRIMARY
         self.priority = 0
         self.duration = 0
-        """For how long it has that priority from its release on, in ns; 0: for good."""
+        """Duration of the priority from release on, in ns; 0: for good."""
         self.expiry = 0
-        """When that is over, on the clock of the state; 0 while it is held, or if never."""
+        """End of that duration on the state's clock; 0 while held, or if never."""
         self.released_at = 0
-        """When it was released: a counter, 0 while it is held."""
+        """Stamp of the release, a counter; 0 while held."""
         self.credit = 0
-        """By how many releases its turn is put off, since it was used again; 0 where uses are not counted."""
+        """Number of releases by which reuse has deferred the turn; 0 where uses are not counted."""
         self.refs = 0
         self.transfer = 0
-        """The copy that brings these blocks here, 0 when they have landed."""
+        """Id of the copy that brings these blocks here; 0 once landed."""
         self.same_level_children = 0
         """Children in the same level; without any, the last block may be evicted."""
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its last block may be evicted: nobody holds it, and nothing hangs behind it in its level."""
+        """True if the last block may be evicted: no holder, and no child in its level."""
         return not (self.refs or self.same_level_children)
 
     @property
     def turn(self) -> int:
-        """When it was released, credit included."""
+        """Release stamp, credit included."""
         return self.released_at + self.credit
 
     def grows(self, priority: int, duration: int) -> bool:
-        """Whether a sequence that ends here may extend this run by blocks kept like this: nobody else holds it."""
+        """True if a sequence that ends here may extend this run by blocks with this retention: it is the only holder.
+        """
         return (
             self.refs == 1
             and self.priority == priority
@@ -167,7 +167,7 @@ class Run(Node):
         return self.end - len(self.slots)
 
     def same_state(self, other: Run) -> bool:
-        """Whether the blocks of both could be one run."""
+        """True if the blocks of both could be one run."""
         return (
             self.refs == other.refs
             and self.level == other.level
@@ -194,7 +194,7 @@ class PrefixTree:
         self.next_id = 0
 
     def link(self, run: Run) -> None:
-        """Hang a run below its parent."""
+        """Link a run below its parent."""
         parent = run.parent
         invariant(run.head not in parent.children, "a sibling with the same first block exists")
         parent.children[run.head] = run
@@ -205,7 +205,7 @@ class PrefixTree:
         self.runs[run.id] = run
 
     def unlink(self, run: Run) -> None:
-        """Take a run without children off its parent."""
+        """Unlink a run without children from its parent."""
         parent = run.parent
         invariant(not run.children, "a run with children cannot be taken off")
         del parent.children[run.head]
@@ -224,7 +224,7 @@ class PrefixTree:
             del self.roots[root.namespace]
 
     def new_run(self, parent: Node, symbols: bytearray, slots: array[int], keys: bytearray) -> Run:
-        """A run with the next id, not yet linked."""
+        """Create a run with the next id, not yet linked."""
         self.next_id += 1
         return Run(self.next_id, parent, symbols, slots, keys, bytes(symbols[: self.block_bytes]))
 
@@ -241,13 +241,13 @@ class PrefixTree:
                                    |
                                  children
 
-        Invariant: what is cached, and in which state, is the same; `run.end` does not change, so whoever refers to the
-        end of `run` (sequences, pins, children) is still right. Slots of the upper part have another owner: the caller
-        notes it. Complexity: O(blocks of the run) bytes copied, however many sequences and children there are.
+        Invariant: what is cached, and in which state, is the same; `run.end` does not change, so references to the end
+        of `run` (of sequences, pins, children) stay valid. Slots of the upper part have another owner: the caller notes
+        it. Complexity: O(blocks of the run) bytes copied, regardless of the number of sequences and children.
         """
         size, keys = at * self.block_bytes, at * self.key_bytes
         parent = run.parent
-        # The upper part is the new object. Sequences and children of `run` point at its end, and need not be told.
+        # The upper part is the new object. Sequences and children of `run` refer to its end, and stay as they are.
         upper = self.new_run(parent, run.symbols[:size], run.slots[:at], run.keys[:keys])
         del run.symbols[:size]
         del run.slots[:at]
@@ -257,7 +257,7 @@ class PrefixTree:
         upper.credit, upper.duration = run.credit, run.duration
         upper.same_level_children = 1  # its only child has the same state, hence the same level
         run.head = bytes(run.symbols[: self.block_bytes])
-        # It begins as `run` did, so it takes its place under the same key, and `parent.order` stays as it is.
+        # It begins as `run` did, so it takes the same key, and `parent.order` stays as it is.
         parent.children[upper.head] = upper
         upper.children = {run.head: run}
         upper.order = [run.head] if run.slots[0] >= 0 else []
@@ -266,7 +266,7 @@ class PrefixTree:
         return upper
 
     def may_join(self, run: Run) -> bool:
-        """Whether a run and its parent are one prefix with one state."""
+        """True if a run and its parent are one prefix with one state."""
         parent = run.parent
         return isinstance(parent, Run) and len(parent.children) == 1 and run.same_state(parent)
 
@@ -287,7 +287,7 @@ class PrefixTree:
         """
         upper = run.parent
         assert isinstance(upper, Run)
-        # As in a split the lower run stays: whoever points at its end needs not be told.
+        # As in a split the lower run stays: references to its end stay valid.
         run.symbols[:0] = upper.symbols
         run.slots = upper.slots + run.slots
         run.keys[:0] = upper.keys
@@ -299,19 +299,19 @@ class PrefixTree:
 
 
 def list_child(run: Run) -> None:
-    """Note in its parent that the first block of a run is cached."""
-    # Sorted, so that the child with the longest common prefix is a neighbour of where a prompt would stand.
+    """List a run in its parent as having a cached first block."""
+    # Sorted, so that the child with the longest common prefix is a neighbour of a prompt's insertion point.
     insort(run.parent.order, run.head)
 
 
 def delist_child(run: Run) -> None:
-    """Note in its parent that the first block of a run is not cached any more."""
+    """Remove a run from its parent's list of children with a cached first block."""
     order = run.parent.order
     del order[bisect_left(order, run.head)]
 
 
 def runs_below(top: Node) -> list[Run]:
-    """All runs below a node, parents before children, in a fixed order."""
+    """Return all runs below a node, parents before children, in a fixed order."""
     found, stack = list[Run](), _children(top)
     while stack:
         run = stack.pop()
@@ -321,13 +321,13 @@ def runs_below(top: Node) -> list[Run]:
 
 
 def _children(node: Node) -> list[Run]:
-    """All children, the last one in order first."""
+    """Return all children, the last one in order first."""
     heads = node.order if len(node.order) == len(node.children) else sorted(node.children)
     return [node.children[head] for head in reversed(heads)]
 
 
 def common_bytes(run: Run, symbols: bytes | bytearray, start: int, stop: int, begin: int = 0) -> int:
-    """Length of the common prefix of a run's content from `begin` on and ``symbols[start:stop]``, in bytes."""
+    """Length in bytes of the common prefix of a run's content from `begin` on and ``symbols[start:stop]``."""
     # Compared as numbers, all at once; `argmax` of booleans is the first True, or 0 if there is none.
     count = min(len(run.symbols) - begin, stop - start) // TOKEN_BYTES
     ours = np.frombuffer(run.symbols, np.int32, count, begin)
@@ -364,48 +364,48 @@ class PartialMatch:
 
 
 class GroupMatch(Protocol):
-    """What one group has of a prompt."""
+    """Match of a prompt in one group."""
 
     @property
     def runs(self) -> list[tuple[Run, int]]:
-        """The known path of its content: (run, how many of its blocks match)."""
+        """Known path of the content: (run, number of its blocks that match)."""
 
     @property
     def blocks(self) -> int:
         """Full blocks on that path."""
 
     partial: PartialMatch | None
-    """The block behind the path of which only the start matches."""
+    """Next block after the path, if its start matches."""
 
     def servable(self, blocks: int) -> int:
-        """The most blocks up to so many that can be reused."""
+        """Largest number of blocks, at most `blocks`, that can be reused."""
 
     def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> GroupMatch:
-        """The match as if the prompt had no more than the first `blocks` full blocks, and the one behind in part."""
+        """Restrict the match to the first `blocks` full blocks of the prompt, and part of the next one."""
 
     def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
-        """The blocks to hold in order to reuse so many tokens."""
+        """Return the blocks to hold in order to reuse this number of tokens."""
 
 
 @dataclass(slots=True)
 class PathMatch:
-    """The cached path of a prompt: runs from the root on, the last one perhaps in part."""
+    """Cached path of a prompt: runs from the root on, the last one perhaps in part."""
 
     runs: list[tuple[Run, int]] = field(default_factory=list)
-    """(run, how many of its blocks match)."""
+    """(run, number of its blocks that match)."""
     blocks: int = 0
     partial: PartialMatch | None = None
 
     def servable(self, blocks: int) -> int:
-        """The most blocks up to so many that can be reused."""
+        """Largest number of blocks, at most `blocks`, that can be reused."""
         return min(blocks, self.blocks)
 
     def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
-        """The blocks to hold in order to reuse so many tokens: with full attention all there are."""
+        """Return the blocks to hold in order to reuse this number of tokens: with full attention all before them."""
         return [_piece(run, 0, take, key_bytes) for run, take in self.runs]
 
     def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> PathMatch:
-        """The first `blocks` of the full ones; of a longer match the next one is its partial match."""
+        """Restrict to the first `blocks` full blocks; the next one of a longer match is its partial match."""
         if blocks >= self.blocks:
             return self
         limited, left = PathMatch(blocks=blocks), blocks
@@ -420,15 +420,15 @@ class PathMatch:
 
 
 def _piece(run: Run, begin: int, end: int, key_bytes: int) -> Piece:
-    """Blocks of a run of a window with full attention."""
+    """Make a piece from blocks of a run of a window with full attention."""
     keys = bytes(run.keys[begin * key_bytes : end * key_bytes])
     return Piece(run.level, run.start + begin, run.slots[begin:end], keys, run.transfer == 0)
 
 
 def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
-    """The longest prefix of ``symbols[:stop]`` (bytes) that is cached behind `top`, a namespace's root or a run.
+    """Find the longest cached prefix of ``symbols[:stop]`` (bytes) below `top`, a namespace's root or a run.
 
-    `partial` asks for the leading tokens of one more block as well.
+    With `partial`, match the leading tokens of one more block as well.
     """
     found = PathMatch()
     if top is None:
@@ -461,7 +461,7 @@ def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, part
 
 
 def closest_child(node: Node, wanted: bytes) -> tuple[Run | None, int]:
-    """The child whose first block is cached and has the most leading tokens in common, and how many: a neighbour in
+    """Find the child with a cached first block and the most leading tokens in common, and their number: a neighbour in
     the order of contents.
     """
     at = bisect_left(node.order, wanted)
@@ -474,13 +474,13 @@ def closest_child(node: Node, wanted: bytes) -> tuple[Run | None, int]:
 
 
 def covered(node: Node, symbols: bytes) -> bool:
-    """Whether a child's first block is cached and begins with these symbols."""
+    """True if a child's first block is cached and begins with these symbols."""
     at = bisect_left(node.order, symbols)
     return at < len(node.order) and node.order[at].startswith(symbols)
 
 
 def covered_child(node: Node, symbols: bytes) -> Run | None:
-    """The child whose (partial) only block is cached and the beginning of these symbols, but not all of them."""
+    """Find the child with a cached (partial) only block that is a proper prefix of these symbols."""
     at = bisect_left(node.order, symbols)
     if at and symbols.startswith(node.order[at - 1]):
         return node.children[node.order[at - 1]]
@@ -490,9 +490,9 @@ def covered_child(node: Node, symbols: bytes) -> Run | None:
 def in_all(
     matches: Sequence[GroupMatch], tokens_per_block: int, key_bytes: int
 ) -> tuple[list[GroupMatch], int]:
-    """What all groups have of a prompt, and how many tokens that are.
+    """Restrict the matches of all groups to what they have in common; returns them and their number of tokens.
 
-    The most full blocks that each can serve, and of one more as many tokens as the one that has the least.
+    That is the largest number of full blocks that each can serve, and the fewest tokens that any has of one more.
     """
     if len(matches) == 1 and isinstance(matches[0], PathMatch):
         partial = matches[0].partial

@@ -1,4 +1,4 @@
-"""Who holds blocks: running requests (tokens, block tables, how far they are computed and cached), pins and copies."""
+"""Holders of blocks: running requests (tokens, block tables, computed and cached counts), pins and copies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvcache.fold.prefix_tree import Node, Run
 
 DEFAULT_PRIORITY = 35
 PRIORITY_MAX = 100
-"""Priorities go from 0, evicted first, to this."""
+"""Highest priority; 0 is evicted first."""
 _FOLLOWS = -1
 ONBOARDING = -1
-"""In a block table, within one call: a cached block that is about to be brought to primary."""
+"""Block table entry, within one call: a cached block that is about to be onboarded."""
 DETACHED = -2
-"""In a block table: a block that the window has left behind. Nothing may be read or written there."""
+"""Block table entry: a block that the window has left. Nothing may be read or written there."""
 
 
 class Sequence(SequenceTokens):
@@ -54,28 +54,30 @@ class Sequence(SequenceTokens):
         self.request_id = request_id
         self.namespace = namespace
         self._computed = 0
-        """`_FOLLOWS` while it decodes: saying so once is cheaper than counting with every token."""
+        """`_FOLLOWS` while it decodes: set once, which is cheaper than counting with every token."""
         self.num_prompt_tokens = len(tokens)
         self.tables = [array("i") for _ in roots]
         """Per group: the primary slot of each block, or DETACHED."""
         self.detached = [0] * len(roots)
-        """Per group: leading blocks that a sliding window has left behind, or never needed."""
+        """Per group: leading blocks that a sliding window has left, or never needed."""
         self.path_ends = roots
         """Per group: the end of the cached path that the sequence holds. Its blocks up to there are cached, except
-        those that a sliding window has left behind."""
+        those that a sliding window has left."""
         self.retention: StatedRetention | None = None
-        """None: all its blocks have the default priority, for good."""
+        """Stated retention; None: all its blocks have the default priority, for good."""
         self.inherited: tuple[Inherited, ...] = ()
-        """Blocks that are not cached yet and were copied from ones with another priority or duration."""
+        """Retention inherited by blocks that are not cached yet and were copied from ones with another priority or
+        duration."""
         self.encoder: Sequence | None = None
-        """The encoder's input that it reads: a sequence that has blocks for cross attention only, and this one none."""
+        """The encoder's input that it reads: a sequence with blocks for cross attention only, where this one has none.
+        """
         self.holders = 0
-        """Of an encoder's input: how many running sequences read it."""
+        """Running sequences that read this encoder's input."""
         self.keys = bytearray()
-        """Of its leading blocks, as far as any group has needed them: made once, recorded once."""
+        """Keys of its leading blocks, up to the last that any group has needed: made once, recorded once."""
 
     def branch(self, handle: Handle, request_id: RequestId, blocks: int) -> Sequence:
-        """Another sequence with the same tokens and the same first `blocks` blocks."""
+        """Create another sequence with the same tokens and the same first `blocks` blocks."""
         child = Sequence(handle, request_id, self.namespace, self.copy_tokens(), self.path_ends[:])
         child.computed, child.num_prompt_tokens = self.computed, self.num_prompt_tokens
         child.retention, child.inherited = self.retention, self.inherited
@@ -86,7 +88,7 @@ class Sequence(SequenceTokens):
 
     @property
     def computed(self) -> int:
-        """Leading tokens whose K/V is written: while it decodes, all but the one sampled last."""
+        """Leading tokens with written K/V: while it decodes, all but the last sampled one."""
         computed = self._computed
         return computed if computed >= 0 else self.num_tokens - 1
 
@@ -96,13 +98,13 @@ class Sequence(SequenceTokens):
 
     @property
     def num_next(self) -> int:
-        """Tokens up to the next one that is computed, that one too."""
+        """Tokens up to and including the next one to be computed."""
         computed, num_tokens = self._computed, self.num_tokens
         return num_tokens if computed < 0 or computed >= num_tokens else computed + 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all tokens but the last sampled one count as computed, however many there are."""
+        """True if all tokens but the last sampled one count as computed, regardless of their number."""
         return self._computed == _FOLLOWS
 
     @property
@@ -123,12 +125,12 @@ class Sequence(SequenceTokens):
         return ends[-1] if self.holders else min(ends)
 
     def part_in(self, group: int) -> Sequence:
-        """Whose blocks it reads in a group: its own ones, or for cross attention those of the encoder's input."""
+        """Return the sequence with the blocks read in a group: this one, or for cross attention the encoder's input."""
         return self if self.tables[group] or self.encoder is None else self.encoder
 
 
 class Pin:
-    """References that outlive the sequence for which they were taken."""
+    """References that outlive the sequence they were taken for."""
 
     __slots__ = ("ends", "named", "request_id", "slots")
 
@@ -137,13 +139,13 @@ class Pin:
         self.slots = slots
         """Per group: primary slots, shallowest first."""
         self.ends = ends
-        """Per group: with full attention, the run at whose end the pinned path ends."""
+        """Per group: with full attention, the run at the end of the pinned path."""
         self.named = True
-        """Whether the blocks are still cached; after the cache was cleared they are only held."""
+        """True while the blocks are cached; after the cache was cleared they are only held."""
 
 
 class Transfer:
-    """A copy whose landing is not yet known."""
+    """A copy that has not landed."""
 
     __slots__ = ("group", "handle", "level", "slots")
 
@@ -154,16 +156,16 @@ class Transfer:
         self.level = level
         self.slots = slots
         self.handle = handle
-        """The sequence that it is made for; None: it only makes room."""
+        """The sequence it is made for; None: it only frees slots."""
 
 
 def packed_handles(sequences: Items[Sequence]) -> bytes:
-    """Handles as a column of an event."""
+    """Pack handles as a column of an event."""
     return array("q", [each.handle for each in sequences]).tobytes()
 
 
 def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
-    """Whether the next token of each of these is appended as always: all before it count as computed, and have just
+    """True if the next token of each of these is appended as usual: all before it count as computed, and have exactly
     the slots that they need.
     """
     return all(
@@ -174,29 +176,31 @@ def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
 
 
 def not_decoding(sequences: Items[Sequence]) -> list[Sequence]:
-    """Those of which it is counted how many tokens are computed."""
+    """Select the sequences with a counted number of computed tokens."""
     return [each for each in sequences if each._computed != _FOLLOWS]
 
 
 def decode_on(sequences: Items[Sequence]) -> None:
-    """From here on, all tokens of these but the last sampled one count as computed."""
+    """Count all tokens of these but the last sampled one as computed from here on."""
     for each in not_decoding(sequences):
         each.computed = _FOLLOWS
 
 
 class Kept(NamedTuple):
-    """How a block is kept: as its request states for its first token or, where nothing is stated, as what it copies."""
+    """Retention of a block: as its request states for its first token or, where nothing is stated, as of its copy
+    source.
+    """
 
     priority: int
     duration: int
-    """In nanoseconds from when the last sequence lets go of it; 0: for good."""
+    """In nanoseconds from its release by the last sequence; 0: for good."""
 
 
 DEFAULT = Kept(DEFAULT_PRIORITY, 0)
 
 
 def kept(sequence: Sequence, group: int, block: int, size: int) -> Kept:
-    """How a block of a sequence is to be kept when it is stored."""
+    """Return the retention that a block of a sequence is stored with."""
     retention, start = sequence.retention, block * size
     if retention is not None:
         if start >= sequence.num_prompt_tokens:
@@ -211,7 +215,7 @@ def kept(sequence: Sequence, group: int, block: int, size: int) -> Kept:
 
 
 def rows(sequence: Sequence, group: int, first: int, last: int, size: int) -> Iterator[tuple[int, int, Kept]]:
-    """Consecutive blocks that are to be kept alike: from, up to, and how."""
+    """Yield consecutive blocks with the same retention: first, end, retention."""
     begin, how = first, kept(sequence, group, first, size)
     for cut in _cuts(sequence, size):
         if begin < cut < last:
@@ -223,7 +227,7 @@ def rows(sequence: Sequence, group: int, first: int, last: int, size: int) -> It
 
 
 def _cuts(sequence: Sequence, size: int) -> list[int]:
-    """The blocks before which what is stated may change, ascending."""
+    """Return the blocks before which the stated retention may change, ascending."""
     cuts = {-(-sequence.num_prompt_tokens // size)}
     for stated in sequence.retention.ranges if sequence.retention is not None else ():
         cuts.add(-(-stated.start // size))

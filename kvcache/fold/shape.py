@@ -1,7 +1,7 @@
-"""What a recorded cache looks like: checked before anything is made of it, since a log can claim anything.
+"""The shape of a recorded cache: checked before anything is built from it, since a log can claim anything.
 
-A live manager's own `CacheCreated` passes by construction. One that was read may come from another version, or be a
-lie, and everything behind it (sizes of tables, bounds, names) relies on it.
+A live manager's own `CacheCreated` passes by construction. One that was read may come from another version, or be
+forged, and everything after it (sizes of tables, bounds, names) relies on it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _MAX_BLOCKS = 2**31 - 1
 """Slots are int32."""
 _MAX_TOKENS = 2**31 - 1
 _NO_COUNTS, _COUNTS = "lru", "levels"
-"""Of `eviction_policy`; logs from before that say nothing."""
+"""Values of `eviction_policy`; older logs have none."""
 _MAX_TOKENS_PER_BLOCK = 2**30
-"""So that a block's tokens are counted by an int32."""
+"""A block's tokens are counted by an int32."""
 
 
 def check_created(event: CacheCreated) -> None:
-    """Raises `InvariantViolated` if no cache can have been created like that."""
+    """Raise `InvariantViolated` if no cache can have been created with this event."""
     size = event.tokens_per_block
     invariant(0 < size <= _MAX_TOKENS_PER_BLOCK, "blocks have an impossible size")
     invariant(bool(event.groups), "a cache has no group")
@@ -44,7 +44,7 @@ def check_created(event: CacheCreated) -> None:
 
 
 def counts_uses(event: CacheCreated) -> bool:
-    """Whether the order of eviction goes by how often blocks were used."""
+    """True if the eviction order depends on the number of uses of blocks."""
     return bool(_parsed(event.config).get("eviction_policy") == _COUNTS)
 
 
@@ -60,7 +60,7 @@ def longest_sequence(event: CacheCreated) -> int:
 
 
 def longest_input(event: CacheCreated) -> int:
-    """Tokens of the longest input of an encoder, padded; 0 where there is no cross attention."""
+    """Tokens of an encoder's longest input, padded; 0 without cross attention."""
     last = event.groups[-1]
     return last.num_blocks[0] * event.tokens_per_block if last.kind == CROSS else 0
 
@@ -68,10 +68,10 @@ def longest_input(event: CacheCreated) -> int:
 def room_of(num_blocks: int, window: int, kind: str, tokens_per_block: int) -> int:
     """Tokens of the longest sequence that these primary blocks of a window can hold.
 
-    In a sliding window a sequence can grow without end once there is room for what the window sees, wherever in a block
-    it begins.
+    In a sliding window a sequence can grow without end once there is room for the window, wherever in a block it
+    begins.
     """
-    # A new block is taken before the one is let go of that the window has left behind.
+    # A new block is taken before the one is released that the window has left.
     if kind == SLIDING and num_blocks > -(-window // tokens_per_block):
         return _MAX_TOKENS
     return num_blocks * tokens_per_block

@@ -1,9 +1,9 @@
 """The group of a sliding window, which releases blocks one by one, and reuses them across holes.
 
-Sequences hold what their window sees. So the blocks of one prefix differ in references, priority and release, and any
-unreferenced one may be evicted: runs keep only contents and places, all else is in columns by place. A *place* is a
-primary slot or, beyond all of these, a secondary one. A block that is not cached while something after it is leaves a
-`HOLE` in its run: its content says what hangs below.
+Sequences hold the blocks inside their window. So the blocks of one prefix differ in references, priority and release,
+and any unreferenced one may be evicted: runs keep only contents and places, all else is in columns by place. A *place*
+is a primary slot or, beyond all of these, a secondary one. A block that is not cached while something after it is
+leaves a `HOLE` in its run: its content identifies the blocks below.
 
 Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
 """
@@ -42,14 +42,15 @@ from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, Kept, Pin, Sequenc
 HOLE = -1
 """In a run, the place of a block that is not cached."""
 NOBODY = -1
-"""In `positions`."""
+"""Entry of `positions` without a block."""
 DEPTH_BITS = 28
-"""Of a position: the others are the run's id. No prompt has so many blocks."""
+"""Low bits of a position; the others are the run's id. No prompt has that many blocks."""
 _DEPTH = (1 << DEPTH_BITS) - 1
 FEW = 8
-"""Up to so many blocks a loop is faster than numpy: it looks at 8 in 0.5 µs, numpy in 2.4; at 24 in 5 µs and in 2.9."""
+"""Up to this number of blocks a loop is faster than numpy: it looks at 8 in 0.5 µs, numpy in 2.4; at 24 in 5 µs and in
+2.9."""
 Segment = tuple[Run, int, int]
-"""Consecutive blocks of a run: from its block, up to its block."""
+"""Consecutive blocks of a run: run, first block, end block."""
 _COLUMNS = ("positions", "refs", "priorities", "durations", "expiries", "released_at", "transfers")
 _EXPORTED = ("priorities", "durations", "expiries", "released_at", "refs", "transfers")
 _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
@@ -57,7 +58,7 @@ _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
 
 
 class SlidingGroup(Group):
-    """A group in which a sequence holds the blocks that its next token sees; a step touches few of many places."""
+    """Group in which a sequence holds the blocks that its next token sees; a step touches few of many places."""
 
     __slots__ = (*_COLUMNS, "keeps_time", "kept_alike", "views")
 
@@ -65,28 +66,28 @@ class SlidingGroup(Group):
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
         self.positions = array("q", [NOBODY]) * size
-        """By place: the run that has the block, and its depth: how many blocks are before it in its prompt. Both in one
-        number, so that blocks which follow each other in a run differ by 1. -1 where no block is cached; then the other
-        columns mean nothing."""
+        """By place: the run of the block, and its depth, the number of blocks before it in its prompt. Both in one
+        number, so that consecutive blocks of a run differ by 1. -1 where no block is cached; the other columns are then
+        undefined."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [DEFAULT_PRIORITY]) * size
-        """By place: as of a `Run`. Not written as long as `kept_alike`."""
+        """By place: as in a `Run`. Not written while `kept_alike`."""
         self.durations = array("q", [0]) * size
         self.expiries = array("q", [0]) * size
-        """By place: as of a `Run`. Both are 0 where no block is cached."""
+        """By place: as in a `Run`. Both are 0 where no block is cached."""
         self.released_at = array("q", [0]) * size
-        """By place: when the last sequence let go of it, as a counter; 0 while it is held, or nothing is cached."""
+        """By place: stamp of its release by the last sequence, a counter; 0 while held, or where nothing is cached."""
         self.transfers = array("q", [0]) * size
-        """By place: the copy that brings it here, 0 when it has landed."""
+        """By place: id of the copy that brings the block here; 0 once landed."""
         self.keeps_time = False
-        """Whether any block has been kept for a time."""
+        """True if any block has ever had a duration."""
         self.kept_alike = True
-        """Whether all blocks that were ever cached have the default priority."""
+        """True while all blocks ever cached have had the default priority."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
 
     def places(self, level: int, slots: array[int]) -> array[int]:
-        """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
+        """Convert slots of a level to places. Raises `InvariantViolated` if the level has no such slots."""
         size = self.levels[level].size
         if len(slots) <= FEW:
             there = all(0 <= slot < size for slot in slots)
@@ -97,24 +98,24 @@ class SlidingGroup(Group):
         return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
 
     def slot_of(self, place: int) -> tuple[int, int]:
-        """The level and the slot of a place."""
+        """Return the level and the slot of a place."""
         primary = self.levels[PRIMARY].size
         return (PRIMARY, place) if place < primary else (SECONDARY, place - primary)
 
     def is_cached(self, level: int, slot: int) -> bool:
-        """Whether a block is cached in the slot."""
+        """True if a block is cached in the slot."""
         return self.positions[slot + level * self.levels[PRIMARY].size] != NOBODY
 
     def kept_at(self, place: int) -> Kept:
-        """How the block there is kept."""
+        """Return the retention of the block at a place."""
         return Kept(self.priorities[place], self.durations[place])
 
     def kept_in(self, level: int, slot: int) -> Kept:
-        """How a cached block is kept."""
+        """Return the retention of a cached block."""
         return self.kept_at(slot + level * self.levels[PRIMARY].size)
 
     def find(self, place: int) -> tuple[Run, int]:
-        """The run of a cached block, and its index in it."""
+        """Return the run of a cached block, and its index in it."""
         position = self.positions[place]
         run = self.tree.runs.get(position >> DEPTH_BITS)
         if run is None:
@@ -122,37 +123,37 @@ class SlidingGroup(Group):
         return run, (position & _DEPTH) - run.start
 
     def depth(self, place: int) -> int:
-        """How many blocks are before a cached one in its prompt."""
+        """Number of blocks before a cached one in its prompt."""
         return self.positions[place] & _DEPTH
 
     def depths_at(self, at: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """Of many blocks."""
+        """Vectorised `depth`."""
         depths: npt.NDArray[np.int64] = self.views["positions"][at] & _DEPTH
         return depths
 
     def segments(self, places: array[int]) -> list[Segment]:
-        """Cached blocks as consecutive ones of runs."""
+        """Group cached blocks into segments of consecutive blocks of runs."""
         segments: list[Segment] = []
         done, runs, positions = 0, self.tree.runs, self.positions
         while done < len(places):
-            # As `find` does it, which takes twice as long.
+            # Inlined `find`, which takes twice as long.
             position = positions[places[done]]
             owner = runs.get(position >> DEPTH_BITS)
             if owner is None:
                 raise InvariantViolated("a slot that an event names is not cached")
             slots = owner.slots
             begin = (position & _DEPTH) - owner.end + len(slots)
-            # What follows in the run is compared, for that is quicker than looking up where each block is.
+            # The next blocks of the run are compared, which is faster than looking up each block's position.
             end = begin + common_slots(slots, begin, places, done)
             segments.append((owner, begin, end))
             done += end - begin
         return segments
 
     def replace(self, places: array[int], to: array[int]) -> list[Segment]:
-        """Let runs have cached blocks in other places, or no more; returns the segments."""
+        """Move cached blocks to other places in their runs, or remove them; returns the segments."""
         segments, done = self.segments(places), 0
         for run, begin, end in segments:
-            if end == begin + 1:  # what decoding leaves behind, mostly
+            if end == begin + 1:  # mostly blocks that decoding leaves
                 if run.slots[begin] != places[done]:
                     raise InvariantViolated("an event names a block twice")
                 run.slots[begin] = to[done]
@@ -166,11 +167,11 @@ class SlidingGroup(Group):
         return segments
 
     def names_of(self, places: array[int]) -> bytes:
-        """The names of cached blocks."""
+        """Return the names of cached blocks."""
         size = self.tree.key_bytes
         if not size or not places:
             return b""
-        # Most segments have a single block: what decoding left behind.
+        # Most segments have a single block, left by decoding.
         return b"".join(
             [
                 run.keys[begin * size : begin * size + NAME_BYTES]
@@ -181,7 +182,7 @@ class SlidingGroup(Group):
         )
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
-        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        """Yield cached blocks in pieces: level, slots, True if held by sequences, True if their copy has not landed."""
         places = np.flatnonzero(self.views["positions"] != NOBODY)
         held, in_flight = self.views["refs"][places] > 0, self.views["transfers"][places] > 0
         primary = self.levels[PRIMARY].size
@@ -192,7 +193,7 @@ class SlidingGroup(Group):
             yield level, array("i", slots.astype(np.int32).tobytes()), is_held, flies
 
     def resident_keys(self, level: int) -> Iterator[bytes]:
-        """The keys of full blocks whose bytes are in this level."""
+        """Yield the keys of full blocks resident in this level."""
         size, key_bytes = self.levels[PRIMARY].size, self.tree.key_bytes
         for run in self.tree.runs.values():
             full = len(run.slots) - bool(run.partial)
@@ -201,7 +202,7 @@ class SlidingGroup(Group):
                     yield bytes(run.keys[index * key_bytes : (index + 1) * key_bytes])
 
     def clear_places(self, places: array[int]) -> None:
-        """Nothing is there any more: only what tells so is written, the other columns mean nothing then."""
+        """Mark places as empty: only `positions` and the like are written, the other columns are undefined then."""
         if len(places) <= FEW:
             for place in places:
                 self.positions[place], self.released_at[place] = NOBODY, 0
@@ -209,20 +210,20 @@ class SlidingGroup(Group):
             at = indexes(places)
             self.views["positions"][at], self.views["released_at"][at] = NOBODY, 0
         if self.levels[SECONDARY].size:
-            # Without offload nothing is ever on its way.
+            # Without offload nothing is ever in flight.
             self.views["transfers"][indexes(places)] = 0
         if self.keeps_time:
             at = indexes(places)
             self.views["durations"][at], self.views["expiries"][at] = 0, 0
 
     def clear_columns(self) -> None:
-        """Nothing is anywhere any more."""
+        """Mark all places as empty."""
         for name, view in self.views.items():
             view.fill({"positions": NOBODY, "priorities": DEFAULT_PRIORITY}.get(name, 0))
 
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
-        """Slots instead of places, and seven numbers per block: level, priority, duration, expiry, stamp,
-        references, copy.
+        """Export blocks: slots instead of places, and seven numbers per block: level, priority, duration, expiry,
+        stamp, references, copy.
         """
         at = np.frombuffer(places, np.int32)
         primary = self.levels[PRIMARY].size
@@ -235,7 +236,7 @@ class SlidingGroup(Group):
         return array("i", slots.tobytes()), rows.tobytes()
 
     def place(self, run: Run, numbers: Iterable[array[int]]) -> None:
-        """Enter what an exported state says of the blocks of a run, as `exported` gives it."""
+        """Register the blocks of a run from an exported state, as `exported` returns them."""
         for index, (level, *columns) in enumerate(numbers):
             if run.slots[index] == HOLE:
                 continue
@@ -251,18 +252,20 @@ class SlidingGroup(Group):
             self.levels[level].unreferenced += not self.refs[place]
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
-        """Where the path of a new sequence begins: only the count of its blocks is kept, not a place in the tree."""
+        """Return the start of a new sequence's path: only its number of blocks is kept, not a place in the tree."""
         self.root(namespace, key)
         return PathEnd(0)
 
     def first_seen(self, num_tokens: int) -> int:
-        """The first block that is needed to compute what follows so many tokens."""
+        """First block needed to compute what follows this number of tokens."""
         return max(0, num_tokens - self.window + 1) // self.tokens_per_block
 
-    # -- sequences come, go on and go
+    # -- life of a sequence
 
     def begin(self, sequence: Sequence, reused: int) -> None:
-        """An admitted sequence needs nothing of what its window has left behind, and has the rest of what it reuses."""
+        """Begin an admitted sequence, which needs no blocks that its window has left, and holds the rest of its reused
+        ones.
+        """
         full = reused // self.tokens_per_block
         first = min(self.first_seen(reused), full)
         super().begin(sequence, reused)
@@ -271,7 +274,7 @@ class SlidingGroup(Group):
         sequence.path_ends[self.index].end = full
 
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
-        """A sequence takes a reference on cached blocks of its prompt."""
+        """Take a reference on cached blocks of a sequence's prompt."""
         run = self._hold(sequence, level, first, slots)
         self.learn_keys(sequence, run, first + len(slots))
 
@@ -288,7 +291,7 @@ class SlidingGroup(Group):
         return run
 
     def _check_row(self, places: array[int], first: int) -> Run:
-        """The run of the last of these consecutive blocks."""
+        """Return the run of the last of these consecutive blocks, after checking that they are consecutive."""
         done, above = 0, None
         while done < len(places):
             run, at = self.find(places[done])
@@ -323,9 +326,9 @@ class SlidingGroup(Group):
     def detach(
         self, sequences: list[Sequence], counts: array[int] | None, stamp: int, now: int
     ) -> tuple[array[int], array[int]]:
-        """Sequences let go of blocks that the window has left behind: so many each, or one each.
+        """Release blocks that the windows of sequences have left: `counts` blocks of each, or one each.
 
-        Each lets go at its own time, the first one after `stamp`. Returns the slots, and those that become blank.
+        Each release has its own stamp, the first one after `stamp`. Returns the slots, and those that become blank.
         """
         if counts is None:
             return self._detach_one_each(sequences, stamp, now)
@@ -349,7 +352,7 @@ class SlidingGroup(Group):
     def _detach_one_each(
         self, sequences: list[Sequence], stamp: int, now: int
     ) -> tuple[array[int], array[int]]:
-        """The usual case, decoding."""
+        """`detach` for decoding, the usual case."""
         index, refs, released_at = self.index, self.refs, self.released_at
         slots, freed, idle = array("i"), array("i"), array("i")
         for released, sequence in enumerate(sequences, stamp + 1):
@@ -375,7 +378,7 @@ class SlidingGroup(Group):
         return slots, freed
 
     def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
-        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
+        """Release all blocks of a sequence; returns the slots that become blank, deepest first."""
         table, first = sequence.tables[self.index], sequence.detached[self.index]
         cached = max(sequence.path_ends[self.index].end, first)
         own = table[cached:]
@@ -385,7 +388,7 @@ class SlidingGroup(Group):
         return freed
 
     def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
-        """A branch of a sequence holds its first `blocks` blocks, too, as far as the window has not left them."""
+        """Let a branch of a sequence also hold those of its first `blocks` blocks that the window has not left."""
         end, first = parent.path_ends[self.index].end, parent.detached[self.index]
         invariant(end <= blocks, "a cached block is not computed")
         child.path_ends[self.index] = PathEnd(end)
@@ -394,7 +397,7 @@ class SlidingGroup(Group):
         self.share_uncached(table[max(first, end) :])
 
     def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
-        """Let go of a sequence's cached blocks from `blocks` on, of its own from `needed` on; returns blank slots."""
+        """Release a sequence's cached blocks from `blocks` on, and its own from `needed` on; returns blank slots."""
         table, end, first = (
             sequence.tables[self.index],
             sequence.path_ends[self.index],
@@ -412,17 +415,17 @@ class SlidingGroup(Group):
         return freed
 
     def pin(self, sequence: Sequence, slots: array[int]) -> None:
-        """One more reference on cached blocks that a sequence holds."""
+        """Add a reference to cached blocks that a sequence holds."""
         own = set(sequence.tables[self.index][: sequence.path_ends[self.index].end])
         invariant(own.issuperset(slots), "a pinned block is not cached, or not the sequence's")
         self._reference(slots)
 
     def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
-        """A pin lets go of cached blocks."""
+        """Release the cached blocks of a pin."""
         self._release(slots, stamp, now)
 
     def _release(self, slots: array[int], stamp: int, now: int) -> None:
-        """One sequence fewer holds these primary blocks, shallowest first."""
+        """Drop one reference to these primary blocks, shallowest first."""
         if len(slots) <= FEW:
             refs, released_at, free = self.refs, self.released_at, array("i")
             for slot in slots:
@@ -442,7 +445,7 @@ class SlidingGroup(Group):
             self._free(free, now)
 
     def _free(self, slots: array[int], now: int) -> None:
-        """Nobody holds these cached primary blocks any more, shallowest first."""
+        """Make these cached primary blocks evictable, shallowest first: they have lost their last holder."""
         self.levels[PRIMARY].unreferenced += len(slots)
         if self.keeps_time:
             for slot in slots:
@@ -462,10 +465,10 @@ class SlidingGroup(Group):
         duration: int,
         last_tokens: int,
     ) -> None:
-        """Cache a sequence's own blocks: new ones, or such as are missing so far."""
+        """Cache a sequence's own blocks: new ones, or ones that were missing so far."""
         last, key_bytes = first + len(slots), self.tree.key_bytes
         node, at, depth = self.position(sequence, first)
-        # What the window has left behind and nobody has cached since is noted as content only.
+        # Blocks that the window has left and that are not cached since are noted as content only.
         places = array("i", [HOLE]) * (first - depth) + slots
         content = self.new_content(sequence, depth, last, last_tokens)
         keys = sequence.keys[depth * key_bytes : last * key_bytes]
@@ -489,7 +492,7 @@ class SlidingGroup(Group):
         priority: int,
         duration: int,
     ) -> None:
-        """Cache the next block of each of these sequences, behind the last block of a leaf."""
+        """Cache the next block of each of these sequences, after the last block of a leaf."""
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
         block_bytes = tree.block_bytes
@@ -521,7 +524,7 @@ class SlidingGroup(Group):
     def update(
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
     ) -> None:
-        """Change how cached blocks are kept that sequences hold."""
+        """Change the retention of cached blocks that sequences hold."""
         self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         for place in self.places(level, slots):
             held = self.positions[place] != NOBODY and self.refs[place] > 0
@@ -534,7 +537,7 @@ class SlidingGroup(Group):
                 self.keeps_time = self.keeps_time or duration > 0
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
-        """The time is over for which these blocks had a priority; returns the last stamp: each has its own."""
+        """Reset blocks with an expired priority; returns the last stamp: each has its own."""
         self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         places = self.places(level, slots)
         for released, place in enumerate(places, stamp + 1):
@@ -549,7 +552,7 @@ class SlidingGroup(Group):
         return stamp + len(places)
 
     def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
-        """Forget cached blocks that no sequence holds."""
+        """Forget unreferenced cached blocks."""
         places = self.places(level, slots)
         self._check_unreferenced(places)
         self.take_out(places)
@@ -577,23 +580,24 @@ class SlidingGroup(Group):
         self.watcher.released(SECONDARY, to)
 
     def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """Move secondary blocks that a sequence holds to primary."""
+        """Move secondary blocks held by a sequence to primary."""
         places = self.places(SECONDARY, slots)
         invariant(all(self.refs[place] for place in places), "an onboarded block is not held")
         self._relocate(places, to_slots, transfer)
         self.levels[SECONDARY].return_slots(slots)
 
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
-        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        """Replace secondary blocks that a sequence has recomputed by its own slots."""
         run = self._hold(sequence, SECONDARY, first, slots)
-        # The event has the names of these blocks. If those of blocks before are missing, the next stored block has all.
+        # The event has the names of these blocks. If names of earlier blocks are missing, the next stored block has
+        # all.
         if len(sequence.keys) >= first * self.tree.key_bytes:
             self.learn_keys(sequence, run, first + len(slots))
         self._relocate(self.places(SECONDARY, slots), own, 0)
         self.levels[SECONDARY].return_slots(slots)
 
     def _relocate(self, places: array[int], to: array[int], transfer: int) -> None:
-        """Give cached blocks new places; the old ones belong to nobody until they are given back."""
+        """Move cached blocks to new places; the old ones have no owner until they are returned."""
         self.replace(places, to)
         at, target = indexes(places), indexes(to)
         for view in self.views.values():
@@ -607,13 +611,13 @@ class SlidingGroup(Group):
                     self.timed(self.expiries[place], place)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
-        """The copy of these blocks is complete, as far as they are still there."""
+        """Complete the copy of those blocks that are still there."""
         for place in self.places(level, slots):
             if self.transfers[place] == transfer:
                 self.transfers[place] = 0
 
     def clear(self) -> tuple[tuple[int, int], int]:
-        """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
+        """Drop every cached block and name; returns (dropped per level, blocks still held by sequences)."""
         counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
         unnamed = 0
         for place in np.flatnonzero(self.views["positions"] != NOBODY).tolist():
@@ -631,16 +635,16 @@ class SlidingGroup(Group):
     # -- the tree: contents and places
 
     def position(self, sequence: Sequence, block: int) -> tuple[Node, int, int]:
-        """Where a block of a sequence is, or would be: a node, how many of its blocks are before, and the depth there.
+        """Locate a block of a sequence: a node, the number of its blocks before it, and the depth there.
 
-        The depth is less than `block` if less of what is before it is known.
+        The depth is less than `block` if the content before it is not all known.
         """
         end: PathEnd = sequence.path_ends[self.index]  # type: ignore[assignment]
         left, place, stamp = end.left
         if sequence.detached[self.index] < block <= end.end:
             place = sequence.tables[self.index][block - 1]
         elif left != block or self.released_at[place] != stamp:
-            place = HOLE  # else it is the last one that the window has left, and is still there
+            place = HOLE  # otherwise it is the last one that the window has left, and is still there
         if place != HOLE:
             run, at = self.find(place)
             return run, at + 1, block
@@ -650,7 +654,7 @@ class SlidingGroup(Group):
         return self.walk(root, self.content(sequence, 0, block, self.tokens_per_block))
 
     def walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
-        """As far as the content of full blocks is known below a node."""
+        """Follow the content of full blocks below a node to the end of what is known."""
         size, at, position = self.tree.block_bytes, 0, 0
         while position < len(content):
             child = node.children.get(content[position : position + size])
@@ -665,7 +669,7 @@ class SlidingGroup(Group):
     def lay(
         self, node: Node, at: int, content: bytearray, places: array[int], keys: bytearray, partial: int
     ) -> None:
-        """Note blocks from a position on: in holes as far as their content is known, the rest as new ones.
+        """Insert blocks at a position: into holes while their content is known, the rest as new ones.
 
         `.` is a hole; blocks b c x are laid from the first hole on, in places 4 5 6::
 
@@ -673,9 +677,9 @@ class SlidingGroup(Group):
              1 . . 3        =>         |   \
                                      [d] 3  [x] 6
 
-        The caller leaves content, places and keys to the tree. Holes come first among the places. Invariant: each
-        content is in the tree once, runs branch only where contents differ, and no run ends with a hole unless it has
-        children. Complexity: O(blocks laid), plus one copy of each run that is split.
+        The tree takes ownership of content, places and keys. Holes come first among the places. Invariant: each content
+        is in the tree once, runs branch only where contents differ, and no run ends with a hole unless it has children.
+        Complexity: O(blocks laid), plus one copy of each run that is split.
         """
         size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
         while done < len(places):
@@ -711,7 +715,7 @@ class SlidingGroup(Group):
     def _append(
         self, node: Node, content: bytearray, places: array[int], keys: bytearray, partial: int
     ) -> None:
-        """New blocks behind a node's last one: a leaf gets longer, or a run is hung below it."""
+        """Append blocks after a node's last one: extend a leaf, or link a new run below it."""
         if isinstance(node, Run) and not node.children and not node.partial:
             run, at = node, len(node.slots)
             run.symbols += content
@@ -725,7 +729,7 @@ class SlidingGroup(Group):
         self._note(run, at, places)
 
     def _note(self, run: Run, at: int, places: array[int]) -> None:
-        """Where these blocks of a run are, of which the first ones may be holes."""
+        """Note the positions of these blocks of a run, of which the first ones may be holes."""
         cached = indexes(places)
         first = position_of(run) + run.start + at
         positions = np.arange(first, first + len(cached))
@@ -735,25 +739,25 @@ class SlidingGroup(Group):
         self.views["positions"][cached] = positions
 
     def _own(self, places: array[int], run: Run) -> None:
-        """Another run has these blocks from now on."""
+        """Assign these blocks to another run."""
         at = indexes(places)
         at = at[at != HOLE]
         self.views["positions"][at] = position_of(run) + self.depths_at(at)
 
     def take_out(self, places: array[int]) -> None:
-        """These blocks are not cached any more; what nothing cached hangs behind goes with them."""
+        """Remove these blocks from the tree, with all content that no cached block follows."""
         segments = self.replace(places, array("i", [HOLE]) * len(places))
         self.clear_places(places)
         for run, begin, _ in segments:
             if not begin:
                 delist_child(run)
-        # Content behind which nothing is cached is forgotten at once, so a run is cut off only where it lost its last.
+        # Content that no cached block follows is forgotten at once, so a run is cut off only where it lost its last.
         for run in [run for run, _, end in segments if end == len(run.slots)]:
             if not run.children and run.id in self.tree.runs:
                 self._trim(run)
 
     def _trim(self, run: Run) -> None:
-        """Forget the content of blocks behind which nothing is cached."""
+        """Forget the content of trailing blocks that no cached block follows."""
         node: Node = run
         while isinstance(node, Run) and not node.children:
             if node.slots[-1] != HOLE:
@@ -778,10 +782,10 @@ class SlidingGroup(Group):
             run.partial = 0
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> SlidingMatch:
-        """What is cached of a prompt."""
+        """Match a prompt."""
         return SlidingMatch(self, namespace, symbols, stop, partial=partial)
 
-    # -- what must hold
+    # -- invariants
 
     def check_run(self, run: Run) -> None:
         """Verify that a run and the columns agree about its blocks."""
@@ -816,7 +820,7 @@ class SlidingGroup(Group):
             invariant(self.refs[place] == held, "references differ from the sequences that hold a block")
 
     def check_owners(self) -> None:
-        """Verify that each cached block is in one place of one run, and that nothing is left of others."""
+        """Verify that each cached block is in one place of one run, and that no traces of others remain."""
         empty = self.views["positions"] < 0
         traces = [self.views[name][empty].any() for name in _TRACES]
         invariant(not any(traces), "a block that is not cached has left traces")
@@ -824,7 +828,7 @@ class SlidingGroup(Group):
         invariant(np.count_nonzero(~empty) == named, "a block is in two places or in none")
 
     def _check_content(self, sequence: Sequence, first: int, end: int) -> None:
-        """The tree has the sequence's content before the blocks that it holds, and these blocks behind it."""
+        """Verify that the tree has the sequence's content up to the blocks that it holds, and these blocks after it."""
         nameless = not self.tokens_recorded and len(sequence.keys) < end * self.tree.key_bytes
         if first >= end or nameless:
             return
@@ -840,14 +844,14 @@ class SlidingGroup(Group):
         invariant(row[first:end] == held, "a block table and the tree disagree")
 
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
-        """The blocks whose copy has not landed: copy, level and slots."""
+        """Yield the blocks in flight: copy, level and slots."""
         for place in np.flatnonzero(self.views["transfers"]).tolist():
             level, slot = self.slot_of(place)
             yield self.transfers[place], level, (slot,)
 
 
 class SlidingMatch:
-    """The known path of a prompt in a sliding window: contents, of which some blocks are not cached."""
+    """Known path of a prompt in a sliding window: contents, of which some blocks are not cached."""
 
     __slots__ = ("_group", "_root", "_stop", "_symbols", "_with_partial", "blocks", "partial", "runs")
 
@@ -859,14 +863,14 @@ class SlidingMatch:
         self._symbols, self._stop, self._with_partial = symbols, stop, partial
         found = match(group.tree, self._root, symbols, stop, partial=False)
         self.runs = found.runs
-        """(run, how many of its blocks match)."""
-        # A window of one token sees nothing of what is before it, so nothing need be known of that.
+        """(run, number of its blocks that match)."""
+        # A window of one token sees no earlier tokens, so none of their content need be known.
         self.blocks = found.blocks if group.window > 1 else stop // group.tree.block_bytes
-        """Full blocks of the path, or those to which it was limited."""
+        """Full blocks of the path, or its limit."""
         self.partial: PartialMatch | None = None
 
     def servable(self, blocks: int) -> int:
-        """The most blocks up to so many that can be reused: what the window sees from there is cached.
+        """Largest number of blocks, at most `blocks`, that can be reused: everything inside the window there is cached.
 
         `n` blocks can be reused if there is no hole from block f(n) up to block n, where f(n) = max(0, n * size -
         window + 1) // size is the first block that the token after them sees; and n = 0 always can. So the answer is
@@ -880,7 +884,7 @@ class SlidingMatch:
             ok      y  y  y  n  n  y  y
 
         Six blocks can be reused, of which blocks 4 and 5 are held; with at most four, two. Mostly there is no hole in
-        the last window, which one look at that row tells. Complexity: O(blocks), in numpy.
+        the last window, which one look at that row shows. Complexity: O(blocks), in numpy.
         """
         blocks = min(blocks, self.blocks)
         if self._group.window == 1 or HOLE not in self._row(
@@ -889,7 +893,7 @@ class SlidingMatch:
             return blocks
         cached = np.frombuffer(self._row(0, blocks), np.int32) != HOLE
         counts = np.arange(blocks + 1)
-        # Before so many blocks, the last hole.
+        # The last hole before each number of blocks.
         holes = np.concatenate([[-1], np.where(cached, -1, counts[:-1])])
         last_hole = np.maximum.accumulate(holes)
         size, window = self._group.tokens_per_block, self._group.window
@@ -897,7 +901,7 @@ class SlidingMatch:
         return int(np.flatnonzero(last_hole < np.maximum(first_seen, counts == 0))[-1])
 
     def _row(self, first: int, last: int) -> array[int]:
-        """The places of the path's blocks from `first` up to `last`."""
+        """Return the places of the path's blocks from `first` up to `last`."""
         row = array("i")
         for run, _ in self.runs:
             if run.end > first and run.start < last:
@@ -905,13 +909,13 @@ class SlidingMatch:
         return row
 
     def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> SlidingMatch:
-        """The first `blocks` blocks, and what can be copied of the next one."""
+        """Restrict to the first `blocks` blocks, and the copyable part of the next one."""
         self.blocks = blocks
         self.partial = self._copyable(key_bytes) if self._with_partial else None
         return self
 
     def _copyable(self, key_bytes: int) -> PartialMatch | None:
-        """The cached block behind the path with the longest prefix in common with what follows."""
+        """Find the cached block after the path with the longest prefix in common with the rest of the prompt."""
         size = self._group.tree.block_bytes
         wanted = self._symbols[self.blocks * size : min((self.blocks + 1) * size, self._stop)]
         run, at, tokens = self._closest(wanted)
@@ -922,15 +926,15 @@ class SlidingMatch:
         return PartialMatch(piece, tokens)
 
     def _closest(self, wanted: bytes) -> tuple[Run | None, int, int]:
-        """The cached block behind the path with the most leading tokens in common with `wanted`: its run, its index in
-        that, and how many tokens.
+        """Find the cached block after the path with the most leading tokens in common with `wanted`: its run, its index
+        in that, and the number of tokens.
         """
         node: Node | None = self._root
         for run, take in self.runs:
             if run.start < self.blocks:
                 node = run if run.start + take >= self.blocks or take == len(run.slots) else None
         if node is None or node.end < self.blocks:
-            return None, 0, 0  # a window of one token may know less
+            return None, 0, 0  # the content before a window of one token may be unknown
         if not isinstance(node, Run) or node.end == self.blocks:
             child, tokens = closest_child(node, wanted)
             return child, 0, tokens
@@ -941,7 +945,7 @@ class SlidingMatch:
         return node, at, common_prefix(content, wanted) // TOKEN_BYTES
 
     def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
-        """The blocks to hold in order to reuse so many tokens: those that the window sees from there."""
+        """Return the blocks to hold in order to reuse this number of tokens: those inside the window there."""
         first = self._group.first_seen(num_tokens)
         keys = b"".join(
             bytes(run.keys[max(first - run.start, 0) * key_bytes : (self.blocks - run.start) * key_bytes])
@@ -951,7 +955,7 @@ class SlidingMatch:
         return self._cut(first, self._row(first, self.blocks), keys)
 
     def _cut(self, first: int, row: array[int], keys: bytes) -> list[Piece]:
-        """Consecutive cached blocks as pieces that lie at one level, and have landed or not."""
+        """Cut consecutive cached blocks into pieces on one level that have all landed or not."""
         if not row:
             return []
         if not self._group.levels[SECONDARY].size:
@@ -972,7 +976,7 @@ class SlidingMatch:
 
 
 def position_of(run: Run) -> int:
-    """The position that a block of depth 0 would have in a run; that of any other is so many more."""
+    """Position of a block of depth 0 in a run; add the depth of any other block."""
     return run.id << DEPTH_BITS
 
 

@@ -1,7 +1,7 @@
 """The state of the cache: a fold over events.
 
-`CacheState.apply` is the only code that changes it, live and in replay. It knows no clock, file, socket, thread or
-tensor. It trusts that an event was decided for this state, but checks what it can afford: an event that does not
+`CacheState.apply` is the only code that changes it, live and in replay. It uses no clock, file, socket, thread or
+tensor. It trusts that an event was decided for this state, but checks what is cheap to check: an event that does not
 fit raises `InvariantViolated` instead of corrupting silently.
 """
 
@@ -53,50 +53,50 @@ from kvcache.fold.shape import check_created, counts_uses, longest_input, longes
 from kvcache.fold.sliding_group import SlidingGroup
 
 REMEMBERED_REFUSALS = 4096
-"""A request that was refused longer ago may be noted again."""
+"""Number of refused requests that are remembered; an older one may be recorded again."""
 _NO_KEY = bytearray()
 _RESERVE = ev.AllocateReason.RESERVE
 
 
 class CacheState:
-    """Everything the cache knows: blocks per group, running sequences, copies on their way, symbols, and counters.
+    """State of the whole cache: blocks per group, running sequences, copies in flight, symbols, and counters.
 
-    Starts empty; `CacheCreated` gives it its shape. The handlers stand in the order of `AnyEvent`.
+    Starts empty; `CacheCreated` gives it its shape. The handlers are in the order of `AnyEvent`.
     """
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
         self.tokens_recorded = tokens_recorded
-        """False: a log without tokens; blocks are then matched by their keys."""
+        """False for a log without tokens; blocks are then matched by their keys."""
         self.epoch = 0
         self.created: ev.CacheCreated | None = None
         self.groups: list[AnyGroup] = []
         self.positional: list[PositionalGroup] = []
-        """Further groups, which have slots in the pool of the first one."""
+        """Further groups, with slots in the pool of the first one."""
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
         self.tokens_per_block = 1
         self.longest = self.longest_input = 0
-        """Tokens that a sequence, and an encoder's input, can have at most."""
+        """Most tokens of a sequence, and of an encoder's input."""
         self.sequences: dict[int, Sequence] = {}
-        """By handle; encoders' inputs, too."""
+        """Sequences by handle, encoders' inputs included."""
         self.handles: dict[RequestId, int] = {}
         self.running = RunningTokens(self.sequences, decode_on)
         self.symbols = SymbolTable()
         self.rich: dict[int, int] = {}
-        """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
+        """Sequences with symbols below 0, by handle: the number of tokens up to the last one."""
         self.transfers: dict[int, Transfer] = {}
         self.awaiting_onboard: dict[int, list[tuple[Sequence, dict[int, int]]]] = {}
-        """By group, sequences that claimed secondary blocks still to be onboarded, and by slot the blocks' places in
-        the table: none between two commands."""
+        """By group, sequences that claimed secondary blocks still to be onboarded, and by slot their indices in the
+        table. Empty between two commands."""
         self.refused: dict[RequestId, None] = {}
         """Requests that did not fit and were not admitted since, oldest first."""
         self.next_handle = 1
         self.next_transfer = 1
         self.releases = 0
-        """Raised by each release."""
+        """Number of releases so far."""
         self.clock = 0
-        """The last time that an event has told; 0 as long as nothing is kept for a time."""
+        """Time of the latest event that has one; 0 while nothing has a duration."""
         self.all_kept_alike = True
-        """Whether no request that was ever admitted has blocks that are kept otherwise than by default."""
+        """True while every request ever admitted has had the default retention."""
         self.pins: dict[int, Pin] = {}
         self.next_pin = 1
         self.changed_blocks = 0
@@ -104,7 +104,7 @@ class CacheState:
         self.handlers = self._handlers()
 
     def apply(self, event: ev.Event) -> None:
-        """Change the state by one event."""
+        """Apply one event."""
         self.handlers[type(event)](event)
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -150,7 +150,7 @@ class CacheState:
             **dict.fromkeys(FEED_EVENTS, _refuse),
         }
 
-    # -- the whole
+    # -- the whole state
 
     def _create(self, event: ev.CacheCreated) -> None:
         check_created(event)
@@ -213,7 +213,7 @@ class CacheState:
         handles = array("q", event.handles)
         if event.why is _RESERVE:
             for handle in handles:
-                # It has other slots from now on than its tokens need, so it does not decode like others.
+                # From now on it has other slots than its tokens need, so it does not decode like others.
                 self.set_computed(sequences[handle], sequences[handle].computed)
         if not event.counts:
             for handle, slot in zip(handles, slots, strict=True):
@@ -286,8 +286,8 @@ class CacheState:
     def _name_filled(
         self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]
     ) -> list[bytes | bytearray]:
-        """The keys of the blocks that these sequences have filled, which they know now if no event had told them."""
-        # Mostly one block or two: a plain loop takes half the time of anything that works on all of them at once.
+        """Return the keys of the blocks that these sequences have filled, and note them where no earlier event has."""
+        # Mostly one block or two: a plain loop takes half the time of a vectorised one.
         size, given, parents = self.hashing.key_bytes, event.keys, event.parents
         if not (size or given or parents):
             return [_NO_KEY] * len(blocks)
@@ -346,7 +346,9 @@ class CacheState:
         self._track(event.transfer, Transfer(event.group, PRIMARY, to_slots, event.handle))
 
     def _fill_tables(self, index: int, from_slots: array[int], to_slots: array[int]) -> None:
-        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+        """Enter onboarded blocks into the tables of all sequences that claimed them: several requests of one batch may
+        have.
+        """
         waiting = self.awaiting_onboard.pop(index, [])
         for sequence, places in waiting:
             table = sequence.tables[index]
@@ -461,7 +463,7 @@ class CacheState:
         )
         invariant(event.request_id not in self.handles, "a request was admitted twice")
         parent = self.sequences[event.handle]
-        # What is not computed to its end, each goes on with by itself.
+        # Anything not fully computed is continued by each sequence on its own.
         blocks = parent.computed // self.tokens_per_block
         child = parent.branch(event.child, event.request_id, blocks)
         for group in self.groups:
@@ -480,7 +482,7 @@ class CacheState:
     def _rewind(self, event: ev.SequenceRewound) -> None:
         sequence, num_tokens = self.sequences[event.handle], event.num_tokens
         invariant(0 < num_tokens < sequence.num_tokens, "no tokens are taken back, or all")
-        # The last token that is left is computed anew, in a block that nobody else reads.
+        # The last remaining token is recomputed, in a block without other readers.
         computed = min(sequence.computed, num_tokens - 1)
         blocks = computed // self.tokens_per_block
         needed = min(-(-num_tokens // self.tokens_per_block), len(sequence.tables[0]))
@@ -488,7 +490,7 @@ class CacheState:
         self.releases += 1
         for group, freed in zip(self.groups, event.freed, strict=True):
             if not sequence.tables[group.index]:
-                continue  # cross attention, of which nothing is taken back
+                continue  # cross attention, which a rewind does not touch
             blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
             invariant(blank.tobytes() == freed, "other slots were freed")
         self.running.forget_row()
@@ -565,15 +567,15 @@ class CacheState:
             group.land(transfer.level, transfer.slots, transfer_id)
             if transfer.level == SECONDARY:
                 end = begin + (CHECKSUM_BYTES * len(transfer.slots) if event.checksums else 0)
-                # Those of slots that have another owner by now are replaced when its own copy lands.
+                # Checksums of slots that have another owner by now are replaced when its own copy lands.
                 group.levels[SECONDARY].note_checksums(transfer.slots, event.checksums[begin:end])
                 begin = end
         invariant(begin == len(event.checksums), "other blocks have checksums than were copied")
 
     def _fail(self, event: ev.TransferFailed) -> None:
-        """Whatever was computed may rest on what did not arrive, so every sequence begins again.
+        """Restart every sequence, because anything computed may depend on the data that did not arrive.
 
-        What is cached goes with the `CacheCleared` that follows.
+        The `CacheCleared` that follows drops the cached blocks.
         """
         for transfer_id in array("q", event.transfers):
             del self.transfers[transfer_id]
@@ -666,7 +668,7 @@ class CacheState:
     def _unname_slots(self, event: ev.SlotsUnnamed) -> None:
         self._shared(event.group).unname(event)
 
-    # -- what handlers have in common
+    # -- shared by handlers
 
     def _track(self, transfer_id: int, transfer: Transfer) -> None:
         invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "a transfer id was used twice")
@@ -674,13 +676,13 @@ class CacheState:
         self.next_transfer = transfer_id + 1
 
     def tell_time(self, now: int) -> None:
-        """An event tells the time, or 0."""
+        """Advance the clock to an event's time; 0: it has none."""
         if now:
             invariant(now >= self.clock, "time goes back")
             self.clock = now
 
     def root_key(self, namespace: Namespace) -> bytes:
-        """The key that the first block of a prompt continues."""
+        """Return the key that the first block of a prompt continues."""
         for group in self.groups:
             root = group.tree.roots.get(namespace)
             if root is not None:
@@ -688,12 +690,12 @@ class CacheState:
         return self.hashing.root_key(namespace)
 
     def roots(self, namespace: Namespace) -> list[Node]:
-        """Where the path of a new sequence begins in each group."""
+        """Return the start of a new sequence's path in each group."""
         key = self.root_key(namespace)
         return [group.start(namespace, key) for group in self.groups]
 
     def make_group(self, index: int) -> AnyGroup:
-        """The state of a window in which nothing is cached yet."""
+        """Create the state of a window in which nothing is cached yet."""
         assert self.created is not None
         group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
         kind = SlidingGroup if group.kind == SLIDING else FullGroup
@@ -704,13 +706,13 @@ class CacheState:
         return made
 
     def note_rich(self, handle: int, symbols: bytes) -> None:
-        """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
+        """Note the length of the prefix with symbols below 0, so that plain prompts are never searched."""
         if self.symbols.pages and (end := rich_end(symbols)):
             self.rich[handle] = end
 
     def tokens_of(self, num_tokens: int, recorded: bytes, longest: int) -> array[int]:
-        """A sequence's tokens as an event has them; zeros where the log records none."""
-        # Checked before so much is made of so little: a log without tokens could claim any number of them.
+        """Decode a sequence's tokens from an event; zeros where the log records none."""
+        # Checked before allocating: a log without tokens could claim any number of them.
         if not 0 < num_tokens <= longest:
             raise InvariantViolated("a sequence has more tokens than the cache can hold, or none")
         if not self.tokens_recorded:
@@ -720,12 +722,12 @@ class CacheState:
         return array("i", recorded)
 
     def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The K/V of so many leading tokens is written."""
+        """Set the number of leading tokens with written K/V."""
         self.running.forget_row()
         sequence.computed = num_tokens
 
     def used_pages(self) -> set[int]:
-        """The pages whose symbols occur in cached blocks and running sequences; others may be forgotten."""
+        """Return the pages with symbols that occur in cached blocks and running sequences; others may be forgotten."""
         used: set[int] = set()
         for group in self.groups:
             for run in group.tree.runs.values():
@@ -734,7 +736,7 @@ class CacheState:
             used |= pages_in(self.sequences[handle].tokens[:end].tobytes())
         return used
 
-    # -- the whole state: proved, exported, taken over
+    # -- the whole state: checked, exported, restored
 
     def check(self) -> None:
         """Prove the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
@@ -747,7 +749,7 @@ class CacheState:
         self.check_slots()
 
     def check_slots(self) -> None:
-        """Prove who holds what: slots, references, sequences. Not whether the tree is in its best form."""
+        """Prove slots, references and sequences. Does not prove that the tree is in its best form."""
         grows_at_will = bool(self.created and self.created.engine)
         for group in self.groups:
             copies = {number: copy for number, copy in self.transfers.items() if copy.group == group.index}
@@ -764,7 +766,9 @@ class CacheState:
             self._check_symbols()
 
     def slot_states(self, index: int) -> tuple[States, States]:
-        """The state of each slot of a group, per level. Raises `InvariantViolated` for a slot in two states or none."""
+        """Derive the state of each slot of a group, per level. Raises `InvariantViolated` for a slot in two states or
+        none.
+        """
         return slot_states(self.groups[index], self.sequences.values(), self.pins.values())
 
     def _check_readers(self) -> None:
@@ -778,7 +782,9 @@ class CacheState:
         invariant(readers.keys() <= self.sequences.keys(), "a sequence reads an input that has ended")
 
     def _check_decoding(self) -> None:
-        """The row of sequences that decode together is only as good as `RunningTokens.forget_row` was called for it."""
+        """Verify the row of sequences that decode together: each change to one must have called
+        `RunningTokens.forget_row`.
+        """
         row = [self.sequences[handle] for handle in array("q", self.running.handles or b"")]
         invariant(
             all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
@@ -794,7 +800,7 @@ class CacheState:
         invariant(self.used_pages() <= self.symbols.pages.keys(), "a symbol stands for nothing")
 
     def export(self) -> ev.StateExported:
-        """The state as an event."""
+        """Export the state as an event."""
         return ev.StateExported(
             groups=tuple(export_group(group) for group in self.groups),
             sequences=tuple(export_sequence(sequence) for sequence in self.sequences.values()),
@@ -820,13 +826,15 @@ class CacheState:
         )
 
     def export_shared(self) -> tuple[ev.PoolShared, ...]:
-        """What stands behind the exported state of a cache whose groups share a pool; nothing for others."""
+        """Export the shared pool, which follows the exported state of a cache with groups that share one; empty for
+        others.
+        """
         return (
             (ev.PoolShared(tuple([group.export() for group in self.positional])),) if self.positional else ()
         )
 
     def _install(self, event: ev.StateExported) -> None:
-        """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
+        """Replace the state by an exported one. Raises `InvariantViolated` if it is impossible."""
         self.running.forget_row()
         self.awaiting_onboard.clear()
         self.positional = []
@@ -912,7 +920,7 @@ class CacheState:
 
 
 def _ignore(event: ev.Event) -> None:
-    """Notes that change nothing."""
+    """Ignore a note, which changes nothing."""
 
 
 def _refuse(event: ev.Event) -> None:
@@ -925,7 +933,7 @@ def _check_level(level: int) -> None:
 
 
 def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:
-    """Names of the full blocks whose bytes are in this level; empty if blocks have no names."""
+    """Names of the full blocks resident in this level; empty if blocks have no names."""
     key_bytes = state.hashing.key_bytes
     names: set[int] = set()
     if not key_bytes:

@@ -1,11 +1,11 @@
-"""What of a state is left when the process that had it is gone: the blocks in secondary whose bytes are still right.
+"""The part of a state that survives its process: the blocks in secondary with bytes that are still right.
 
 Sequences, pins, copies on their way and all of primary are gone. A block in secondary is left if its copy had landed,
 and its bytes have the checksum that they had then. With full attention all blocks before it must be left, too: a cached
 block's parent is cached. In a sliding window it stays whatever became of the blocks around it.
 
-What lay in primary before such blocks, as a system prompt in use does, can be computed again by whoever has the model.
-Then it is cached in primary, and what hangs behind it is not lost.
+What lay in primary before such blocks, as a system prompt in use does, can be recomputed by an engine with the model.
+Then it is cached in primary, and the blocks after it are not lost.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ from kvcache.fold.sliding_group import HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
 
 Checksums = Callable[[int, npt.NDArray[np.int32]], bytes]
-"""What lies in these slots of a group's secondary level now: 8 bytes each."""
+"""Read the checksums of what lies in these slots of a group's secondary level now: 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostPrefix:
-    """Blocks that lay in primary, behind which others are left: their K/V has to be computed again."""
+    """Blocks that lay in primary, with surviving blocks after them: their K/V has to be recomputed."""
 
     namespace: Namespace
     tokens: npt.NDArray[np.int32]
-    """Of the whole prefix, up to the end of these blocks."""
+    """Tokens of the whole prefix, up to the end of these blocks."""
     first_token: int
-    """The first one whose K/V is to be computed. What is before was computed by an earlier call."""
+    """First token to compute K/V for. An earlier call has computed the ones before."""
     slots: npt.NDArray[np.int32]
-    """In primary, of all blocks of the prefix: the K/V goes there, and is read from there."""
+    """Primary slots of all blocks of the prefix: the K/V is written there, and read from there."""
 
 
 Recompute = Callable[[LostPrefix], bool]
-"""Write the K/V of lost blocks to their slots. False: it cannot be done; then what is behind is lost, too."""
+"""Write the K/V of lost blocks to their slots. Returns False if impossible; the blocks after them are then lost, too.
+"""
 
 
 @dataclass(slots=True)
 class Survey:
-    """How many blocks in secondary are left, and what became of the others."""
+    """Counts of surviving and lost blocks in secondary."""
 
     verified: int = 0
-    """Left: their bytes are right."""
+    """Surviving: their bytes are right."""
     in_flight: int = 0
     """Their copies were not known to have landed."""
     changed: int = 0
-    """Other bytes are there than were copied, or nobody knows a checksum."""
+    """Their bytes differ from what was copied, or no checksum is known."""
     unreachable: int = 0
     """A block before them is gone, so no prompt would find them."""
     recomputed: int = 0
-    """Blocks that lay in primary and were computed again, so that those behind them are reachable."""
+    """Blocks that lay in primary and were recomputed, so that those after them are reachable."""
 
     @property
     def found(self) -> int:
-        """In secondary, as the events say."""
+        """Blocks in secondary according to the events."""
         return self.verified + self.in_flight + self.changed + self.unreachable
 
 
@@ -73,11 +74,11 @@ def surviving(
     primary_blocks: Sequence[int],
     recompute: Recompute | None = None,
 ) -> tuple[StateExported, Survey]:
-    """The state to go on with, which is all that is left of `state`. `checksums` is asked once for each block at most.
+    """Reduce `state` to its surviving part, and return that. `checksums` is called at most once for each block.
 
-    `primary_blocks` is how many each group has from now on: primary is empty, so it may be others than before.
-    `recompute` is asked, parents first, for blocks of plain tokens behind which at least as many are left, in a cache
-    with one window, which attends to everything.
+    `primary_blocks` is the number of blocks of each group from now on: primary is empty, so it may differ from before.
+    `recompute` is called, parents first, for blocks of plain tokens that at least as many surviving ones follow, in a
+    cache with one window of full attention.
     """
     survey = Survey()
     recompute = recompute if len(state.groups) == 1 else None
@@ -106,7 +107,7 @@ def surviving(
 def _reduce_full(
     state: CacheState, group: FullGroup, runs: list[Run], verifier: _Verifier, again: _Recomputed
 ) -> None:
-    """Cut off what is not left; who held the rest has released it with the process."""
+    """Cut off the lost blocks; the holders of the rest ended with the process."""
     lengths, tree = _lengths_in_full(runs, verifier, again), group.tree
     again.compute(runs, lengths, verifier)
     for run in reversed(runs):
@@ -125,7 +126,7 @@ def _reduce_full(
 
 
 def _reduce_sliding(group: SlidingGroup, runs: list[Run], verifier: _Verifier) -> None:
-    """Take out what is not left."""
+    """Remove the lost blocks."""
     first, gone = group.levels[PRIMARY].size, array("i")
     for run in runs:
         for place in run.slots:
@@ -140,16 +141,16 @@ def _reduce_sliding(group: SlidingGroup, runs: list[Run], verifier: _Verifier) -
 
 
 class _Verifier:
-    """Compares the bytes of secondary slots with their checksums."""
+    """Comparison of the bytes of secondary slots with their checksums."""
 
     def __init__(self, group: AnyGroup, checksums: Checksums, survey: Survey) -> None:
         self._group, self._checksums, self.survey = group, checksums, survey
         self._known = group.levels[SECONDARY].checksums
         self.right = np.zeros(group.levels[SECONDARY].size, np.uint64)
-        """By slot, the checksums of the blocks that are left; 0: none is."""
+        """By slot, the checksums of the surviving blocks; 0: lost."""
 
     def leading(self, slots: array[int]) -> int:
-        """How many of these slots, from the first on, hold what they should; those behind are unreachable."""
+        """Count the leading slots with the right bytes; those after them are unreachable."""
         for count, slot in enumerate(slots):
             if not self.holds(slot):
                 self.survey.unreachable += len(slots) - count - 1
@@ -157,7 +158,7 @@ class _Verifier:
         return len(slots)
 
     def holds(self, slot: int) -> bool:
-        """Whether a slot holds what it should."""
+        """True if a slot has the right bytes."""
         known = 0 if self._known is None else self._known[slot]
         there = self._checksums(self._group.index, np.array([slot], np.int32)) if known else b""
         if not known or np.frombuffer(there, np.uint64)[0] != known:
@@ -168,32 +169,32 @@ class _Verifier:
         return True
 
     def give_up(self, slots: array[int]) -> None:
-        """These hold what they should, and are not reachable all the same."""
+        """Count these intact slots as unreachable."""
         self.right[np.frombuffer(slots, np.int32)] = 0
         self.survey.verified -= len(slots)
         self.survey.unreachable += len(slots)
 
 
 class _Recomputed:
-    """The blocks of primary that are computed again."""
+    """The primary blocks that are recomputed."""
 
     def __init__(self, tokens_per_block: int, primary: int, recompute: Recompute | None) -> None:
         self._tokens_per_block, self._recompute = tokens_per_block, recompute
         self.primary = primary
         """Slots."""
         self.slots: dict[int, array[int]] = {}
-        """By run, where they lie from now on."""
+        """New primary slots by run."""
         self.used = 0
-        """Of the primary slots, the first ones."""
+        """Number of primary slots used, from the first on."""
 
     def may_be(self, run: Run) -> bool:
-        """Whether a run of primary consists of plain tokens, which is all that computing it takes."""
+        """True if a run of primary consists of plain tokens, which is all that recomputing needs."""
         if self._recompute is None or run.partial or _root_of(run).namespace.uses_extra_ids:
             return False
         return int(np.frombuffer(run.symbols, np.int32).min()) >= 0
 
     def compute(self, runs: list[Run], lengths: dict[int, int], verifier: _Verifier) -> None:
-        """Compute what is worth it, and give up what hangs behind the rest."""
+        """Recompute worthwhile blocks, and give up the blocks after the others."""
         behind: Counter[int] = Counter()
         for run in reversed(runs):
             behind[run.id] += lengths[run.id] * (run.level == SECONDARY)
@@ -211,7 +212,7 @@ class _Recomputed:
                 lengths[run.id] = 0
 
     def _written(self, run: Run) -> bool:
-        """Whether its K/V is in primary again."""
+        """Recompute a run; True if its K/V is in primary again."""
         if self._recompute is None or self.used + len(run.slots) > self.primary:
             return False
         path = [run]
@@ -242,7 +243,7 @@ def _root_of(run: Run) -> Root:
 
 
 def _lengths_in_full(runs: list[Run], verifier: _Verifier, again: _Recomputed) -> dict[int, int]:
-    """By run, how many leading blocks are left, or may be computed again; parents come before their children."""
+    """Number of leading blocks by run that survive, or may be recomputed; parents come before their children."""
     lengths = dict.fromkeys([run.id for run in runs], 0)
     for run in runs:
         parent = run.parent
