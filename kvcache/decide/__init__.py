@@ -1,1 +1,1 @@
-"""Decisions: what reads the state and says which events shall happen."""
+"""Decisions: read the state and produce the events that shall happen."""

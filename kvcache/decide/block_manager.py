@@ -47,16 +47,16 @@ from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
 
 EVICT_AHEAD_SHARE = 16
-"""Blocks that are evicted ahead (`evict_ahead`) are at most this part of the primary slots, so that a small cache does
+"""Upper bound of blocks evicted ahead (`evict_ahead`), as a fraction of the primary slots, so that a small cache does
 not lose what it could still reuse."""
 _KEPT_NUMBERS = 1 << 36
-"""Transfer ids that are kept for sequences that run when admission ends."""
+"""Transfer ids reserved for sequences that run when admission ends."""
 
 
 class BlockManager:
-    """Decides for the whole cache: what one call does happens in all windows, or in none.
+    """Decisions for the whole cache: each call takes effect in all windows, or in none.
 
-    What concerns no sequence alone is in `upkeep`.
+    `upkeep` decides about the cache as a whole.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class BlockManager:
         order: type[EvictionOrder] | None = None,
     ) -> None:
         self._config, self._state, self._emit = config, state, emit
-        # Where no log keeps them, there are no checkpoints.
+        # A log that does not keep checkpoints has none.
         spacing = config.checkpoint_spacing if recorded else math.inf
         self.upkeep = Upkeep(state, emit, monotonic_ns, spacing)
         self._expiry = self.upkeep.expiry
         self._handles_end = state.next_handle + numbers_left(state.next_handle)
         self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
-        """Those that the epoch does not have any more."""
+        """First transfer id beyond the epoch."""
         order = order or ORDERS[config.eviction_policy]
         self._stop_retention: dict[str | None, Kept] = {
             stop: Kept(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
@@ -90,7 +90,7 @@ class BlockManager:
         ]
         self.windows = tuple([each for each in managers if each.window != CROSS_WINDOW])
         self.cross = tuple([each for each in managers if each.window == CROSS_WINDOW])
-        """What decides for cross attention, if the model has any."""
+        """Manager of cross attention, if the model has any."""
         self._sliding = [each for each in self.windows if isinstance(each, SlidingWindowManager)]
         self.running = RunningRequests(state, [each.window for each in self._sliding])
         self._blocks_for = self.windows[0].blocks_for
@@ -112,11 +112,11 @@ class BlockManager:
         self.running.check()
 
     def _time(self, *, begins: bool = False) -> int:
-        """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
+        """Return the time for an event; 0 while nothing has ever had a duration, unless one begins with this event."""
         return self._expiry.now() if begins or self._state.clock else 0
 
     def refuse_without_slots(self, sequences: Items[Sequence]) -> None:
-        """Raise `UsageError` for a sequence of which not all tokens have slots yet."""
+        """Raise `UsageError` for a sequence with tokens that have no slots yet."""
         for sequence in sequences:
             slots = self.slots_of(sequence)
             if slots < sequence.num_tokens:
@@ -126,17 +126,19 @@ class BlockManager:
                 )
 
     def slots_of(self, sequence: Sequence) -> int:
-        """For how many tokens a sequence has slots."""
+        """Number of tokens that a sequence has slots for."""
         return len(sequence.tables[0]) * self._state.tokens_per_block
 
-    # -- admission: read once what each request takes, then emit it
+    # -- admission: first read the needs of each request, then emit
 
     def claims(self) -> list[Claims]:
-        """What a batch takes of each window, cross attention last, before anything is counted."""
+        """Empty claims of a batch on each window, cross attention last."""
         return [window.claims() for window in (*self.windows, *self.cross)]
 
     def plan(self, request: CheckedRequest, claims: list[Claims]) -> Plan:
-        """Match a request, and count what it takes. A prompt's last token is always computed, so it is never reused."""
+        """Match a request, and count the blocks it takes. A prompt's last token is always computed, so it is never
+        reused.
+        """
         windows, size = self.windows, self._state.tokens_per_block
         stop = len(request.symbols) - TOKEN_BYTES
         matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
@@ -163,7 +165,9 @@ class BlockManager:
         return Plan(request, plans, inputs, tokens, 0 if source is None else source.num_tokens)
 
     def _fitting(self, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
-        """Plans for a batch, what all that fit take per window, and the index of the first that does not."""
+        """Plan a batch; returns the plans, the claims per window of all that fit, and the index of the first that does
+        not.
+        """
         plans, claims = list[Plan](), self.claims()
         for index, request in enumerate(requests):
             plans.append(self.plan(request, claims))
@@ -179,7 +183,7 @@ class BlockManager:
         return len(requests) if misfit is None else misfit
 
     def _numbers_left(self) -> int:
-        """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
+        """Number of sequences that can still be admitted and leave transfer ids for all running ones."""
         handles = self._handles_end - self._state.next_handle
         transfers = self._transfers_end - self._state.next_transfer - _KEPT_NUMBERS
         return max(0, min(handles, transfers) // (1 + len(self.cross)))
@@ -200,7 +204,7 @@ class BlockManager:
         rich = [request.rich for request in requests if request.rich is not None]
         if rich:
             self.upkeep.intern(self.upkeep.missing_pages(rich))
-            # What had no symbols before can match nothing.
+            # New symbols cannot match anything.
             symbols = self._state.symbols
             plans = [each._replace(request=each.request.with_symbols(symbols)) for each in plans]
         stated = [request.retention for request in requests if request.retention is not None]
@@ -219,7 +223,7 @@ class BlockManager:
         return list(zip(sequences, plans, strict=True))
 
     def _add(self, plan: Plan, time: int) -> Sequence:
-        """Emit a sequence, at a time (0: nothing is kept for a time), and let it hold what it reuses."""
+        """Emit a sequence, at a time (0: nothing has a duration), and let it hold its reused blocks."""
         handle, request = Handle(self._state.next_handle), plan.request
         self._emit(
             ev.SequenceAdded(
@@ -240,7 +244,7 @@ class BlockManager:
             )
         )
         sequence = self._state.sequences[handle]
-        # The widest first: it holds most of the blocks, and so gives their names.
+        # The widest first: it holds most of the blocks, and so names them.
         for window in reversed(self.windows) if plan.reused_tokens else ():
             for blocks in plan.windows[window.index].claimed:
                 window.events.reuse(sequence, window.with_names_before(sequence, blocks))
@@ -293,10 +297,10 @@ class BlockManager:
             if each.secondary:
                 window.onboard(sequence)
 
-    # -- storing what is computed
+    # -- storing computed blocks
 
     def compute(self, sequence: Sequence, num_tokens: int) -> list[Replacement]:
-        """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
+        """Make the full blocks of the first `num_tokens` tokens reusable: the engine has written their K/V."""
         if num_tokens > sequence.computed:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
         replaced = self._store(sequence)
@@ -304,7 +308,7 @@ class BlockManager:
         return replaced
 
     def store_input(self, encoder: Sequence) -> StoreResult:
-        """The engine has written all K/V of an encoder's input: its blocks become reusable."""
+        """Make the blocks of an encoder's input reusable: the engine has written all of its K/V."""
         (cross,) = self.cross
         if encoder.computed < encoder.num_tokens:
             self._emit(ev.ContextComputed(handle=encoder.handle, num_tokens=encoder.num_tokens))
@@ -312,18 +316,18 @@ class BlockManager:
         return StoreResult(encoder.stored_blocks, replaced)
 
     def _store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
-        """Make what is computed reusable; returns what the sequence's tables point at instead."""
+        """Make computed blocks reusable; returns the replaced entries of the sequence's tables."""
         replaced: list[Replacement] = []
         for window in self.windows:
             replaced += window.store(sequence, partial=partial)
         return replaced
 
     def _detach(self, sequences: list[Sequence]) -> None:
-        """Release what sliding windows have left behind."""
+        """Release blocks that sliding windows have left."""
         for window in self._sliding:
             window.detach(sequences, [each.num_next for each in sequences], self._time())
 
-    # -- tokens arrive
+    # -- appending tokens
 
     def step(self, batch: DecodeBatch, tokens: bytes) -> dict[RequestId, StoreResult]:
         """Append one token to each sequence of the batch."""
@@ -353,7 +357,7 @@ class BlockManager:
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: Bound, *, draft: bool
     ) -> dict[RequestId, StoreResult]:
-        """Append several tokens to each sequence; none may get longer than `limit`. Of drafts nothing is stored."""
+        """Append several tokens to each sequence; none may get longer than `limit`. Drafts are not stored."""
         for sequence, count in zip(sequences, counts, strict=True):
             if sequence.num_tokens + count > limit.tokens:
                 raise limit.exceeded_by(sequence.num_tokens + count)
@@ -362,7 +366,7 @@ class BlockManager:
     def _append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int] | None, *, draft: bool = False
     ) -> dict[RequestId, StoreResult]:
-        """None: one token each."""
+        """Append `counts` tokens to each sequence; None: one each."""
         wanted = [
             self._blocks_for(sequence.num_tokens + count)
             for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True)
@@ -387,10 +391,12 @@ class BlockManager:
         self._detach(sequences)
         return changed
 
-    # -- slots for them
+    # -- slots for tokens
 
     def reserve(self, sequences: list[Sequence], counts: array[int], limit: Bound) -> None:
-        """Have slots for so many tokens to come of each sequence, or for the next ones of a prompt without."""
+        """Reserve slots for `counts` tokens to come of each sequence, or for the next ones of a prompt that has not all
+        slots.
+        """
         wanted = []
         for sequence, count in zip(sequences, counts, strict=True):
             stop = sequence.num_tokens + count
@@ -402,7 +408,7 @@ class BlockManager:
         self._resize(sequences, wanted, AllocateReason.RESERVE)
 
     def _resize(self, sequences: list[Sequence], wanted: Items[int], why: AllocateReason) -> None:
-        """Have so many blocks for each sequence of a call, or refuse for all: some return theirs, then others grow."""
+        """Resize the tables of a call to `wanted` blocks each, or refuse for all: some shrink, then others grow."""
         growing: list[Sequence] = []
         taken, surplus = list[int](), list[tuple[Sequence, int]]()
         for sequence, blocks in zip(sequences, wanted, strict=True):
@@ -419,7 +425,7 @@ class BlockManager:
             self._grow(sequences, growing, packed_handles(growing), taken, why)
 
     def _return(self, surplus: Items[tuple[Sequence, int]]) -> None:
-        """Give back so many blocks of each of these sequences, the last ones."""
+        """Return the given number of blocks of each of these sequences, the last ones."""
         handles = packed_handles([sequence for sequence, _ in surplus])
         counts = array("I", [blocks for _, blocks in surplus]).tobytes()
         for window in self.windows:
@@ -453,20 +459,18 @@ class BlockManager:
     def _refuse_beyond(
         self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None, returned: int = 0
     ) -> None:
-        """Raise `OutOfBlocks` if these blocks (None: one each) cannot be had when so many have been returned."""
+        """Raise `OutOfBlocks` if these blocks (None: one each) are not available after `returned` ones are."""
         taken = list(accumulate(blocks or [1] * len(growing)))
         available = [window.primary.available + returned for window in self.windows]
         if taken and taken[-1] > min(available):
             first = growing[bisect_right(taken, min(available))]
             raise self._out_of_blocks(sequences.index(first), taken[-1:] * len(available), available)
 
-    # -- forking and rewinding
-    #
-    # An engine may have computed more than counts as computed: the last token, drafts, all of a prompt. The next
-    # `add_tokens` makes it count, so a block that takes another one's place gets all tokens of that.
+    # -- forking and rewinding An engine may have computed more than counts as computed: the last token, drafts, all of
+    # a prompt. The next `add_tokens` makes it count, so a block that replaces another one gets all tokens of that.
 
     def fork(self, parent: Sequence, request_id: RequestId) -> StoreResult:
-        """Branch a sequence, after storing what it has computed; returns what that changed in its tables.
+        """Branch a sequence, after storing what it has computed; returns the changes to its tables.
 
         The branch holds what is computed, and gets copies of its own of the block computed in part and those after it.
         """
@@ -486,7 +490,7 @@ class BlockManager:
         return StoreResult(parent.stored_blocks, replaced)
 
     def refuse_rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Raise `UsageError` where a window has released what the last token that is left sees."""
+        """Raise `UsageError` if a window has released blocks that the last remaining token sees."""
         computed = min(sequence.computed, num_tokens - 1)
         for sliding in self._sliding:
             if sliding.group.first_seen(computed) < sequence.detached[sliding.index]:
@@ -496,7 +500,7 @@ class BlockManager:
                 )
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back all but the first tokens of a sequence: where its last block is cached, it gets a copy of it."""
+        """Take back all but the first tokens of a sequence, and copy its last block if that is cached."""
         sources, freed, available = [], [], []
         for window in self.windows:
             first = window.first_to_leave(sequence, num_tokens)
@@ -517,25 +521,25 @@ class BlockManager:
             window.copy_blocks(sequence, copied, AllocateReason.REWIND)
 
     def _own_blocks(self, sequence: Sequence, num_tokens: int, first: int) -> range:
-        """The blocks of a sequence's first tokens from the block `first` on, without those reserved for others."""
+        """Return the blocks of a sequence's first tokens from the block `first` on, without reserved ones."""
         return range(first, min(self._blocks_for(num_tokens), len(sequence.tables[0])))
 
     def _sources(
         self, window: WindowManager, sequence: Sequence, num_tokens: int, first: int
     ) -> list[CopySource]:
-        """These blocks, to be copied."""
+        """Return these blocks as copy sources."""
         size = window.tokens_per_block
         return [
             window.source_of_own(sequence, block, min(size, num_tokens - block * size))
             for block in self._own_blocks(sequence, num_tokens, first)
         ]
 
-    # -- how blocks are kept
+    # -- retention
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
         """Change the priority of the cached blocks that overlap its tokens [start, stop).
 
-        Returns of how many blocks it has changed, in the window with the most.
+        Returns the number of changed blocks, in the window with the most.
         """
         first, last = start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0
         how = priority, None, ev.UpdateReason.SET
@@ -544,10 +548,10 @@ class BlockManager:
     # -- pins
 
     def pin(self, sequence: Sequence, start: int, stop: int) -> int:
-        """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number.
+        """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the number of the pin.
 
-        With full attention those before them as well: no block is reached without them. Raises `PinsExceeded` if more
-        than the share of a window's blocks were pinned then.
+        With full attention the blocks before them as well: no block is reached without those. Raises `PinsExceeded` if
+        more than the share of a window's blocks were pinned then.
         """
         blocks = range(start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0)
         slots = []
@@ -566,18 +570,18 @@ class BlockManager:
         return number
 
     def _to_pin(self, window: WindowManager, sequence: Sequence, blocks: range) -> array[int]:
-        """The slots that a pin of these blocks of a sequence holds in a window."""
+        """Return the slots that a pin of these blocks of a sequence holds in a window."""
         part, start, stop = sequence.part_in(window.index), blocks.start, blocks.stop
         table = part.tables[window.index]
         if part is not sequence:
-            # What is pinned is of use only with all that an encoder has made of its input.
+            # Pinned blocks are of use only with the whole encoder's input.
             overlaps = start < min(stop, self._blocks_for(sequence.num_tokens))
             start, stop = 0, len(table) * overlaps
         end = min(stop, part.path_ends[window.index].end)
         return table[window.first_pinned(sequence, start) : end] if start < end else array("i")
 
     def unpin(self, number: int) -> None:
-        """Release what a pin holds."""
+        """Release the blocks of a pin."""
         held, freed, pinned = self._state.pins[number], [], self._pinned
         for group, slots in zip(self._state.groups, held.slots, strict=True):
             blank = () if held.named else [slot for slot in slots if slot not in group.shared]
@@ -588,12 +592,12 @@ class BlockManager:
 
     @property
     def pins(self) -> dict[int, Pin]:
-        """By their numbers."""
+        """Pins by number."""
         return self._state.pins
 
     @cached_property
     def _pinned(self) -> list[npt.NDArray[np.int64]]:
-        """Per window and slot how many pins hold it, so that a pin costs what it holds, however many there are."""
+        """Number of pins per window and slot, so that a pin costs what it holds, regardless of the number of pins."""
         return self._count_pins()
 
     def _count_pins(self) -> list[npt.NDArray[np.int64]]:
@@ -606,10 +610,10 @@ class BlockManager:
     # -- the end
 
     def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason, stop: str | None = None) -> None:
-        """End a sequence; with `store`, all that it computed stays reusable, its partial last block too.
+        """End a sequence; with `store`, everything it computed stays reusable, its partial last block too.
 
-        `stop`: why its output ended, from which may follow how its blocks are kept. With the last sequence that reads
-        an encoder's input, that ends, too.
+        `stop`: the reason for which its output ended, which may decide the retention of its blocks. An encoder's input
+        ends with the last sequence that reads it.
         """
         if store:
             self._store(sequence, partial=True)
@@ -637,10 +641,10 @@ class BlockManager:
                 )
 
     def _restate_ended(self, sequence: Sequence, stop: str | None) -> Kept:
-        """Keep what a sequence alone holds as is stated for why its output ended; returns that.
+        """Apply the retention for the stop reason to blocks that a sequence alone holds; returns that retention.
 
-        What lies behind its prompt's full blocks comes again only if the next prompt repeats the output token by token,
-        so a higher priority is not for these. A lower one is: they stand before all others of the sequence.
+        Blocks after its prompt's full blocks are reused only if the next prompt repeats the output token by token, so a
+        higher priority does not apply to them. A lower one does: they are evicted before all others of the sequence.
         """
         rules = self._stop_retention
         stated = rules.get(stop) or rules.get(ANY_STOP) if sequence.retention is None else None
@@ -655,7 +659,7 @@ class BlockManager:
 
 
 def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:
-    """The sequences whose tables point at other blocks in some window, after all windows have stored."""
+    """Collect the sequences with changed tables in some window, after all windows have stored."""
     return {
         sequence.request_id: StoreResult(sequence.stored_blocks, blocks)
         for sequence, blocks in replaced.items()
@@ -664,5 +668,5 @@ def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, Sto
 
 
 def _lasts_a_time(retention: ev.StatedRetention) -> bool:
-    """Whether anything of a request is to be kept for a time only."""
+    """True if any part of a request's retention has a duration."""
     return retention.duration > 0 or any(each.duration for each in retention.ranges)

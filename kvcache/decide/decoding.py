@@ -1,7 +1,7 @@
-"""The sequences of the requests that an engine names, and those that it decodes together, step after step.
+"""Sequences looked up by request id, and the batch that decodes together, step after step.
 
-Which of them fills a block next depends only on how long each is, so it is worked out once, when the batch changes,
-and not for every token: a step in which nothing fills costs a list comparison and one event.
+The next one to fill a block depends only on the lengths, so it is worked out once, when the batch changes, and not for
+every token: a step in which nothing fills costs a list comparison and one event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN_IDS = frozenset((str, int))
 
 
 class DecodeBatch:
-    """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
+    """Fixed set of sequences that get one token each per step. Holds nothing that cannot be derived from the state."""
 
     __slots__ = (
         "_beginning",
@@ -48,12 +48,12 @@ class DecodeBatch:
         self.ids = list(ids)
         kinds: list[type] = list(map(type, ids))
         self.kinds = kinds if PLAIN_IDS.issuperset(kinds) else None
-        """Their types: what is no id may equal one (1.0, True), or do anything when it is compared."""
+        """Types of the ids: a value that is no id may equal one (1.0, True), or do anything when it is compared."""
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed int64."""
         self.even = go_on_evenly(sequences, tokens_per_block)
-        """Whether the step is like all that follow; if not, its sequences are looked at one by one."""
+        """True if the step is like all that follow; if not, its sequences are checked one by one."""
         self._period = tokens_per_block
         self._steps = 0
         ends = lengths(sequences)
@@ -63,26 +63,27 @@ class DecodeBatch:
             self._due.setdefault(-end % tokens_per_block, []).append(sequence)
         self._windows = windows
         self._beginning = not_decoding(sequences) if windows else []
-        """Nobody may have said before how far their prompts are computed."""
+        """Their prompts may not have been recorded as computed."""
 
     @property
     def at_limit(self) -> bool:
-        """Whether some sequence cannot get another token."""
+        """True if some sequence cannot get another token."""
         return self._steps >= self._steps_left
 
     @property
     def due(self) -> list[Sequence] | None:
-        """The sequences whose next token needs a new block; None: there is none."""
+        """Sequences that need a new block for their next token; None: there is none."""
         return self._due.get(self._steps % self._period)
 
     @property
     def begun(self) -> Items[Sequence]:
-        """The sequences whose last token is the first of a block; before the first step all of them."""
+        """Sequences with a last token that is the first of a block; before the first step all of them."""
         return self._due.get((self._steps - 1) % self._period, ()) if self._steps else self.sequences
 
     def leaving(self, window: int) -> Items[Sequence]:
-        """The sequences of which a sliding window, by its number, may leave a block behind in this step."""
-        # Who fills a block in one step leaves one in another, as many steps later as the window is longer than blocks.
+        """Sequences of which a sliding window, given by its number, may leave a block in this step."""
+        # A sequence that fills a block in one step leaves one later, by as many steps as the window is longer than
+        # blocks.
         leaving = self._due.get((self._steps - self._windows[window] + 1) % self._period, ())
         if self._steps or not self._beginning:
             return leaving
@@ -90,27 +91,27 @@ class DecodeBatch:
         return [each for each in self.sequences if each in chosen]
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""
+        """Raise `InvariantViolated` if the batch's own count has diverged from the sequences."""
         for step, sequences in self._due.items():
             left = (step - self._steps) % self._period
             fits = all(-each.num_tokens % self._period == left for each in sequences)
             invariant(fits, "a block would be allocated in another step than the one that fills it")
 
     def advance(self) -> None:
-        """Every sequence got its token."""
+        """Advance by one token per sequence."""
         self._steps += 1
 
 
 class RunningRequests:
-    """Looks up the sequences of running requests, and remembers those of the last step of decoding."""
+    """Lookup of the sequences of running requests, with the last decode batch cached."""
 
     def __init__(self, state: CacheState, windows: Items[int] = ()) -> None:
         self._state, self._windows = state, windows
         self.batch: DecodeBatch | None = None
-        """That of the last step, as long as the next one may be like it."""
+        """Batch of the last step, while the next one may be like it."""
 
     def sequence(self, request_id: RequestId) -> Sequence:
-        """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
+        """Return the sequence of a request; raises `UnknownRequest`, or `UsageError` for an invalid id."""
         if type(request_id) is not str and type(request_id) is not int:
             request_id = checked_request_id(request_id)
         handle = self._state.handles.get(request_id)
@@ -119,7 +120,7 @@ class RunningRequests:
         return self._state.sequences[handle]
 
     def sequences(self, request_ids: list[RequestId]) -> list[Sequence]:
-        """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
+        """Return the sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
         handles, sequences = self._state.handles, self._state.sequences
         if not PLAIN_IDS.issuperset(map(type, request_ids)):
             request_ids = [checked_request_id(request_id) for request_id in request_ids]
@@ -132,10 +133,10 @@ class RunningRequests:
         return running
 
     def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
-        """The sequences that get one token each: the batch of the last step, if they are the same."""
+        """Return the sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self.batch
-        # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
-        # Types before ids, for what is no id may equal one.
+        # The fold's row of sequences is the batch's while nothing else has happened to them. Types before ids, for a
+        # value that is no id may equal one.
         if (
             batch is None
             or self._state.running.handles != batch.handles
@@ -154,6 +155,6 @@ class RunningRequests:
         return batch
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if the batch has left what the state says."""
+        """Raise `InvariantViolated` if the batch has diverged from the state."""
         if self.batch is not None and self._state.running.handles == self.batch.handles:
             self.batch.check()

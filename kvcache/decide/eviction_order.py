@@ -1,7 +1,7 @@
-"""Which blocks of one window are evicted next: `EvictionOrder` with full attention, `ReleaseOrder` in a sliding window.
+"""Eviction orders of one window: `EvictionOrder` with full attention, `ReleaseOrder` in a sliding window.
 
-Both watch the fold for what can be evicted and decide by what the state says of it, so that a manager that goes on from
-an exported state decides alike. Both answer the same questions, of what their windows evict:
+Both watch the fold for evictable blocks and decide by the state of these alone, so that a manager that continues from
+an exported state decides alike. Both have the same queries:
 
 | | with full attention | in a sliding window |
 |---|---|---|
@@ -36,38 +36,39 @@ from kvcache.fold.sequence import DEFAULT_PRIORITY
 from kvcache.fold.sliding_group import FEW, SlidingGroup
 
 _Entry = tuple[Any, int, int]
-"""A run's key, its last slot (which decides between equal keys), its id."""
+"""Key of a run, its last slot (which decides between equal keys), its id."""
 
 
 class EvictionOrder(Watcher, ABC):
-    """Names the next victims; made for the state of one window, whose changes it watches from then on."""
+    """Order of the next victims; built from the state of one window, and updated with its changes from then on."""
 
     needs_names = False
-    """Whether it asks for runs that have keys, by which it tells contents apart."""
+    """True if it needs keys of runs, by which it tells contents apart."""
 
     @abstractmethod
     def __init__(self, group: FullGroup) -> None: ...
 
     @abstractmethod
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
-        """The run whose last block goes next; runs that end in one of the slots in `spares` are passed over."""
+        """Return the run with the next victim as its last block, except runs that end in a slot of `spares`."""
 
     def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
-        """The runs that go next and how many blocks of each, deepest first: `count` blocks, or as many as go before
-        one whose turn comes only when these are gone. Here the next run alone, as if that decided about the others.
+        """Return the runs that go next and the number of blocks of each, deepest first: `count` blocks, or as many as
+        precede one with a turn that depends on their eviction. Here the next run alone, as if it decided the order of
+        the others.
         """
         run = self.next(level)
         return [] if run is None else [(run, self.alike(run, min(count, len(run.slots))))]
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
-        """How many of the last `count` blocks of the next run go before any other run's, and before `other`: all of
-        them, unless an order ranks the blocks of a run one by one.
+        """Count how many of the last `count` blocks of the next run precede any other run's, and those of `other`: all
+        of them, unless an order ranks the blocks of a run one by one.
         """
         return count
 
     @abstractmethod
     def precedes(self, run: Run, other: Run) -> bool:
-        """Whether a run, perhaps of another level, goes before the other, or neither before the other."""
+        """True if a run, perhaps of another level, precedes the other, or neither precedes the other."""
 
     @abstractmethod
     def check(self) -> None:
@@ -89,13 +90,14 @@ class LeastRecentlyUsed(EvictionOrder):
                 self.evictable(run)
 
     def key(self, run: Run) -> Any:
-        """Lower goes first. May depend on the run's level, priority, release and end, and on what the order has seen.
+        """Return the sort key of a run; lower goes first. May depend on its level, priority, release and end, and on
+        what the order has seen.
 
-        Not on where it begins: runs are joined and split without a word.
+        Not on its start: runs are joined and split without notice.
         """
         return (run.priority, run.released_at, -run.end)
 
-    # -- what happens
+    # -- notifications
 
     def evictable(self, run: Run) -> None:
         """Make the run a candidate."""
@@ -116,7 +118,7 @@ class LeastRecentlyUsed(EvictionOrder):
             heap.clear()
 
     def _compact(self, level: int) -> None:
-        """Drop entries that describe nothing."""
+        """Drop stale entries."""
         self._heaps[level] = [
             (self.key(run), run.slots[-1], run.id)
             for run in self._runs.values()
@@ -124,10 +126,10 @@ class LeastRecentlyUsed(EvictionOrder):
         ]
         heapify(self._heaps[level])
 
-    # -- what goes next
+    # -- queries
 
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
-        """The run whose last block goes next."""
+        """Return the run with the next victim as its last block."""
         heap, spared = self._heaps[level], []
         found = None
         while heap and found is None:
@@ -143,14 +145,14 @@ class LeastRecentlyUsed(EvictionOrder):
         return found
 
     def _described(self, entry: _Entry, level: int) -> Run | None:
-        """The run that an entry describes; None if it has changed since."""
+        """Return the run that an entry describes; None if the entry is stale."""
         run = self._runs.get(entry[2])
         if run is None or run.level != level or not run.is_leaf or self.key(run) != entry[0]:
             return None
         return run
 
     def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
-        """The runs that go next, and how many blocks of each.
+        """Return the runs that go next, and the number of blocks of each.
 
         They are as if taken one after the other, though nothing is evicted in between. Two leaves with a parent:
 
@@ -173,7 +175,7 @@ class LeastRecentlyUsed(EvictionOrder):
         while count and (run := self.next(level)) is not None and (limit is None or heap[0][0] < limit):
             entry = heappop(heap)
             if run.id in found:
-                continue  # it was there twice
+                continue  # a duplicate entry
             take = min(count, len(run.slots))
             found[run.id] = (run, take)
             entries.append(entry)
@@ -189,11 +191,11 @@ class LeastRecentlyUsed(EvictionOrder):
         return list(found.values())
 
     def precedes(self, run: Run, other: Run) -> bool:
-        """Whether a run goes before the other, or neither before the other."""
+        """True if a run precedes the other, or neither precedes the other."""
         return bool(self.key(run) <= self.key(other))
 
     def check(self) -> None:
-        """Compare the next of each level with all runs."""
+        """Compare the next victim of each level with all runs."""
         for level, heap in enumerate(self._heaps):
             leaves = [run for run in self._runs.values() if run.level == level and run.is_leaf]
             known = [run for entry in heap if (run := self._described(entry, level)) is not None]
@@ -217,16 +219,16 @@ class ReuseLevels(LeastRecentlyUsed):
     """
 
     def key(self, run: Run) -> Any:
-        """By turn. Two runs with one turn may be those of two releases, which are not to go in turns."""
+        """Sort by turn. Two runs with one turn may come from two releases, which are not to alternate."""
         return (run.priority, run.turn, run.released_at, -run.end)
 
 
 ORDERS: dict[str, type[EvictionOrder]] = {"lru": LeastRecentlyUsed, "levels": ReuseLevels}
-"""By the setting `eviction_policy`."""
+"""Orders by the value of the setting `eviction_policy`."""
 
 
 def refuse_no_order(order: object) -> None:
-    """Raise `UsageError` for what is no class of orders."""
+    """Raise `UsageError` unless this is a class of orders."""
     if not (isinstance(order, type) and issubclass(order, EvictionOrder)) or isabstract(order):
         raise UsageError(
             "eviction_order must be a class derived from kvcache.decide.eviction_order.EvictionOrder"
@@ -238,18 +240,18 @@ Key = tuple[int, int, int]
 
 
 class _Queue:
-    """Blocks of one priority, as they were released."""
+    """Blocks of one priority, in the order of their release."""
 
     __slots__ = ("depths", "head", "places", "stamps")
 
     def __init__(self) -> None:
         self.places, self.stamps, self.depths = array("i"), array("q"), array("q")
-        """Depths only of what is in secondary."""
+        """Places, stamps, and in secondary only, depths."""
         self.head = 0
         """Entries before it are stale."""
 
     def pass_over(self, head: int) -> None:
-        """Everything before `head` is stale."""
+        """Mark everything before `head` as stale."""
         self.head = head
         if 2 * head > len(self.places):
             for column in (self.places, self.stamps, self.depths):
@@ -257,7 +259,7 @@ class _Queue:
             self.head = 0
 
     def keep(self, there: npt.NDArray[np.bool_]) -> None:
-        """Of the entries from `head` on keep those where this is so; all others are stale."""
+        """Keep the entries from `head` on where the mask is True; all others are stale."""
         self.places = _chosen(self.places[self.head :], there)
         self.stamps = _chosen(self.stamps[self.head :], there)
         if self.depths:
@@ -265,7 +267,7 @@ class _Queue:
         self.head = 0
 
     def append(self, places: array[int], stamps: array[int], depths: array[int] | None) -> bool:
-        """Append entries; False: they are not in order, or should have come earlier.
+        """Append entries; returns False if they are out of order, or should have come earlier.
 
         In primary, where blocks come as they are released, only the stamps can be out of order.
         """
@@ -285,7 +287,7 @@ class _Queue:
         return bool((later | ((stamps[1:] == stamps[:-1]) & deeper)).all())
 
     def up_to(self, limit: tuple[int, int]) -> int:
-        """The first entry that is not before this release stamp and depth."""
+        """Return the first entry that is not before this release stamp and depth."""
         stamp, depth = limit
         begin, end = (int(np.searchsorted(_view(self.stamps), stamp, side)) for side in ("left", "right"))
         return begin + int(np.searchsorted(_view(self.depths)[begin:end], depth))
@@ -305,23 +307,23 @@ class ReleaseOrder(Watcher):
         self._queues: list[dict[int, _Queue]] = [{}, {}]
         self._queued = [0, 0]
         self._noted, self._noted_stamps = array("i"), array("q")
-        """Primary blocks that were released and are not queued yet, and when: a place that has another stamp by then
-        has been held or given away since."""
+        """Primary blocks that were released and are not queued yet, with their stamps: a place with another stamp by
+        then has been held or given away since."""
         for level in (0, 1):
             self._rebuild(level)
 
     def key(self, place: int) -> Key:
-        """Lower goes first."""
+        """Sort key of a place; lower goes first."""
         group = self._group
         return group.priorities[place], group.released_at[place], group.depth(place)
 
     @property
     def queued(self) -> int:
-        """Entries of all queues, stale ones too, and of those that are to be queued."""
+        """Entries of all queues, stale and not yet queued ones included."""
         queues = [queue for queues in self._queues for queue in queues.values()]
         return sum(len(queue.places) for queue in queues) + len(self._noted)
 
-    # -- what happens
+    # -- notifications
 
     def released(self, level: int, places: array[int]) -> None:
         """Make these blocks candidates."""
@@ -362,7 +364,7 @@ class ReleaseOrder(Watcher):
         self._queued[level] = sum(len(queue.places) for queue in queues.values())
 
     def _append(self, level: int, places: array[int], stamps: array[int]) -> bool:
-        """Append blocks to their queues; False: one should have come earlier."""
+        """Append blocks to their queues; returns False if one should have come earlier."""
         if not places:
             return True
         depths = None
@@ -386,7 +388,7 @@ class ReleaseOrder(Watcher):
         return queue
 
     def _rebuild(self, level: int) -> None:
-        """Queue all candidates anew."""
+        """Rebuild the queues from all candidates."""
         columns, primary = self._group.views, self._group.levels[PRIMARY].size
         idle = np.flatnonzero((columns["positions"] >= 0) & (columns["refs"] == 0))
         idle = idle[(idle >= primary) == level]
@@ -400,10 +402,10 @@ class ReleaseOrder(Watcher):
         in_order = self._append(level, places, _gathered(columns["released_at"], idle))
         invariant(in_order, "what was sorted is not in order")
 
-    # -- what goes next
+    # -- queries
 
     def next(self, level: int, spares: Collection[int] = ()) -> int | None:
-        """The place of the block that goes next, but for those in `spares`."""
+        """Return the place of the next victim, except those in `spares`."""
         if level == PRIMARY:
             self._queue_noted()
         queues = self._queues[level]
@@ -416,9 +418,9 @@ class ReleaseOrder(Watcher):
     def lowest(
         self, level: int, count: int, before: int | None = None, spares: Collection[int] = ()
     ) -> array[int]:
-        """The places of the blocks that go next, in their order, for a caller that evicts them all.
+        """Return the places of the next victims in their order, for a caller that evicts them all.
 
-        At most so many, those that go before the block at the place `before`; places in `spares` are passed over.
+        At most `count`, which precede the block at the place `before`; places in `spares` are passed over.
         """
         if level == PRIMARY:
             self._queue_noted()
@@ -436,13 +438,14 @@ class ReleaseOrder(Watcher):
         return found
 
     def precedes(self, place: int, other: int) -> bool:
-        """Whether a block, perhaps of another level, goes before the other, or neither before the other."""
+        """True if a block, perhaps of another level, precedes the other, or neither precedes the other."""
         return self.key(place) <= self.key(other)
 
     def _first(
         self, level: int, queue: _Queue, wanted: int, stop: int, spares: Collection[int]
     ) -> tuple[array[int], int]:
-        """The first blocks of a queue up to the entry `stop`, and the first entry that is of use without them.
+        """Find the first `wanted` blocks of a queue up to the entry `stop`, and the first entry that is still of use
+        without them.
 
             queue   s s s A s S B C D ...    s: stale; S: in `spares`; wanted: 2
                     ^head                    found: A, B
@@ -463,7 +466,7 @@ class ReleaseOrder(Watcher):
             if spares:
                 free = [place not in spares for place in places]
                 if spared is None and not all(free):
-                    spared = begin + free.index(False)  # or behind, where stale ones were passed over
+                    spared = begin + free.index(False)  # or later, where stale ones were passed over
                 places = array("i", compress(places, free))
             if len(places) > missing:
                 end = begin + (missing if len(places) == len(there) else int(there.nonzero()[0][missing]))
@@ -472,7 +475,7 @@ class ReleaseOrder(Watcher):
         return found, begin if spared is None else min(begin, spared)
 
     def _still(self, level: int, queue: _Queue, begin: int, end: int) -> npt.NDArray[np.bool_]:
-        """Which of some entries are not stale: those whose place has the stamp with which they were queued.
+        """Return a mask of the entries that are not stale: their place has the stamp with which they were queued.
 
             entry (place 7, stamp 40)   place 7 has stamp 40   still there
                                         place 7 has stamp 0    held again, or not cached
@@ -523,7 +526,7 @@ def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[
 
 
 def _chosen(column: array[int], there: npt.NDArray[np.bool_]) -> array[int]:
-    """The entries of a column where this is so."""
+    """Return the entries of a column where the mask is True."""
     return array(column.typecode, _view(column)[there].tobytes())
 
 

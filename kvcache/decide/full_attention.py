@@ -1,5 +1,5 @@
-"""Decisions for a window with full attention: who reuses a path of the prefix tree, what makes it longer, and what is
-evicted from its leaves.
+"""Decisions for a window with full attention: reuse and extension of paths in the prefix tree, and eviction from its
+leaves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvcache.results import Replacement
 
 
 class PathClaims(Claims):
-    """Counts run by run: requests of a batch that share a run claim beginnings of it."""
+    """Claims counted by run: requests of a batch that share a run claim leading parts of it."""
 
     def __init__(self, available: int) -> None:
         super().__init__(available)
         self._taken: dict[int, int] = {}
-        """By run, how many of its blocks are claimed."""
+        """Number of claimed blocks by run."""
 
     def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
         """Count the cached blocks of one more request."""
@@ -47,7 +47,7 @@ class PathClaims(Claims):
 
 
 class FullAttentionManager(WindowManager):
-    """Decides for a window in which a sequence holds all its blocks."""
+    """Decisions for a window in which a sequence holds all its blocks."""
 
     group: FullGroup
     order: EvictionOrder
@@ -63,28 +63,28 @@ class FullAttentionManager(WindowManager):
         super().__init__(state, group, emit, config)
         self.order = group.watcher = order(group)
 
-    # -- reading
+    # -- queries
 
     def claims(self) -> Claims:
-        """Of a batch of which nothing is counted yet."""
+        """Empty claims of a batch."""
         return PathClaims(self.primary.available)
 
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
-        """Blocks that a sequence needs, besides those that it has, to grow by so many tokens."""
+        """Blocks that a sequence needs, in addition to its own, to grow by this number of tokens."""
         return max(0, self.blocks_for(sequence.num_tokens + num_tokens) - len(sequence.tables[self.index]))
 
     def blocks_to_complete(self, plan: Plan, total: int) -> int:
-        """Blocks that a prompt needs from its admission on, until it has so many tokens."""
+        """Blocks that a prompt needs from its admission on, until it has `total` tokens."""
         full = (plan.reused_tokens - plan.reused_partial) // self.tokens_per_block
         return self.blocks_for(total) - full - plan.windows[self.index].new_blocks
 
     def released_by(self, sequence: Sequence, first: int) -> int:
-        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        """Cached blocks from the block `first` on that become available when the sequence releases them."""
         path = self.group.path(sequence.path_ends[self.index])
         return sum(max(0, run.end - max(run.start, first)) for run in path if run.refs == 1)
 
     def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """The first block of all: no other is found without those before it."""
+        """Return 0: no block is found without those before it."""
         return 0
 
     # -- storing
@@ -106,7 +106,7 @@ class FullAttentionManager(WindowManager):
             self._store_new(sequence, first, stop)
 
     def _adopt(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> int:
-        """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
+        """Replace the next blocks by equal ones that another sequence has stored meanwhile; returns their number."""
         size, tail = self.tokens_per_block, sequence.path_ends[self.index]
         if sequence.packed(first * size, (first + 1) * size) not in tail.children:
             return 0
@@ -116,7 +116,7 @@ class FullAttentionManager(WindowManager):
             self._take_stored(sequence, blocks, replaced)
         return found.blocks
 
-    # -- how blocks are kept
+    # -- retention
 
     def _kept_rows(
         self,
@@ -127,7 +127,7 @@ class FullAttentionManager(WindowManager):
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
-        """A sequence holds its whole path, in runs of blocks that are kept alike."""
+        """Yield the rows with equal retention of the sequence's path, which it holds as a whole."""
         path = [
             run
             for run in self.group.path(sequence.path_ends[self.index])
@@ -145,19 +145,19 @@ class FullAttentionManager(WindowManager):
                 keys += run.keys[begin * size : end * size]
             yield KeptRow(level, old, slots, names_of_keys(bytes(keys), size))
 
-    # -- evicting
+    # -- eviction
 
     def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks.
 
         The victims are the first in the order. Blocks go from primary to secondary while secondary has room or holds
-        something lower in the same order; otherwise they are dropped, after what hangs behind.
+        something lower in the same order; otherwise they are dropped, after the blocks that continue them.
         """
         together = not spares
         while (short := needed - len(self.primary.blank)) > 0:
             if together and self.evict_together(self.order.lowest(PRIMARY, short), handle):
                 continue
-            # Rare: priorities, or more than secondary holds. Looking for all of them each time would take too long.
+            # Rare: priorities, or more than secondary holds. Finding all of them each time would take too long.
             together = False
             run = self.order.next(PRIMARY)
             assert run is not None, "counted before"
@@ -168,12 +168,12 @@ class FullAttentionManager(WindowManager):
             else:
                 if run.children:
                     self._remove_below(run, handle)
-                    take = 1  # what hung behind it has made room in secondary, which the next ones may use
+                    take = 1  # dropping its descendants has freed slots in secondary, which the next ones may use
                 self._remove_tails([(run, take)], RemoveReason.CAPACITY, handle)
 
     def evict_together(self, victims: list[tuple[Run, int]], handle: Handle | None) -> bool:
-        """Evict these, the lowest ones, by an event or two; False, and nothing is done, if that might come to something
-        else than evicting one block after the other, as `free_up` does then.
+        """Evict these, the lowest ones, by an event or two. Returns False, with nothing done, if the outcome might
+        differ from that of evicting one block after the other, as `free_up` does then.
 
             primary    [a a a][b b]·····      victims a:2, b:2, in their order
             secondary  [x x][y]__             two blank slots, missing two: x:2 goes for good
@@ -183,11 +183,11 @@ class FullAttentionManager(WindowManager):
 
         It comes to the same where each victim would go down, and find room:
 
-        - without secondary every victim is dropped, and `lowest` has said in which order;
-        - every victim's priority is high enough for secondary, so none is dropped;
-        - what secondary must drop for them goes before the *first* victim in the order. One by one, a victim evicts
-          what is lower than itself, and later victims are no lower than the first. Nor can a victim that has just come
-          down be chosen: it is no lower than the first, and something lower is still there.
+        - without secondary every victim is dropped, in the order of `lowest`; - every victim's priority is high enough
+        for secondary, so none is dropped; - what secondary must drop for them goes before the *first* victim in the
+        order. One by one, a victim evicts what is lower than itself, and later victims are no lower than the first. Nor
+        can a victim that has just come down be chosen: it is no lower than the first, and something lower is still
+        there.
 
         Runs that are chosen are leaves of their levels, and where the last block of one goes and its parent becomes a
         leaf whose turn comes before the next, `lowest` ends there. O(blocks evicted + runs · log runs).
@@ -209,7 +209,7 @@ class FullAttentionManager(WindowManager):
         return True
 
     def _room_in_secondary(self, run: Run, take: int, handle: Handle | None, spares: Collection[int]) -> int:
-        """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
+        """Count the victim's blocks that secondary takes now, after evicting what is lower in order there."""
         secondary = self.group.levels[SECONDARY]
         if run.priority < self._offload_min_priority:
             return 0
@@ -223,8 +223,8 @@ class FullAttentionManager(WindowManager):
         return len(secondary.blank)
 
     def _remove_below(self, run: Run, handle: Handle | None) -> None:
-        """Remove everything cached behind a run, leaves first."""
-        # What to remove is noted first: a removal may join the runs that are left.
+        """Remove everything cached below a run, leaves first."""
+        # Collected first: a removal may join the runs that are left.
         below = [(each.level, *self._tails([(each, len(each.slots))])) for each in reversed(runs_below(run))]
         for level, slots, names in below:
             self.events.remove(level, slots, names, RemoveReason.UNREACHABLE, handle)
@@ -234,11 +234,11 @@ class FullAttentionManager(WindowManager):
         self.events.offload(slots, names, self.group.levels[SECONDARY].peek(len(slots)), handle)
 
     def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: Handle | None) -> None:
-        """Remove the ends of runs of one level, behind which nothing hangs, in this order."""
+        """Remove the ends of childless runs of one level, in this order."""
         self.events.remove(tails[0][0].level, *self._tails(tails), why, handle)
 
     def _tails(self, tails: list[tuple[Run, int]]) -> tuple[array[int], bytes]:
-        """The slots and names of the last blocks of each run, deepest first."""
+        """Return the slots and names of the last blocks of each run, deepest first."""
         slots = array("i")
         for run, count in tails:
             slots += last_reversed(run.slots, count)
@@ -246,7 +246,7 @@ class FullAttentionManager(WindowManager):
 
 
 def last_names(keys: bytes | bytearray, size: int, count: int) -> bytes:
-    """The names of the last `count` blocks of a column of keys of this size, last first."""
+    """Return the names of the last `count` blocks of a column of keys of this size, last first."""
     if not size:
         return b""
     blocks = len(keys) // size

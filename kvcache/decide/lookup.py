@@ -1,4 +1,4 @@
-"""What a prompt would reuse in a state, block by block: for `KVCacheManager.match` and for logs."""
+"""Lookup of a prompt's reusable blocks in a state: for `KVCacheManager.match` and for logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lookup(
     partial: bool = True,
     encoder: EncoderInput | None = None,
 ) -> Match:
-    """What a prompt (plain tokens as packed int32, or rich ones) would reuse. Changes nothing.
+    """Look up the blocks that a prompt (plain tokens as packed int32, or rich ones) would reuse. Changes nothing.
 
     In the state of a log without tokens, blocks are found by their keys, full ones only.
     """
@@ -33,7 +33,7 @@ def lookup(
 
 
 def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTokens) -> int:
-    """How many full blocks a prompt would reuse, without an object for each that `lookup` lists."""
+    """Count the full blocks that a prompt would reuse, without an object for each as in `lookup`."""
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
     return _match(state, namespace, rich, partial=False)[0][0].blocks
 
@@ -41,7 +41,7 @@ def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTo
 def _match(
     state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool
 ) -> tuple[list[GroupMatch], int]:
-    """What all groups have of it, and how many tokens that are."""
+    """Match a prompt in all groups; returns the matches and their common number of tokens."""
     symbols = state.symbols.symbols_of(prompt)
     stop = max(len(symbols) - TOKEN_BYTES, 0)
     if not state.tokens_recorded:
@@ -56,7 +56,7 @@ def _match(
 
 
 def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
-    """What an encoder's input would reuse, as fields of a `Match`."""
+    """Look up the reusable blocks of an encoder's input, as fields of a `Match`."""
     group, namespace, symbols = state.groups[-1], encoder.namespace, encoder.tokens
     if not state.tokens_recorded:
         size = state.tokens_per_block * TOKEN_BYTES

@@ -1,6 +1,6 @@
-"""Decisions for a sliding window: what to match across holes, fill, hold, release and evict.
+"""Decisions for a sliding window: matching across holes, filling, holding, release and eviction.
 
-Any block that no sequence holds can go, and takes nothing with it.
+Any unreferenced block can be evicted alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcache.results import Replacement
 
 
 class PlaceClaims(Claims):
-    """Counts block by block: requests of a batch may claim different parts of one prefix."""
+    """Claims counted by block: requests of a batch may claim different parts of one prefix."""
 
     def __init__(self, group: SlidingGroup) -> None:
         super().__init__(group.levels[PRIMARY].available)
@@ -37,7 +37,7 @@ class PlaceClaims(Claims):
         self._before: list[npt.NDArray[np.intp]] = []
         """Places that the first request claims."""
         self._is_claimed: npt.NDArray[np.bool_] | None = None
-        """By place; a batch of one request, the usual one, needs none."""
+        """Claimed places, as a mask; a batch of one request, the usual one, needs none."""
 
     def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
         """Count the cached blocks of one more request."""
@@ -60,7 +60,7 @@ class PlaceClaims(Claims):
 
 
 class SlidingWindowManager(WindowManager):
-    """Decides for a window in which a sequence holds what its next token sees."""
+    """Decisions for a window in which a sequence holds the blocks that its next token sees."""
 
     group: SlidingGroup
     order: ReleaseOrder
@@ -71,14 +71,14 @@ class SlidingWindowManager(WindowManager):
         super().__init__(state, group, emit, config)
         self.order = group.watcher = ReleaseOrder(group)
 
-    # -- reading
+    # -- queries
 
     def claims(self) -> Claims:
-        """Of a batch of which nothing is counted yet."""
+        """Empty claims of a batch."""
         return PlaceClaims(self.group)
 
     def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
-        """These blocks, to be held, with names of the sequence's blocks before them that no event has given."""
+        """Add names of the sequence's earlier blocks that no event has given to these blocks, which are to be held."""
         known = len(sequence.keys) // self.key_bytes if self.key_bytes else blocks.first
         if known >= blocks.first:
             return blocks
@@ -87,29 +87,31 @@ class SlidingWindowManager(WindowManager):
         return blocks._replace(names=before + blocks.names)
 
     def released_by(self, sequence: Sequence, first: int) -> int:
-        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        """Cached blocks from the block `first` on that become available when the sequence releases them."""
         first, end = self.first_pinned(sequence, first), sequence.path_ends[self.index].end
         return sum(self.group.refs[slot] == 1 for slot in sequence.tables[self.index][first:end])
 
     def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """The first one from there on that the window has not left behind."""
+        """First block from there on that the window has not left."""
         return max(first, sequence.detached[self.index])
 
-    # -- how far a sequence can grow
+    # -- growth bounds
 
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
-        """Blocks that a sequence needs at most, besides those that it has, to grow by so many tokens, one by one."""
+        """Upper bound of blocks that a sequence needs, in addition to its own, to grow by this number of tokens, one by
+        one.
+        """
         length, left = len(sequence.tables[self.index]), sequence.detached[self.index]
         total = sequence.num_tokens + num_tokens
         cached = max(sequence.path_ends[self.index].end, left)
         last, refs, table = self.group.first_seen(total - 1), self.group.refs, sequence.tables[self.index]
-        # Blocks that the window leaves behind meanwhile, and that do not come free.
+        # Blocks that the window leaves meanwhile, and that do not come free.
         kept = sum(refs[slot] > 1 for slot in table[left : min(cached, last)])
         kept += sum(slot in self.group.shared for slot in table[cached:last])
         return self._blocks_to_come(sequence.num_tokens, sequence.computed, total, length, left, kept, chunk)
 
     def blocks_to_complete(self, plan: Plan, total: int) -> int:
-        """The same of a prompt from its admission on, until it has so many tokens."""
+        """Upper bound of blocks that a prompt needs from its admission on, until it has `total` tokens."""
         reused, own = plan.reused_tokens, plan.windows[self.index]
         full = (reused - plan.reused_partial) // self.tokens_per_block
         left, last = min(self.group.first_seen(reused), full), self.group.first_seen(total - 1)
@@ -121,38 +123,38 @@ class SlidingWindowManager(WindowManager):
     def _blocks_to_come(
         self, now: int, computed: int, total: int, length: int, left: int, kept: int, chunk: int | None
     ) -> int:
-        """Blocks that a sequence of `now` tokens takes at most, one after the other, until it has `total`.
+        """Upper bound of blocks that a sequence of `now` tokens takes, one after the other, until it has `total`.
 
-        It has `length` blocks, of which the window has left the first `left`; `kept` others stay with somebody else
-        when the window leaves them. Where it has slots for a part of its prompt only, it gets the others for chunks of
-        at most `chunk` tokens (None: all at once).
+        It has `length` blocks, of which the window has left the first `left`; `kept` others have another holder when
+        the window leaves them. Where it has slots for a part of its prompt only, it gets the others for chunks of at
+        most `chunk` tokens (None: all at once).
         """
         size, window = self.tokens_per_block, self.window
-        # A new block is taken before that is released which the window has left.
+        # A new block is taken before the one that the window has left is released.
         most, stored = self.blocks_for(window) + 1, left
         if length * size < now:
             ahead = min(now - computed, now if chunk is None else chunk)
             # A chunk and what its first token sees begin and end inside of blocks.
             most = max(most, self.blocks_for(window + ahead - 2) + 1)
-            # The last chunk, which need not be stored before the next token comes, begins here at the earliest.
+            # The last chunk, which need not be stored before the next token, begins here at the earliest.
             last = max(computed, (self.blocks_for(now) - 1) * size + 1 - ahead)
             stored = max(left, (last + 1 - window) // size)
         most = max(most, self.blocks_for(min(now + 1, total)) - stored)
         return max(0, min(self.blocks_for(total) - length, most + kept - (length - left)))
 
-    # -- releasing
+    # -- release
 
     def detach(self, sequences: Items[Sequence], ends: Items[int], time: int) -> None:
-        """Release what the window of these sequences has left behind, at a time.
+        """Release the blocks that the windows of these sequences have left, at a time.
 
-        `ends` says of each how many tokens there are up to the next one that is computed (`Sequence.num_next`).
+        `ends` is the number of tokens up to the next one to be computed, for each sequence (`Sequence.num_next`).
         """
         index, size, window = self.index, self.tokens_per_block, self.window
         leaving, counts, slots = [], array("I"), array("i")
         uncached: list[array[int]] = []
         for sequence, num_next in zip(sequences, ends, strict=True):
             first = sequence.detached[index]
-            # The next token to be computed sees what lies in the window before it.
+            # The next token to be computed sees the tokens of the window before it.
             last = (num_next - window) // size
             if last <= first:
                 continue
@@ -169,7 +171,7 @@ class SlidingWindowManager(WindowManager):
             self._emit(
                 ev.BlocksDetached(
                     handles=packed_handles(leaving),
-                    # One each is left out: decoding, nearly always.
+                    # None: one each, as decoding nearly always does.
                     counts=counts.tobytes() if len(slots) > len(leaving) else b"",
                     group=index,
                     slots=slots.tobytes(),
@@ -179,7 +181,7 @@ class SlidingWindowManager(WindowManager):
             )
 
     def _unshared(self, rows: list[array[int]]) -> array[int]:
-        """Of the uncached slots that sequences release, one after the other, those that nobody else holds then."""
+        """Select the uncached slots that lose their last holder when sequences release them, one after the other."""
         holders, freed = self.group.shared.copy(), array("i")
         for row in rows:
             for slot in row:
@@ -196,7 +198,7 @@ class SlidingWindowManager(WindowManager):
         longer: set[int] = set()
 
         def grows(table: array[int], block: int) -> bool:
-            """Whether a block makes a run longer behind which nothing hangs, and that no other one makes longer."""
+            """Return True if a block extends a leaf that no other sequence extends."""
             before = table[block - 1] if block else DETACHED
             run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
             if run is None or run.end != block or run.children or run.partial or run.id in longer:
@@ -215,7 +217,7 @@ class SlidingWindowManager(WindowManager):
             self._store_partial(sequence, full, stop)
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
-        """Store full blocks; where one is cached already, hold that one."""
+        """Store full blocks; hold the existing one where an equal one is cached."""
         known, at, slot_of = self._known(sequence, first, full), first, self.group.slot_of
         while known and known[-1] == HOLE:
             known.pop()
@@ -232,18 +234,18 @@ class SlidingWindowManager(WindowManager):
             self._store_new(sequence, at, full * self.tokens_per_block)
 
     def _known(self, sequence: Sequence, first: int, full: int) -> array[int]:
-        """The places of the sequence's blocks from `first` on, as far as their content is known.
+        """Return the places of the sequence's blocks from `first` on, while their content is known.
 
-        Shorter blocks that these make useless are removed.
+        Removes shorter blocks that these supersede.
         """
         size, block_bytes = self.tokens_per_block, self.group.tree.block_bytes
         node, at, depth = self.group.position(sequence, first)
         known, useless = array("i"), array("i")
         if depth < first:
-            return known  # nobody knows what is before it
+            return known  # the content before it is unknown
         if not (isinstance(node, Run) and at < len(node.slots)):
             if not node.children:
-                return known  # nothing follows, as behind most prompts
+                return known  # nothing follows, as after most prompts
             if self.group.content(sequence, first, first + 1, size) not in node.children:
                 full = first + 1  # a prompt that begins otherwise, and is too long to be copied for nothing
         content = self.group.content(sequence, first, full, size)
@@ -267,7 +269,7 @@ class SlidingWindowManager(WindowManager):
         return known
 
     def _store_partial(self, sequence: Sequence, full: int, stop: int) -> None:
-        """Store the block behind the full ones, unless a cached one that begins with its tokens serves as well."""
+        """Store the block after the full ones, unless a cached one that begins with its tokens serves as well."""
         if max(sequence.path_ends[self.index].end, sequence.detached[self.index]) != full:
             return
         head = sequence.packed(full * self.tokens_per_block, stop)
@@ -279,14 +281,14 @@ class SlidingWindowManager(WindowManager):
         self._store_new(sequence, full, stop)
 
     def _begins(self, node: Node, at: int, head: bytes) -> bool:
-        """Whether a cached block at this position begins with these tokens."""
+        """True if a cached block at this position begins with these tokens."""
         if not (isinstance(node, Run) and at < len(node.slots)):
             return covered(node, head)
         begin = at * self.group.tree.block_bytes
         return node.slots[at] != HOLE and node.symbols[begin : begin + len(head)] == head
 
     def _covered_by(self, node: Node, at: int, head: bytes) -> array[int]:
-        """The place of the shorter block at this position that a block of this content makes useless."""
+        """Return the place of the shorter block at this position that a block with this content supersedes."""
         if not (isinstance(node, Run) and at < len(node.slots)):
             shorter = covered_child(node, head)
             return array("i") if shorter is None else shorter.slots[:]
@@ -296,13 +298,13 @@ class SlidingWindowManager(WindowManager):
         return node.slots[at:] if len(content) < len(head) and head.startswith(content) else array("i")
 
     def _supersede(self, places: array[int], handle: Handle | None) -> None:
-        """Drop shorter blocks, at whatever levels they lie, that a stored one makes useless."""
+        """Drop shorter blocks, on whatever level, that a stored one supersedes."""
         for level in (PRIMARY, SECONDARY) if places else ():
             part = array("i", [place for place in places if self.group.slot_of(place)[0] == level])
             if part:
                 self.remove(part, RemoveReason.SUPERSEDED, handle)
 
-    # -- how blocks are kept
+    # -- retention
 
     def _kept_rows(
         self,
@@ -313,7 +315,7 @@ class SlidingWindowManager(WindowManager):
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
-        """A sequence holds what its window has not left behind, each block with a priority of its own."""
+        """Yield the blocks that the sequence holds inside its window, each with its own retention."""
         begin, end = self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end)
         held = sequence.tables[self.index][begin:end]
         if alone:
@@ -323,7 +325,7 @@ class SlidingWindowManager(WindowManager):
                 slots = array("i", alike)
                 yield KeptRow(PRIMARY, old, slots, self.group.names_of(slots))
 
-    # -- evicting
+    # -- eviction
 
     def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
@@ -342,7 +344,7 @@ class SlidingWindowManager(WindowManager):
             self._offload_or_drop(victims[kept:], handle, spared)
 
     def _offload_or_drop(self, victims: array[int], handle: Handle | None, spares: Collection[int]) -> None:
-        """Move blocks to secondary as far as it has room, or has something lower in the same order."""
+        """Move blocks to secondary while it has free slots or something lower in the same order; drop the others."""
         secondary, order = self.group.levels[SECONDARY], self.order
         while victims:
             room = len(secondary.blank)

@@ -1,5 +1,5 @@
-"""What is decided about a cache as a whole, whoever decides about its sequences: the time, what expires, symbols that
-nothing uses, checkpoints, copies that ended, and clearing it.
+"""Decisions about a cache as a whole, independent of who decides about its sequences: time, expiry, unused symbols,
+checkpoints, ended copies, and clearing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 
 GIVEN_UP = "given up, since another copy failed"
-"""Why a `TransferFailed` names a copy of which nothing is known."""
+"""Reason of a `TransferFailed` for a copy that was given up with another one."""
 AT_ONCE = 1024
-"""Blocks that expire in one step: many retentions may end at the same time, and a step is not to wait for all. So many
-prompts of one block take 4.5 ms."""
+"""Most blocks that expire in one step: many retentions may end at the same time, and a step must not wait for all. This
+number of prompts of one block takes 4.5 ms."""
 _END_NS = 2**62 - 1
-"""Time stands still there, after some 146 years: with the longest duration behind it, it is still an int64."""
+"""Last value of the clock, after some 146 years: the longest duration added to it still fits in an int64."""
 
 
 class _Alike(NamedTuple):
-    """What one event says of all blocks that expire."""
+    """Common fields of all blocks that one event expires."""
 
     group: int
     level: int
@@ -43,10 +43,10 @@ class _Alike(NamedTuple):
 
 
 class Expiry:
-    """The time of the cache, and blocks whose time is over: they get the default priority, and go last among those.
+    """Clock of the cache, and expiry of priorities: expired blocks get the default priority, and go last among those.
 
-    The fold says when a block will expire; an entry that describes nothing any more is dropped when it comes up.
-    `monotonic_ns` says how time goes on. One that raises stands still.
+    The fold reports each expiry; a stale entry is dropped when its time comes. Time advances with `monotonic_ns`, and
+    stands still while that raises.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Expiry:
     ) -> None:
         self._state, self._emit, self._monotonic_ns = state, emit, monotonic_ns
         self._began: int | None = None
-        """What the clock showed when the cache was created: known once it has answered."""
+        """Clock reading at the creation of the cache: known after the first successful reading."""
         self.now()
         self._slots = sum(level.size for group in state.groups for level in group.levels)
         for index, group in enumerate(state.groups):
             group.timed = partial(self._note, index)
         self.waiting = self._entries()
-        """When, group, and the id of a run, or a place."""
+        """Heap of (time, group, id of a run or a place)."""
 
-    # -- the time
+    # -- time
 
     def now(self) -> int:
-        """Nanoseconds since the cache was created, while it has run."""
+        """Nanoseconds since the cache was created, excluding downtime."""
         clock = self._state.clock
         try:
             read = int(self._monotonic_ns())
@@ -75,7 +75,7 @@ class Expiry:
             self._began = read - clock
         return max(min(read - self._began, _END_NS), clock, 1)
 
-    # -- what expires
+    # -- expiry
 
     def _note(self, group: int, expiry: int, number: int) -> None:
         heappush(self.waiting, (expiry, group, number))
@@ -83,7 +83,7 @@ class Expiry:
             self.waiting = self._entries()
 
     def _entries(self) -> list[tuple[int, int, int]]:
-        """Of all that expires."""
+        """Return entries for all blocks with an expiry."""
         entries: list[tuple[int, int, int]] = []
         for index, group in enumerate(self._state.groups):
             if isinstance(group, SlidingGroup):
@@ -97,14 +97,14 @@ class Expiry:
 
     @property
     def due(self) -> bool:
-        """Whether the time of some block may be over; this is asked at every step."""
+        """True if some block may have expired; checked at every step."""
         return self.waiting[0][0] <= self.now() if self.waiting else False
 
     def expire(self) -> None:
-        """Record whose time is over: by one event for all that were kept alike.
+        """Emit expiries: one event for all blocks with the same retention.
 
-        Of more than `AT_ONCE` blocks only those whose time was over first, and what expires with the last one of these.
-        So it does not matter how blocks are cut into runs, and in which order runs are found.
+        Of more than `AT_ONCE` blocks only those that expired first, and all that expire with the last one of these, so
+        that run boundaries and the order in which runs are found do not matter.
         """
         now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
         blocks = last = 0
@@ -124,7 +124,7 @@ class Expiry:
             if number not in over[alike]:
                 over[alike][number], last = run, expiry
                 blocks += len(run.slots) if run is not None else 1
-        # All are noted before the first is emitted: that joins runs.
+        # All are collected before the first is emitted: that joins runs.
         for event in [self._event(alike, over[alike], now) for alike in sorted(over)]:
             self._emit(event)
 
@@ -151,12 +151,12 @@ class Expiry:
         )
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if something would not expire."""
+        """Raise `InvariantViolated` if some block would never expire."""
         invariant(set(self.waiting) >= set(self._entries()), "a block would not expire in time")
 
 
 class Upkeep:
-    """Decides what concerns no sequence alone."""
+    """Decisions about the cache as a whole."""
 
     def __init__(
         self,
@@ -174,14 +174,14 @@ class Upkeep:
         """As in `Checkpoint`."""
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
-        """Record that a request did not fit: once until it is admitted, however often it is tried."""
+        """Record that a request did not fit: once until it is admitted, regardless of the number of tries."""
         if request_id not in self._state.refused:
             self._emit(
                 ev.AdmissionRefused(request_id=request_id, needed=refusal.needed, available=refusal.available)
             )
 
     def clear(self) -> None:
-        """Drop what no sequence holds, and the names of the rest."""
+        """Drop unreferenced blocks, and the names of the rest."""
         groups = self._state.groups
         removed = tuple((group.levels[0].unreferenced, group.levels[1].unreferenced) for group in groups)
         unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
@@ -190,14 +190,15 @@ class Upkeep:
     # -- copies that ended
 
     def land(self, transfers: Items[int], checksums: bytes = b"") -> None:
-        """These copies are complete. `checksums` are as in `TransferLanded`."""
+        """Record completed copies. `checksums` are as in `TransferLanded`."""
         self._emit(ev.TransferLanded(transfers=array("q", transfers).tobytes(), checksums=checksums))
 
     def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
-        """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
+        """Record failed copies, given as (transfer, reason): every sequence restarts, and all cached blocks are
+        dropped.
 
-        What rests on a failed copy would show only in an account of all that was copied and computed since. So all
-        outstanding copies are given up. Returns the sequences that begin again.
+        Finding everything that depends on a failed copy would need a record of all that was copied and computed since.
+        So all outstanding copies are given up. Returns the sequences that restart.
         """
         known, reasons = dict(failed), dict[str, list[int]]()
         for transfer in self._state.transfers:
@@ -211,14 +212,14 @@ class Upkeep:
 
     @property
     def due(self) -> bool:
-        """Whether `run` would do anything; this is asked at every step."""
+        """True if `run` would do anything; checked at every step."""
         state, expiry = self._state, self.expiry
         if state.changed_blocks >= self.checkpoint_due or (expiry.waiting and expiry.due):
             return True
         return bool(state.symbols.pages) and state.symbols.crowded
 
     def run(self) -> None:
-        """What is over expires; a checkpoint once enough blocks have changed; drop symbols that nothing uses."""
+        """Expire what is over; record a checkpoint once enough blocks have changed; drop unused symbols."""
         state = self._state
         if self.expiry.due:
             self.expiry.expire()
@@ -246,7 +247,7 @@ class Upkeep:
     # -- symbols of new prompts
 
     def missing_pages(self, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
-        """What must be interned before these prompts are admitted; raises `OutOfSymbols`."""
+        """Return the pages to intern before these prompts are admitted; raises `OutOfSymbols`."""
         table = self._state.symbols
         pages = table.missing(prompts)
         available = symbols.MAX_PAGES - len(table.pages)
@@ -255,6 +256,6 @@ class Upkeep:
         return pages
 
     def intern(self, pages: tuple[SymbolPage, ...]) -> None:
-        """Add pages, if there are any to add."""
+        """Intern pages, if there are any."""
         if pages:
             self._emit(ev.SymbolsInterned(pages))

@@ -1,7 +1,7 @@
-"""Decisions for one attention window, as far as full attention and sliding windows decide alike.
+"""Decisions for one attention window, common to full attention and sliding windows.
 
-`emit` applies an event at once, so each decision sees the effect of the one before. Whether everything will fit
-is counted before the first event of a call; after that no step can fail.
+`emit` applies an event at once, so each decision sees the effect of the one before. The needs of a call are counted
+before its first event; after that no step can fail.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class BlockNames(NamedTuple):
 
 
 class CopySource(NamedTuple):
-    """A block whose first `num_tokens` tokens are to be copied."""
+    """Block with its first `num_tokens` tokens to be copied."""
 
     level: LevelIndex
     slot: Slot
     num_tokens: int
     kept: Kept
-    """How the source is kept."""
+    """Retention of the source."""
     cached: bool = True
 
 
 class WindowPlan(NamedTuple):
-    """What admitting one request takes from one window: values, which stay as they are while events are applied."""
+    """Needs of one request in one window: values, which stay as they are while events are applied."""
 
     claimed: list[BlockNames]
-    """The cached blocks to hold."""
+    """Cached blocks to hold."""
     new_blocks: int
-    """Blocks that are not cached."""
+    """Number of uncached blocks."""
     source: CopySource | None
-    """The block to copy the start of."""
+    """Block with a start to be copied."""
     primary: int
     """Tokens in full blocks that the sequence takes from primary."""
     secondary: int
@@ -65,14 +65,14 @@ class WindowPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What admitting one request takes: values only."""
+    """Needs of one request: values only."""
 
     request: CheckedRequest
     windows: tuple[WindowPlan, ...]
     cross: tuple[WindowPlan, ...]
-    """The same of cross attention; none where the model has no encoder."""
+    """Plan for cross attention; empty if the model has no encoder."""
     reused_tokens: int
-    """Leading tokens that all windows have, those of a copied block too."""
+    """Leading tokens found in all windows, those of a copied block included."""
     reused_partial: int
     """Tokens reused from the start of a copied block."""
 
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
     @property
     def reused_input(self) -> tuple[int, int]:
-        """Tokens of the encoder's input, and how many leading ones of these are reused."""
+        """Number of tokens of the encoder's input, and of its reused leading ones."""
         if self.request.encoder is None:
             return 0, 0
         num_tokens = self.request.encoder.num_tokens
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """Consecutive cached blocks of a sequence that are kept alike."""
+    """Consecutive cached blocks of a sequence with the same retention."""
 
     level: LevelIndex
     kept: Kept
@@ -102,13 +102,13 @@ class KeptRow(NamedTuple):
 
 
 class Claims(ABC):
-    """What the requests of a batch hold together in one window: each cached block counts once, whoever claims it."""
+    """Joint claims of the requests of a batch on one window: a cached block with several claims counts once."""
 
     def __init__(self, available: int) -> None:
         self.needed = 0
-        """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
+        """Primary slots needed: for new blocks, and for secondary ones to be onboarded."""
         self.available = available
-        """Primary slots that can be had, less those of claimed blocks."""
+        """Primary slots available, less those of claimed blocks."""
 
     @abstractmethod
     def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
@@ -116,7 +116,7 @@ class Claims(ABC):
 
 
 class BlockEvents:
-    """Emits what becomes of the blocks of one group."""
+    """Emits the events of the blocks of one group."""
 
     def __init__(self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None]) -> None:
         self._state, self._group, self._emit = state, group, emit
@@ -125,7 +125,7 @@ class BlockEvents:
     def allocate(
         self, handles: bytes, slots: array[int], counts: Items[int] | None, why: AllocateReason
     ) -> None:
-        """Append blank slots to the tables of these sequences, as many to each as counted, or one each."""
+        """Append blank slots to the tables of these sequences, `counts` each, or one each."""
         packed = b"" if counts is None else array("I", counts).tobytes()
         self._emit(
             ev.BlocksAllocated(
@@ -166,7 +166,7 @@ class BlockEvents:
     def move_up(
         self, sequence: Sequence, blocks: BlockNames, to_slots: array[int], why: ev.MoveReason
     ) -> None:
-        """Move secondary blocks of a sequence's prompt to primary; what was computed again needs no copy."""
+        """Move secondary blocks of a sequence's prompt to primary; recomputed ones need no copy."""
         self._emit(
             ev.BlocksMoved(
                 group=self._group.index,
@@ -185,7 +185,7 @@ class BlockEvents:
     def store(self, sequence: Sequence, first: int, stop: int, how: Kept, keys: bytes = b"") -> None:
         """Store a sequence's blocks from `first` up to the token `stop`.
 
-        `keys` are those of the blocks that have none yet; empty: they are made here, if blocks have names.
+        `keys` are those of the blocks without one; empty: they are made here, if blocks have names.
         """
         size, key_bytes = self._size, self.key_bytes
         last, known = -(-stop // size), sequence.keys
@@ -211,7 +211,7 @@ class BlockEvents:
         )
 
     def made(self, sequence: Sequence, named: int, stop: int) -> bytes:
-        """The keys of a sequence's blocks behind the first `named` ones, up to the token `stop`."""
+        """Make the keys of a sequence's blocks after the first `named` ones, up to the token `stop`."""
         state, size = self._state, self._size
         symbols = sequence.packed(named * size, stop)
         parent = bytes(sequence.keys[-self.key_bytes :]) if named else state.root_key(sequence.namespace)
@@ -224,7 +224,7 @@ class BlockEvents:
     def fill(
         self, handles: bytes, blocks: array[int], slots: array[int], parents: bytes, keys: bytes, how: Kept
     ) -> None:
-        """Store one block of each of these sequences, which makes the run longer that it alone ends with."""
+        """Store one block of each of these sequences, extending a run that the sequence alone holds to its end."""
         self._emit(
             ev.BlocksFilled(
                 handles=handles,
@@ -255,7 +255,7 @@ class BlockEvents:
 
 
 class WindowManager(ABC):
-    """Decides for the blocks of one window. Reads state, emits events.
+    """Decisions for the blocks of one window. Reads state, emits events.
 
     | called for | methods |
     |---|---|
@@ -267,9 +267,9 @@ class WindowManager(ABC):
     """
 
     group: AnyGroup
-    """The state decided about."""
+    """State of the group decided about."""
     order: EvictionOrder | ReleaseOrder
-    """What is evicted next."""
+    """Eviction order."""
 
     def __init__(
         self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
@@ -285,15 +285,15 @@ class WindowManager(ABC):
         self.key_bytes = state.hashing.key_bytes
         self._chain, self._rich = state.hashing.chain, state.rich
         self._known_keys = self.key_bytes if self.index else 0
-        """When decoding has filled a block: key bytes of that block that the first window has made."""
+        """Bytes of keys already known for a block filled by decoding, because the first window has made it."""
         self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
-        """And where the key of the block before is, among the sequence's."""
+        """Position of the previous block's key among the sequence's keys."""
 
-    # -- what each kind of window decides
+    # -- decided by each kind of window
 
     @abstractmethod
     def claims(self) -> Claims:
-        """Of a batch of which nothing is counted yet."""
+        """Empty claims of a batch."""
 
     @abstractmethod
     def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
@@ -301,29 +301,30 @@ class WindowManager(ABC):
 
     @abstractmethod
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
-        """Blocks that a sequence needs at most, besides those that it has, to grow by so many tokens, one by one.
+        """Upper bound of blocks that a sequence needs, in addition to its own, to grow by this number of tokens, one by
+        one.
 
-        A prompt that has slots for a part of its tokens gets the others by chunks of at most `chunk` tokens (None: at
+        A prompt with slots for a part of its tokens gets the others in chunks of at most `chunk` tokens (None: at
         once).
         """
 
     @abstractmethod
     def blocks_to_complete(self, plan: Plan, total: int) -> int:
-        """The same of a prompt from its admission on, until it has so many tokens."""
+        """Upper bound of blocks that a prompt needs from its admission on, until it has `total` tokens."""
 
     @abstractmethod
     def released_by(self, sequence: Sequence, first: int) -> int:
-        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        """Cached blocks from the block `first` on that become available when the sequence releases them."""
 
     @abstractmethod
     def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """The first block to pin where those from the block `first` on are to be found again."""
+        """First block to pin so that the blocks from `first` on can be found again."""
 
     @abstractmethod
     def _store_path(
         self, sequence: Sequence, first: int, full: int, stop: int, replaced: list[Replacement]
     ) -> None:
-        """Make the blocks from `first` up to `full` reusable, and what is behind them up to the token `stop`."""
+        """Make the blocks from `first` up to `full` reusable, and the part after them up to the token `stop`."""
 
     @abstractmethod
     def _kept_rows(
@@ -335,23 +336,23 @@ class WindowManager(ABC):
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
-        """The cached blocks from `first` up to `last` that the sequence holds, perhaps alone, and that are kept so that
-        it changes.
+        """Yield the cached blocks from `first` up to `last` that the sequence holds (with `alone`, as the only holder)
+        and with a retention that `changes` accepts.
         """
 
-    # -- reading
+    # -- queries
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Number of blocks for this number of tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
-        """What can be reused of ``symbols[:stop]`` (bytes)."""
+        """Match ``symbols[:stop]`` (bytes)."""
         stop = stop if self._reuse else 0
         return self.group.match(namespace, symbols, stop, partial=self._partial_reuse)
 
     def plan(self, found: GroupMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
-        """What reusing so many tokens of a match takes, which is counted in `claims`."""
+        """Plan the reuse of `num_tokens` tokens of a match, and add its needs to `claims`."""
         claimed, blocks = self._claimed(found, num_tokens), [0, 0]
         claims.needed += new_blocks
         claims.add(found, claimed)
@@ -364,9 +365,9 @@ class WindowManager(ABC):
         return WindowPlan(claimed, new_blocks, source, *blocks)
 
     def _claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
-        """The blocks to hold in order to reuse so many tokens of a match: a row for each change of level.
+        """Return the blocks to hold in order to reuse this number of tokens of a match: a row for each change of level.
 
-        Noted by slots at once: claiming one request's blocks splits runs that another one's match may name.
+        Converted to slots at once: claiming one request's blocks splits runs that another one's match may name.
         """
         rows: list[list[Piece]] = []
         for piece in found.pieces(num_tokens, self.key_bytes) if found.runs else ():
@@ -384,7 +385,7 @@ class WindowManager(ABC):
         return claimed
 
     def source_of_own(self, sequence: Sequence, block: int, num_tokens: int) -> CopySource:
-        """The beginning of a block in a sequence's table."""
+        """Return the beginning of a block in a sequence's table as a copy source."""
         slot = Slot(sequence.tables[self.index][block])
         if self.group.is_cached(PRIMARY, slot):
             return CopySource(PRIMARY, slot, num_tokens, self.group.kept_in(PRIMARY, slot))
@@ -392,13 +393,13 @@ class WindowManager(ABC):
         return CopySource(PRIMARY, slot, num_tokens, how, cached=False)
 
     def first_to_leave(self, sequence: Sequence, num_tokens: int) -> int:
-        """The first block that a sequence releases when all but so many tokens are taken back."""
+        """First block that a sequence releases when all but `num_tokens` tokens are taken back."""
         blocks = min(sequence.computed, num_tokens - 1) // self.tokens_per_block
         needed = min(self.blocks_for(num_tokens), len(sequence.tables[self.index]))
         return self.group.first_to_leave(sequence, blocks, needed)
 
     def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
-        """The slots from the block `first` on that become blank when the sequence releases them, deepest first."""
+        """Return the slots from the block `first` on that become blank on their release, deepest first."""
         cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
         own = sequence.tables[self.index][cached:][::-1]
         shared = self.group.shared
@@ -409,7 +410,7 @@ class WindowManager(ABC):
     # -- blocks for a sequence
 
     def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
-        """These blocks, to be held, with names of the sequence's blocks before them that no event has given.
+        """Add names of the sequence's earlier blocks that no event has given to these blocks, which are to be held.
 
         With full attention there are none.
         """
@@ -418,8 +419,8 @@ class WindowManager(ABC):
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.
 
-        A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch:
-        nothing may overwrite one before it was read.
+        A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch,
+        which must not be overwritten before they are read.
         """
         slot: int = source.slot
         if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
@@ -432,14 +433,14 @@ class WindowManager(ABC):
         self._copy(sequence, source, target, block)
 
     def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: AllocateReason) -> None:
-        """Give a sequence copies of its own, behind the blocks that it has, of blocks that others may read."""
+        """Append copies of blocks that others may read to a sequence's own blocks."""
         if len(sources) == 1:
             self.copy_partial(sequence, sources[0], {each.slot for each in sources if each.cached})
         elif sources:
             first, count = len(sequence.tables[self.index]), len(sources)
             targets = self.primary.peek(count)
             self.events.allocate(packed_handles([sequence]), targets, [count], why)
-            # Of what the copies inherit the last one's is kept: that of the block that is stored next.
+            # Of the copies' retentions the last one's is inherited: that of the block that is stored next.
             for block in reversed(range(count)):
                 self._copy(sequence, sources[block], targets[block], first + block)
 
@@ -460,10 +461,10 @@ class WindowManager(ABC):
         )
 
     def onboard(self, sequence: Sequence) -> None:
-        """Bring the secondary blocks that the sequence claimed to primary, if no other one of its batch has."""
+        """Onboard the secondary blocks that the sequence claimed, unless another sequence of its batch has."""
         waiting = self._state.awaiting_onboard.get(self.index, ())
         for row in [list(places.items()) for each, places in waiting if each is sequence]:
-            # What is left of a row may have gaps, where another sequence has brought some of its blocks.
+            # The rest of a row may have gaps, where another sequence has onboarded some of its blocks.
             for _, part in groupby(enumerate(row), lambda item: item[0] - item[1][1]):
                 blocks = [place for _, place in part]
                 first, slots = blocks[0][1], array("i", [slot for slot, _ in blocks])
@@ -476,9 +477,10 @@ class WindowManager(ABC):
     # -- storing
 
     def store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
-        """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them).
+        """Make the sequence's computed full blocks reusable (and, at its end, the partial one after them).
 
-        Where another sequence has stored them first, hold its copies instead, kept as this one states; returns which.
+        Where another sequence has stored them first, hold its blocks instead, with the retention that this one states;
+        returns these replacements.
         """
         replaced: list[Replacement] = []
         if not self._reuse:
@@ -499,11 +501,11 @@ class WindowManager(ABC):
     def store_filled(
         self, sequences: list[Sequence], handles: bytes
     ) -> list[tuple[Sequence, list[Replacement]]]:
-        """Store the block that decoding has filled of each of these; `handles` are theirs.
+        """Store the block that decoding has filled in each of these sequences; `handles` are theirs.
 
         Returns what `store` does, of those for which it was called. In a step of decoding many sequences fill a block,
-        nearly always one that nobody knows. One `BlocksFilled` says so of all that are kept alike, if all of this
-        holds; a sequence of which something does not is stored by `store`, in the order of the call.
+        nearly always a new one. One `BlocksFilled` stores all with the same retention, if all of this holds; any other
+        sequence is stored by `store`, in the order of the call.
 
         | of the window or the sequence | because `BlocksFilled` |
         |---|---|
@@ -530,7 +532,7 @@ class WindowManager(ABC):
         )
 
     def _fill(self, sequences: list[Sequence], handles: bytes, how: Kept) -> set[Sequence]:
-        """Store blocks that are to be kept alike by one event, as `store_filled` says; returns the sequences left."""
+        """Store blocks with the same retention by one event, as in `store_filled`; returns the sequences left."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
         grows, (priority, duration) = self._growing(), how
@@ -562,13 +564,13 @@ class WindowManager(ABC):
         return left
 
     def _growing(self) -> Callable[[array[int], int], bool] | None:
-        """Whether a sequence with this table may extend what is cached by this block, asked once of each that fills
-        one. None: the end of its path knows.
+        """Return a predicate: True if a sequence with this table may extend the cached path by this block; called once
+        for each sequence that fills one. None: the end of its path decides.
         """
         return None
 
     def _take_stored(self, sequence: Sequence, blocks: BlockNames, replaced: list[Replacement]) -> None:
-        """Hold another sequence's blocks instead of own ones; what lies in secondary moves to these."""
+        """Hold another sequence's blocks instead of own ones; blocks in secondary move to these."""
         first, last = blocks.first, blocks.first + len(blocks.slots)
         own = sequence.tables[self.index][first:last]
         if blocks.level == SECONDARY:
@@ -579,7 +581,7 @@ class WindowManager(ABC):
         self.events.reuse(sequence, self.with_names_before(sequence, blocks), own[::-1].tobytes())
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Store the blocks from `first` up to the token `stop`: by an event for each row that is to be kept alike."""
+        """Store the blocks from `first` up to the token `stop`: by an event for each row with the same retention."""
         if sequence.retention is None and not sequence.inherited:
             self.events.store(sequence, first, stop, DEFAULT)  # nearly always
             return
@@ -587,10 +589,10 @@ class WindowManager(ABC):
         for begin, end, how in rows(sequence, self.index, first, -(-stop // size), size):
             self.events.store(sequence, begin, min(end * size, stop), how)
 
-    # -- how blocks are kept
+    # -- retention
 
     def restate(self, sequence: Sequence, first: int, last: int) -> None:
-        """Keep the cached blocks of its prompt from `first` up to `last` as the request states, where it does."""
+        """Apply the stated retention, if any, to the cached blocks of its prompt from `first` up to `last`."""
         retention, size = sequence.retention, self.tokens_per_block
         last = min(last, self.blocks_for(sequence.num_prompt_tokens))
         for stated in () if retention is None else retention.ranges:
@@ -610,10 +612,11 @@ class WindowManager(ABC):
         *,
         alone: bool = False,
     ) -> int:
-        """Give a sequence's cached blocks from `first` up to `last` a priority, and keep them for a time (None: for as
-        long as before), perhaps only those that it alone holds; returns how many changed.
+        """Change the priority and duration (None: unchanged) of a sequence's cached blocks from `first` up to `last`,
+        with `alone` only those without another holder; returns the number changed.
 
-        One event for each row of blocks that were kept alike. All are noted first: applying one splits and joins runs.
+        One event for each row with the same retention. All rows are collected first: applying one splits and joins
+        runs.
         """
 
         def changes(old: Kept) -> bool:

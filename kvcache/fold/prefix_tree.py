@@ -148,8 +148,7 @@ class Run(Node):
         return self.released_at + self.credit
 
     def grows(self, priority: int, duration: int) -> bool:
-        """True if a sequence that ends here may extend this run by blocks with this retention: it is the only holder.
-        """
+        """True if a sequence that ends here may extend this run by blocks with this retention: as its only holder."""
         return (
             self.refs == 1
             and self.priority == priority
