@@ -1,1 +1,1 @@
-"""What an engine calls of a manager: what changes running sequences, and what only reads."""
+"""Calls of an engine to a manager: commands on running sequences, and queries."""

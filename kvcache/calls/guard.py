@@ -1,4 +1,4 @@
-"""Who may call a manager, when it must not be called, and when not any more."""
+"""Access to a manager: the owner thread, no calls within calls, none after a failure or closing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 class Guard:
     """One owner thread and one call at a time; poisoned by the first failure in the middle of a command.
 
-    Used as a context manager around the part of a command that must happen whole.
+    Used as a context manager around the atomic part of a command.
     """
 
     __slots__ = (
@@ -39,19 +39,19 @@ class Guard:
         self._owner = get_ident()
         self._owner_name = threading.current_thread().name
         self.caller: int | None = self._owner
-        """The thread that may call; None after a failure, and once it is closed."""
+        """Thread that may call; None after a failure, and once closed."""
         self.busy = False
-        """Whether a call is in progress."""
+        """True while a call is in progress."""
         self.closed = False
         self.failure: str | None = None
         self.interrupted = False
-        """Whether the failure was the caller's wish, as by Ctrl-C, and no bug."""
+        """True if the failure was an interruption by the caller, as by Ctrl-C, and no bug."""
         self.deferred: Callable[[], None] | None = None
-        """What is to be done when the call in progress has ended."""
+        """Action to run when the call in progress has ended."""
         self.clock: Callable[[], int] | None = None
-        """In nanoseconds; None while nobody asks how long calls take."""
+        """Clock in nanoseconds; None while calls are not timed."""
         self.began_ns = self.spent_ns = 0
-        """When the call in progress began, and what was spent in calls, since somebody asks."""
+        """Start of the call in progress, and time spent in calls since timing began."""
 
     def refuse_other_threads(self) -> None:
         """Refuse a call from another thread only: closing must work after a failure."""
@@ -59,7 +59,7 @@ class Guard:
             raise WrongThread(self._owner_name, threading.current_thread().name)
 
     def refuse(self) -> None:
-        """Say why the manager must not be called now."""
+        """Raise the error that explains why the manager must not be called now."""
         self.refuse_other_threads()
         if self.failure is not None:
             raise Poisoned(self.failure, self.interrupted)
@@ -68,7 +68,7 @@ class Guard:
         raise ManagerBusy
 
     def catch_up(self) -> None:
-        """Do what was deferred."""
+        """Run the deferred action."""
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
             deferred()
@@ -81,19 +81,23 @@ class Guard:
             self.note(error)
 
     def note(self, error: BaseException) -> None:
-        """What `with` does for an error; called by itself in what runs at every step, where `with` would cost more."""
+        """Handle an error as `with` does; called directly in code that runs at every step, where `with` would cost
+        more.
+        """
         # A refusal for lack of room is decided before the first event.
         if not isinstance(error, CapacityError):
             self.caller = None
             self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
 
     def close(self) -> None:
-        """Nobody may call any more."""
+        """Refuse all further calls."""
         self.caller, self.closed = None, True
 
 
 def _told(error: BaseException) -> str:
-    """What failed, and where. Only our own errors are quoted: others may hold tokens, as that of a dict's key."""
+    """Describe a failure and its place. Only our own errors are quoted: others may hold tokens, as that of a dict's
+    key.
+    """
     if isinstance(error, KVCacheError):
         return f"{type(error).__name__}: {error}"
     return type_and_place(error)
@@ -110,8 +114,8 @@ S = TypeVar("S", bound=_Guarded)
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A public call of a manager: by its owner, between other calls, while it is open and whole.
 
-    Another call in the middle of one would meet, and record, half a command. It can come from a signal handler, from
-    a clock, a copier or a subscriber of the bus that the manager asks, or from an iterable that it was given.
+    Another call in the middle of one would meet, and record, half a command. It can come from a signal handler, from a
+    clock, a copier or a subscriber of the bus that the manager calls, or from an iterable that it was given.
     """
 
     @wraps(method)
@@ -121,7 +125,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
             guard.refuse()
         if guard.clock is not None:
             guard.began_ns = guard.clock()
-        # From here to the call, and behind it, nothing is called: Python runs signal handlers only where something is.
+        # From here to the call, and after it, nothing is called: Python runs signal handlers only at calls.
         try:
             guard.busy = True
             return method(self, *args, **kwargs)
@@ -136,7 +140,8 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def closing(method: Callable[[S], None]) -> Callable[[S], None]:
-    """The call that closes a manager: by its owner, also after a failure; in the middle of another call when that ends.
+    """The call that closes a manager: by its owner, also after a failure; within another call it is deferred to its
+    end.
 
     Further ones do nothing.
     """

@@ -1,4 +1,4 @@
-"""What a scheduler asks before it decides who runs next: what that takes, and what ending somebody would give back.
+"""Queries of a scheduler before it decides who runs next: the cost of an admission, and the gain of ending a sequence.
 
 Nothing here changes anything. All counts are per window, by its tokens, as in `num_free_blocks_per_window`.
 """
@@ -25,7 +25,7 @@ from kvcache.results import Computing, Demand
 
 
 class Scheduling:
-    """Bound to the manager's thread, since it reads the live state."""
+    """Queries for schedulers. Bound to the manager's thread, since it reads the live state."""
 
     def __init__(
         self, guard: Guard, state: CacheState, blocks: BlockManager, checker: RequestChecker, *, reuse: bool
@@ -35,11 +35,11 @@ class Scheduling:
 
     @exclusive
     def demand(self, request: Request, max_new_tokens: int = 0) -> Demand:
-        """What admitting a prompt now would take, and what it would need to grow by `max_new_tokens` tokens.
+        """Return the cost of admitting a prompt now, and of growing by `max_new_tokens` tokens.
 
-        It fits if `Demand.needed` is free in each window. Of several prompts what they have in common would be
-        counted for each of them: `can_add` says how many fit together. Raises what admitting it would, but for
-        `OutOfBlocks`. A prompt with `reserve_tokens` is taken to get the rest of its slots by chunks of as many.
+        It fits if `Demand.needed` is free in each window. Blocks common to several prompts are counted for each of
+        them: `can_add` counts how many fit together. Raises what admitting it would, except `OutOfBlocks`. A prompt
+        with `reserve_tokens` is assumed to get the rest of its slots by chunks of as many.
         """
         more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         checked, size = self._checked(request), self._state.tokens_per_block
@@ -50,7 +50,7 @@ class Scheduling:
         windows, plans = (*self._blocks.windows, *self._blocks.cross), planned.windows + planned.cross
         for window, each, claim in zip(windows, plans, claims, strict=True):
             idle = window.primary.available - claim.available
-            # What lies in secondary is held by nobody: who takes it brings it back.
+            # Blocks in secondary have no holder: a sequence that reuses one onboards it.
             primary, secondary = each.primary // size, each.secondary // size
             reusable[window.window], held[window.window] = primary + secondary, primary - idle
             needed[window.window] = completion[window.window] = claim.needed + idle
@@ -60,10 +60,10 @@ class Scheduling:
 
     @exclusive
     def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
-        """Blocks that a running sequence takes when it gets its next token, and these draft tokens with it.
+        """Blocks that a running sequence takes with its next token and `draft_tokens` draft tokens, by window.
 
-        A prompt has its blocks from its admission on, so this is of decoding. Of a prompt that has not
-        (`reserve_tokens`) it is what a chunk of `draft_tokens` tokens takes, behind what is computed.
+        A prompt has its blocks from its admission on, so this is about decoding. For a prompt with `reserve_tokens` it
+        is the need of a chunk of `draft_tokens` tokens after the computed ones.
         """
         more = 1 + checked_natural(draft_tokens, "draft_tokens")
         sequence = self._blocks.running.sequence(request_id)
@@ -78,12 +78,12 @@ class Scheduling:
     def remaining_blocks_to_completion(
         self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
     ) -> int:
-        """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.
+        """Upper bound of blocks that a sequence needs, in addition to its own, to grow by `max_new_tokens` tokens, one
+        by one.
 
-        In the window that needs the most, which may not be the one with the fewest free blocks: what each window needs,
-        to compare with `num_free_blocks_per_window`, says `remaining_blocks_per_window`. Of a prompt that has not
-        got all its slots (`reserve_tokens`), `chunk_tokens` says in which chunks at most it gets the others; None: at
-        once.
+        In the window that needs the most, which may not be the one with the fewest free blocks: compare
+        `remaining_blocks_per_window` with `num_free_blocks_per_window`. A prompt that has not got all its slots
+        (`reserve_tokens`) gets the others in chunks of at most `chunk_tokens` tokens; None: at once.
         """
         return max(self.remaining_blocks_per_window(request_id, max_new_tokens, chunk_tokens).values())
 
@@ -91,7 +91,7 @@ class Scheduling:
     def remaining_blocks_per_window(
         self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
     ) -> dict[int, int]:
-        """The same for each window, by its tokens."""
+        """Return `remaining_blocks_to_completion` for each window, by its tokens."""
         max_new_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         if chunk_tokens is not None and checked_integer(chunk_tokens, "chunk_tokens") < 1:
             raise UsageError("chunk_tokens must be at least 1")
@@ -103,15 +103,15 @@ class Scheduling:
 
     @exclusive
     def simulate(self) -> Simulation:
-        """What would be free if some sequences ended: for schedulers that admit as much as fits and preempt."""
+        """Return the free blocks as if some sequences ended: for schedulers that admit as much as fits and preempt."""
         return Simulation(self._guard, self._state, self._blocks)
 
     @exclusive
     def computing(self, request: Request) -> Computing | None:
-        """Which running sequence is about to compute the first block that a prompt cannot reuse yet.
+        """Find the running sequence that is about to compute the first block that a prompt cannot reuse yet.
 
-        An engine that waits until it has stored that block (`store_context_blocks`) computes it once instead of
-        twice. Of several the one that will get furthest. None: nobody, and waiting is of no use. Raises as `demand`.
+        An engine that waits until it has stored that block (`store_context_blocks`) computes it once instead of twice.
+        Of several the one that will get furthest. None: waiting is of no use. Raises as `demand`.
         """
         checked = self._checked(request)
         if not self._reuse:
@@ -128,7 +128,8 @@ class Scheduling:
         return best
 
     def _promised(self, sequence: Sequence, request: CheckedRequest, reused: int, last: int) -> int:
-        """Up to which block a prompt can be reused when a sequence has stored all that it knows its tokens of.
+        """Return the number of blocks that a prompt can reuse when a sequence has stored all blocks of its known
+        tokens.
 
         0 if it stores nothing that is of use. `reused` blocks can be reused now, `last` ones ever.
         """
@@ -143,7 +144,7 @@ class Scheduling:
         blocks = min([alike, *[_storable(group, sequence, size) for group in groups]])
         for group in groups:
             left = sequence.detached[group.index]
-            # What a window has left behind is not stored again.
+            # Blocks that a window has left are not stored again.
             if isinstance(group, SlidingGroup) and group.first_seen(blocks * size) < left > reused:
                 return 0
         return blocks
@@ -154,11 +155,11 @@ class Scheduling:
 
 
 def _storable(group: Group, sequence: Sequence, size: int) -> int:
-    """How many leading blocks of a sequence will have been stored when all its tokens are computed."""
+    """Number of leading blocks of a sequence that will have been stored when all its tokens are computed."""
     full, table = sequence.num_tokens // size, sequence.tables[group.index]
     if not group.shared:
         return full
-    # Blocks that lost their names while several held them stay without.
+    # Blocks that lost their names while several sequences held them stay without.
     first = max(sequence.path_ends[group.index].end, sequence.detached[group.index])
     return next(
         (index for index in range(first, min(full, len(table))) if table[index] in group.shared), full
@@ -166,9 +167,9 @@ def _storable(group: Group, sequence: Sequence, size: int) -> int:
 
 
 class Simulation:
-    """The free blocks of a manager as if some of its sequences had ended.
+    """Free blocks of a manager as if some of its sequences had ended.
 
-    Holds until the manager's next command: then it refuses to answer, and another one must be made.
+    Valid until the manager's next command; after that it raises `UsageError`, and another one must be made.
     """
 
     def __init__(self, guard: Guard, state: CacheState, blocks: BlockManager) -> None:
@@ -176,7 +177,7 @@ class Simulation:
         self._windows = [group.window for group in state.groups]
         self._free = [group.levels[PRIMARY].available for group in state.groups]
         self._gone: list[Counter[int]] = [Counter() for _ in state.groups]
-        """Per window: of what is held by several, how many of these have been removed here."""
+        """Number of removed holders per window, by shared slot or run."""
         self._removed: set[int] = set()
         self._begun = self._moment()
 
@@ -194,14 +195,14 @@ class Simulation:
 
     @property
     def free_blocks_per_window(self) -> dict[int, int]:
-        """What would be free. Raises `UsageError` once the manager has gone on."""
+        """Return the free blocks per window. Raises `UsageError` after the manager's next command."""
         self._refuse_past()
         return dict(zip(self._windows, self._free, strict=True))
 
     def has_free(self, needed: int | Mapping[int, int]) -> bool:
-        """Whether so many blocks would be free: in every window, or in each as given, by its tokens.
+        """True if `needed` blocks would be free: in every window, or in each as given, by its tokens.
 
-        Raises `UsageError` once the manager has gone on.
+        Raises `UsageError` after the manager's next command.
         """
         free = self.free_blocks_per_window
         if not isinstance(needed, Mapping):
@@ -212,10 +213,10 @@ class Simulation:
 
     @exclusive
     def remove(self, request_id: RequestId) -> dict[int, int]:
-        """Count a running sequence as ended, or preempted; returns what that gives back.
+        """Count a running sequence as ended, or preempted; returns the blocks that this frees.
 
-        What others hold, too, comes free with the last of them. Raises `UsageError` for one that was removed here
-        before, and once the manager has gone on.
+        Shared blocks come free with their last holder. Raises `UsageError` for one that was removed here before, and
+        after the manager's next command.
         """
         sequence = self._blocks.running.sequence(request_id)
         if sequence.handle in self._removed:
@@ -225,7 +226,7 @@ class Simulation:
         given = {}
         for index, group in enumerate(self._state.groups):
             part = sequence.part_in(index)
-            # An encoder's input is given back with the last one that reads it.
+            # An encoder's input is freed with its last reader.
             readers = [each for each in self._state.sequences.values() if each.encoder is part]
             last = all(each.handle in self._removed for each in readers)
             blocks = self._given_back(group, part) if part is sequence or last else 0
@@ -244,7 +245,9 @@ class Simulation:
 
 
 def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple[int, int, int]]:
-    """What a sequence holds in a window: a slot, or a run as a number below 0; how many hold it; its blocks."""
+    """Yield the blocks of a sequence in a window: a slot, or a run as a number below 0; number of holders; number of
+    blocks.
+    """
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     end = sequence.path_ends[group.index]
     cached = max(end.end, first)
@@ -259,7 +262,7 @@ def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:
-    """How many leading tokens are the same."""
+    """Count equal leading tokens."""
     count = min(len(one), len(other)) // TOKEN_BYTES
     differ = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
     return int(differ.argmax()) if differ.any() else count

@@ -1,4 +1,4 @@
-"""What attention kernels take of a step: where the K/V of its tokens goes, and where that of each sequence lies.
+"""Inputs of attention kernels for a step: where the K/V of its tokens goes, and where that of each sequence lies.
 
 Each is of one window, of the sequences in the order in which they are named, and of a step that computes some tokens
 of each: those from `starts` up to `stops`. By default these are all that are not computed yet: the next token of a
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 Column = npt.NDArray[Any]
 NO_SLOT = -1
-"""In a mapping that is longer than the step has tokens."""
+"""Entry of a mapping that is longer than the tokens of the step."""
 MAX_SLOT = int(np.iinfo(np.int32).max)
 
 
 class _Note(NamedTuple):
-    """Of which sequences, or inputs of encoders, a table is, and what it was made from."""
+    """Sequences, or encoders' inputs, of a table, and the values that it was made from."""
 
     sequences: tuple[Sequence, ...]
     group: int
@@ -47,15 +47,14 @@ class _Note(NamedTuple):
 
 
 class HandedOut:
-    """Remembers of each table what it was made from, as long as the table lives.
+    """Record of the values that each table was made from, as long as the table lives.
 
-    A count of changes would not do: it tells that something has changed, which each call of an engine makes true, and
-    not whether these tables have.
+    A count of changes would not do: it grows with each call of an engine, whether or not these tables have changed.
     """
 
     def __init__(self, running: Mapping[int, Sequence]) -> None:
         self._running = running
-        """By handles."""
+        """Running sequences by handle."""
         self._notes: dict[int, tuple[ref[Any], _Note]] = {}
 
     def __len__(self) -> int:
@@ -63,7 +62,7 @@ class HandedOut:
         return len(self._notes)
 
     def note(self, tables: Items[Any], sequences: Items[Sequence], group: int, *, of_step: bool) -> None:
-        """These objects were made now, of these sequences; `of_step`: they also say which tokens a step computes."""
+        """Note objects made now from these sequences; `of_step`: they also depend on the tokens of a step."""
         made_from = [_made_from(each, group, of_step=of_step) for each in sequences]
         for table in tables:
             self._keep(table, _Note(tuple(sequences), group, of_step, made_from))
@@ -73,9 +72,9 @@ class HandedOut:
         self._notes[key] = ref(table, lambda _: self._notes.pop(key, None)), note
 
     def check(self, table: Any) -> tuple[Sequence, ...]:
-        """Raise `StaleTables` if this table would be made otherwise now; returns of whom it is.
+        """Raise `StaleTables` if this table would differ if made now; returns its sequences.
 
-        Raises `UsageError` for what was not given out here.
+        Raises `UsageError` for an object that was not given out here.
         """
         reference, note = self._notes.get(id(table), (None, None))
         if note is None or reference is None or reference() is not table:
@@ -91,13 +90,13 @@ class HandedOut:
 
 
 def _made_from(sequence: Sequence, group: int, *, of_step: bool) -> tuple[Any, ...]:
-    """What a table of a sequence is made from."""
+    """Return the values that a table of a sequence is made from."""
     table = tuple(sequence.tables[group])
     return (table, sequence.computed, sequence.num_tokens) if of_step else (table,)
 
 
 class BlockTables:
-    """Changes nothing. Bound to the manager's thread, since it reads the live state."""
+    """Block tables and slot mappings. Changes nothing. Bound to the manager's thread, since it reads the live state."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class BlockTables:
 
     @exclusive
     def of_admission(self, request_id: RequestId, handle: int) -> tuple[BlockTable, ...]:
-        """The block tables of one admission: a later one of the same id is another sequence."""
+        """Return the block tables of one admission: a later one of the same id is another sequence."""
         if self._handles.get(request_id) != handle:
             raise UnknownRequest(request_id)
         sequence = self._blocks.running.sequence(request_id)
@@ -150,10 +149,11 @@ class BlockTables:
     def check(self, *tables: BlockTable | Items[BlockTable]) -> None:
         """Raise unless a forward pass may use these tables now, as they were given out; call it right before.
 
-        With `debug_check_tables`, else nothing is looked at. `StaleTables`: a call has changed since what one of them
-        says, or for those of a step (`slot_mapping`, `paged`, `sequence_lengths`) what was computed.
+        With `debug_check_tables` only, else nothing is checked. `StaleTables`: a call has since changed the content of
+        one of them, or for those of a step (`slot_mapping`, `paged`, `sequence_lengths`) the computed tokens.
         `TransfersPending`, `TransfersNotAwaited`: copies were not started, or nothing waits for their ticket.
-        `ComputationLost`: a copy failed. `UsageError` for what is no table of this manager, as a copy on a device.
+        `ComputationLost`: a copy failed. `UsageError` for an object that is no table of this manager, as a copy on a
+        device.
         """
         if self._handed_out is None:
             return
@@ -171,13 +171,13 @@ class BlockTables:
         filler: int = 0,
         out: Any = None,
     ) -> BlockTable:
-        """Block tables whose every entry may be read: int32 [sequences, most blocks], for kernels that take a
+        """Return block tables with every entry readable: int32 [sequences, most blocks], for kernels that take a
         rectangle (flash-attn's ``block_table``, vLLM's, FlashAttention 3's ``page_table``).
 
         As `KVCacheManager.block_tables`, but padded with `filler`, a slot; and where a block was detached from a
-        sliding window, a slot that the sequence still holds stands in its place: what kernels load ahead of their mask
-        is there. `out`, an int32 array or tensor on the host with as many rows and columns at least (a pinned buffer
-        that is used again), is written to; the result is its beginning, and what is left of it is filled as well.
+        sliding window, a slot that the sequence still holds is in its place, because kernels load ahead of their mask.
+        `out`, an int32 array or tensor on the host with as many rows and columns at least (a reused pinned buffer), is
+        written to; the result is its beginning, and the rest of it is filled as well.
         """
         padding = checked_natural(filler, "filler")
         if padding > MAX_SLOT:
@@ -200,10 +200,10 @@ class BlockTables:
         *,
         stops: Items[int] | None = None,
     ) -> PagedTables:
-        """Block tables in rows behind each other, as FlashInfer's paged wrappers take them (``kv_indptr``,
-        ``kv_indices``, ``kv_last_page_len``), all int32: of the blocks that hold each sequence's tokens up to `stops`.
+        """Return block tables in rows one after the other, as FlashInfer's paged wrappers take them (``kv_indptr``,
+        ``kv_indices``, ``kv_last_page_len``), all int32: of the blocks with each sequence's tokens up to `stops`.
 
-        What a sliding window has left behind is as in `padded`: positions stay what they are.
+        Blocks that a sliding window has left are as in `padded`: positions stay the same.
         """
         group = self._group_of(window)
         sequences = self._readable(request_ids, group)
@@ -227,10 +227,11 @@ class BlockTables:
         stops: Items[int] | None = None,
         out: Any = None,
     ) -> BlockTable:
-        """Where the K/V of this step's tokens goes, int64 [tokens], sequence by sequence: slot × tokens_per_block +
-        offset, as vLLM's and FlashAttention's ``slot_mapping``, an index into a layer's tokens (`pools.kv`).
+        """Return the place of the K/V of this step's tokens, int64 [tokens], sequence by sequence: slot ×
+        tokens_per_block + offset, as vLLM's and FlashAttention's ``slot_mapping``, an index into a layer's tokens
+        (`pools.kv`).
 
-        `out`: as in `padded`, for int64 and one dimension; what is left of it is -1, which kernels skip.
+        `out`: as in `padded`, for int64 and one dimension; the rest of it is -1, which kernels skip.
         """
         group = self._group_of(window)
         sequences = self._readable(request_ids, group)
@@ -255,8 +256,8 @@ class BlockTables:
         stops: Items[int] | None = None,
         out: Any = None,
     ) -> BlockTable:
-        """Tokens of each sequence when the step is done, int32 [sequences] (``seq_lens``, ``cache_seqlens``): `stops`,
-        or all that it has. The same in all windows, so none need be given but `CROSS_WINDOW`, for encoders' inputs.
+        """Return the tokens of each sequence after the step, int32 [sequences] (``seq_lens``, ``cache_seqlens``):
+        `stops`, or all of them. The same in all windows, so only `CROSS_WINDOW` need be given, for encoders' inputs.
         """
         group = 0 if window is None else self._group_of(window)
         sequences = self._readable(request_ids, group)
@@ -266,10 +267,10 @@ class BlockTables:
         target[len(ends) :] = 0
         return self._result(out, target, ends.shape, sequences, group, of_step=True)
 
-    # -- what is asked about
+    # -- arguments
 
     def _group_of(self, window: int | None) -> int:
-        """The group of a window, as callers give it."""
+        """Return the group of a window, as callers give it."""
         windows, own = self._windows, self._own
         if window is None:
             if len(own) > 1:
@@ -282,15 +283,15 @@ class BlockTables:
         raise UsageError(f"there is no window of {window} tokens, only of {windows}")
 
     def _readable(self, request_ids: Iterable[RequestId], group: int) -> list[Sequence]:
-        """The sequences, or for cross attention the encoders' inputs that they read."""
+        """Return the sequences, or for cross attention the encoders' inputs that they read."""
         sequences = [self._blocks.running.sequence(each) for each in listed(request_ids, "request_ids")]
         self._readiness.refuse_unreadable(sequences)
         return [sequence.part_in(group) for sequence in sequences]
 
     def _ends(self, sequences: list[Sequence], group: int, stops: Items[int] | None) -> list[int]:
-        """Up to which token each sequence is computed by the step."""
+        """Return the end of the step's tokens for each sequence."""
         if stops is None:
-            # The tokens of encoders' inputs fill whole blocks, with zeros behind them.
+            # The tokens of encoders' inputs fill whole blocks, padded with zeros.
             ends = [each.num_prompt_tokens if each.holders else each.num_tokens for each in sequences]
         else:
             ends = [checked_natural(stop, "stops") for stop in listed(stops, "stops")]
@@ -326,12 +327,12 @@ class BlockTables:
         positions = np.arange(begin, end)
         return np.array(table, np.int64)[positions // size] * size + positions % size
 
-    # -- what is given back
+    # -- results
 
     def _note(
         self, tables: Items[BlockTable], sequences: Items[Sequence], group: int, *, of_step: bool = False
     ) -> None:
-        """These tables are given out, of sequences or encoders' inputs, for `check`."""
+        """Record these tables of sequences or encoders' inputs as given out, for `check`."""
         if self._handed_out is not None:
             self._handed_out.note(tables, sequences, group, of_step=of_step)
 
@@ -355,7 +356,7 @@ class BlockTables:
 
 
 def _safe(sequence: Sequence, group: int) -> Column:
-    """A block table with a slot of the sequence's own wherever it has none."""
+    """Return a block table with a slot of the sequence's own wherever it has none."""
     table, first = np.array(sequence.tables[group], np.int32), sequence.detached[group]
     if first:
         table[:first] = table[first] if first < len(table) else 0
@@ -371,11 +372,11 @@ def _refuse_other_length(numbers: list[int], sequences: list[Sequence], what: st
 
 
 def _target(out: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> Column:
-    """The array to write: a new one, or the memory of `out`."""
+    """Return the array to write: a new one, or the memory of `out`."""
     if out is None:
         return np.empty(shape, dtype)
     try:
-        # Shares the memory of arrays and of tensors on the host, which is what is asked for.
+        # Shares the memory of arrays and of tensors on the host, as intended.
         target = out.numpy() if hasattr(out, "numpy") else np.asarray(out)
     except Exception:  # noqa: BLE001
         target = None

@@ -1,1 +1,1 @@
-"""Bytes on their way: copies that events ask for, and the memory there is."""
+"""Moving bytes: copies requested by events, and the available memory."""

@@ -1,4 +1,4 @@
-"""Which copier moves the blocks of some pools, and why that one."""
+"""Choice of the copier that moves the blocks of some pools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache.errors import Unsupported
 
 
 def chosen(device: torch.device, wanted: str = "auto") -> Probed:
-    """What copies to and from a device where `KVCacheConfig.copier` is `wanted`.
+    """Choose the copier to and from a device where `KVCacheConfig.copier` is `wanted`.
 
     Raises `Unsupported` for ``dma`` where that is impossible.
     """
@@ -38,7 +38,7 @@ def chosen(device: torch.device, wanted: str = "auto") -> Probed:
 def copier_for(
     groups: Sequence[Sequence[BlockStorage]], device: torch.device, config: KVCacheConfig | None
 ) -> Copier:
-    """What moves the blocks of these pools, whose primary level is on `device`. Raises as `chosen`."""
+    """Return the copier of the blocks of these pools, with their primary level on `device`. Raises as `chosen`."""
     found = chosen(device, "auto" if config is None else config.copier)
     if found.memcpy is None:
         return TorchCopier(groups)
@@ -47,7 +47,9 @@ def copier_for(
 
 
 def locker_for(device: torch.device) -> PageLocker | None:
-    """What page-locks host memory for a device; None on the host. Raises MemoryError without the GPU's driver."""
+    """Return the page-locker of host memory for a device; None on the host. Raises MemoryError without the GPU's
+    driver.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -57,5 +59,5 @@ def locker_for(device: torch.device) -> PageLocker | None:
 
 
 def placement_of(config: KVCacheConfig | None) -> Placement:
-    """Where host memory shall lie."""
+    """Return the placement of host memory."""
     return Placement() if config is None else Placement(config.hugepages, config.numa_node)

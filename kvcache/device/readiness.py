@@ -1,4 +1,4 @@
-"""Whether the K/V that a sequence is read or computed from is there: copies that were not started, or that failed."""
+"""Readiness of the K/V that a sequence is read or computed from: copies that were not started, or that failed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvcache.results import PollResult
 
 
 class AwaitedTicket:
-    """A ticket that knows whether anybody has waited for it."""
+    """A ticket that records if anything has waited for it."""
 
     def __init__(self, inner: Ticket) -> None:
         self._inner = inner
         self.awaited = False
-        """Whether a stream or the host has been made to wait, or was told that the copies are done."""
+        """True if a stream or the host has waited, or has seen that the copies are done."""
 
     def done(self) -> bool:
-        """As the ticket. Whoever is told that the copies are over, or failed, has waited."""
+        """See `Ticket`. A caller that learns that the copies are over, or failed, has waited."""
         try:
             done = self._inner.done()
         except CopyFailed:
@@ -34,40 +34,40 @@ class AwaitedTicket:
 
     @property
     def over(self) -> bool:
-        """Whether the copies are done or failed, without anybody being told."""
+        """True if the copies are done or failed; does not count as a wait."""
         try:
             return self._inner.done()
-        except CopyFailed:  # `poll` tells of failures
+        except CopyFailed:  # `poll` reports failures
             return True
 
     def wait(self) -> None:
-        """As the ticket."""
+        """See `Ticket`."""
         self.awaited = True
         self._inner.wait()
 
     def wait_on(self, stream: Any = None) -> None:
-        """As the ticket."""
+        """See `Ticket`."""
         self.awaited = True
         self._inner.wait_on(stream)
 
 
 class Readiness:
-    """Refuses what would touch K/V that is not there, and keeps what the engine has yet to be told of failed copies."""
+    """Guard against use of K/V that is not there, and failed copies that are not yet reported to the engine."""
 
     def __init__(self, transfers: TransferEngine | None, *, watch: bool = False) -> None:
-        """`watch`: whether tickets are watched, for `refuse_not_awaited`."""
+        """`watch`: True if tickets are watched, for `refuse_not_awaited`."""
         self._transfers = transfers
         self._watches = watch
         self._tickets: list[AwaitedTicket] = []
-        """Those that were given out, and are watched."""
+        """Watched tickets that were given out."""
         self._failed: list[tuple[int, str]] = []
         self._lost: dict[RequestId, int] = {}
-        """Sequences that begin again, and how many leading tokens are still computed."""
+        """Sequences that restart, and the number of their leading tokens that are still computed."""
         self._stuck: set[RequestId] = set()
-        """Those that cannot: they have let go of blocks that they would have to begin with."""
+        """Sequences that cannot restart: they have released the blocks that they would begin with."""
 
     def watched(self, ticket: Ticket) -> Ticket:
-        """The ticket that an engine is given."""
+        """Wrap the ticket for an engine."""
         if not self._watches:
             return ticket
         watched = AwaitedTicket(ticket)
@@ -75,9 +75,9 @@ class Readiness:
         return watched
 
     def refuse_not_awaited(self) -> None:
-        """Raise `TransfersNotAwaited` if nothing has waited for a watched ticket, though its copies may be done.
+        """Raise `TransfersNotAwaited` if nothing has waited for a watched ticket, even if its copies may be done.
 
-        One whose copies are over is found once, others until they are.
+        A ticket with ended copies is found once, others until they end.
         """
         missing = [ticket for ticket in self._tickets if not ticket.awaited]
         self._tickets = [ticket for ticket in missing if not ticket.over]
@@ -85,30 +85,30 @@ class Readiness:
             raise TransfersNotAwaited
 
     def lose(self, failed: Items[tuple[int, str]], sequences: Items[Sequence]) -> None:
-        """Copies have failed, and all that these sequences had computed is lost with them."""
+        """Note failed copies, which lose everything that these sequences had computed."""
         self._failed += failed
         self._lost.update((sequence.request_id, 0) for sequence in sequences)
         self._stuck.update(sequence.request_id for sequence in sequences if any(sequence.detached))
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
-        """Of these sequences, which run already, some may have been lost in a way that they cannot begin again."""
+        """Note resumed sequences, some of which may have been lost and cannot restart."""
         lost = (each for each in sequences if not each.computed and any(each.detached))
         self._stuck.update(each.request_id for each in lost)
 
     def forget(self, request_id: RequestId) -> None:
-        """The sequence has ended: its loss is of no interest any more."""
+        """Forget the loss of an ended sequence."""
         self._lost.pop(request_id, None)
         self._stuck.discard(request_id)
 
     def report(self, landed: tuple[int, ...]) -> PollResult:
-        """What `poll` returns: what landed, and all that was lost since the last time."""
+        """Build the result of `poll`: the landed copies, and all losses since the last time."""
         told = PollResult(landed, tuple(self._failed), tuple(self._lost.items()))
         self._failed, self._lost = [], {}
         return told
 
     @property
     def certain(self) -> bool:
-        """Whether nothing can be refused; asked at every step."""
+        """True if nothing can be refused; checked at every step."""
         return not self._lost and not self._stuck and (self._transfers is None or not self._transfers.pending)
 
     def refuse_unreadable(self, sequences: Items[Sequence]) -> None:
@@ -118,8 +118,8 @@ class Readiness:
             raise TransfersPending
 
     def refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
-        """Raise if one of these sequences has not got what it is computed from: as `refuse_lost`, and
-        `TransfersPending` where a copy into its blocks has not been started.
+        """Raise if one of these sequences lacks what it is computed from: as `refuse_lost`, and `TransfersPending`
+        where a copy into its blocks has not been started.
         """
         self.refuse_lost(sequences)
         if self._transfers is None or not self._transfers.pending:
@@ -132,7 +132,7 @@ class Readiness:
                 raise TransfersPending
 
     def refuse_lost(self, sequences: Items[Sequence]) -> None:
-        """Raise `ComputationLost`: a copy has failed, and a sequence has not heard of it, or cannot begin again."""
+        """Raise `ComputationLost` if a failed copy has cut a sequence that is not yet reported, or cannot restart."""
         self._refuse_lost(sequences)
         for sequence in sequences if self._stuck else ():
             if sequence.request_id in self._stuck:

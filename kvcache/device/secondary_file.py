@@ -1,8 +1,8 @@
-"""The file in which the secondary level lies, so that its bytes outlive the process.
+"""The file of the secondary level, which outlives the process.
 
-Mapped shared and written by whoever copies. What was written is there after `kill -9`, since the system keeps it, and
-perhaps not after a power failure: nothing is synced, for the checksums in the log decide what is right. The file says
-of which cache it is (`kvcache.device.secondary_file`), and nothing about which block lies where: that is the log's.
+Mapped shared and written by the copier. Its content survives `kill -9`, since the system keeps it, but perhaps not a
+power failure: nothing is synced, for the checksums in the log decide what is right. The header identifies the cache;
+the places of blocks are in the log only.
 
 All room is taken at once. A file with holes on a full disk would end the process in the middle of a copy.
 """
@@ -50,7 +50,7 @@ _TEXTS = {
     "locked": "is in use by {detail}: stop that process, or choose another secondary_path",
     "unavailable": "cannot hold the secondary level: {detail}; choose a secondary_path where this user may write",
 }
-"""By `SecondaryFileError.problem`."""
+"""Error texts by `SecondaryFileError.problem`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -59,7 +59,7 @@ class SecondaryFileError(UsageError):
 
     `problem`: ``foreign``, something else is there; ``newer``, in a format that this software does not know;
     ``damaged``; ``of another cache``; ``locked``, another cache has it open; ``unavailable``, the system refuses.
-    `detail` is the format's version, what is wrong or differs, the process that has it open, or the system's reason.
+    `detail` is the format's version, the fault or difference, the process that has it open, or the system's reason.
     """
 
     path: Path
@@ -72,11 +72,11 @@ class SecondaryFileError(UsageError):
 
 VERSION = 1
 DATA_ALIGNMENT = 4096
-"""Header and pools begin at multiples of this, in bytes: a page, which a GPU can be given."""
+"""Alignment of header and pools, in bytes: a page, which can be shared with a GPU."""
 DEPENDS_ON = (
     "what else K and V depend on (model_variant, dtype, layers, heads, windows, max_sequence_length, layout)"
 )
-"""What `content_id` is made of, for people."""
+"""Inputs of `content_id`, for people."""
 _MAGIC = b"KVCACHE2"
 _PREFIX = struct.Struct("<8sIII")
 """Magic, version, bytes of JSON, CRC-32 of the JSON."""
@@ -89,18 +89,18 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SecondaryHeader:
-    """Whose blocks lie in a file, and where."""
+    """Header of the file: the cache it belongs to, and the sizes of its blocks."""
 
     content_id: str
-    """What the bytes of a block mean (`Layout.content_id`)."""
+    """Meaning of the bytes of a block (`Layout.content_id`)."""
     blocks: list[int]
-    """Per group."""
+    """Blocks per group."""
     bytes_per_block: list[list[int]]
-    """Per group and pool."""
+    """Bytes of a block per group and pool."""
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        """Of the file for a cache of this layout."""
+        """Build the header for a cache of this layout."""
         groups = layout.groups
         return cls(
             layout.content_id,
@@ -109,13 +109,13 @@ class SecondaryHeader:
         )
 
     def pack(self) -> bytes:
-        """As it stands in the file."""
+        """Encode the header as in the file."""
         text = msgspec.json.encode(self)
         packed = _PREFIX.pack(_MAGIC, VERSION, len(text), crc32(text)) + text
         return packed.ljust(aligned(len(packed)), b"\0")
 
     def places(self) -> tuple[list[list[int]], int]:
-        """Where each pool of each group begins, and where all ends, in bytes from the start of the file."""
+        """Return the start of each pool of each group, and the end, in bytes from the start of the file."""
         offset, places = len(self.pack()), list[list[int]]()
         for blocks, pools in zip(self.blocks, self.bytes_per_block, strict=True):
             places.append([])
@@ -125,7 +125,7 @@ class SecondaryHeader:
         return places, offset
 
     def refuse_other(self, path: Path, found: bytes, size: int) -> None:
-        """Raise a `SecondaryFileError` unless a file that begins with `found` and has so many bytes is ours."""
+        """Raise a `SecondaryFileError` unless a file of `size` bytes that begins with `found` is ours."""
         try:
             there = msgspec.json.decode(_text_of(path, found), type=SecondaryHeader)
         except (msgspec.DecodeError, RecursionError):
@@ -156,14 +156,14 @@ def _text_of(path: Path, found: bytes) -> bytes:
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _FSTORE = struct.Struct("=Iiqqq")
-"""Of macOS, as the three constants: flags, from where, offset, bytes wanted, bytes taken."""
+"""`fstore_t` of macOS, for the three constants: flags, from where, offset, bytes wanted, bytes taken."""
 _F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
 _BYTES_OF_ST_BLOCKS = 512
 _open_files: weakref.WeakSet[SecondaryFile] = weakref.WeakSet()
 
 
 class SecondaryFile:
-    """The secondary level of one cache in a file, which is made if it is missing, and locked as long as this lives.
+    """The secondary level of one cache in a file, which is created if missing, and locked as long as this lives.
 
     `locker` page-locks its memory for a GPU. Raises a `SecondaryFileError`, in which case the file is as it
     was, NotEnoughMemory where there is no room for it, MemoryError where it cannot be page-locked, and UsageError
@@ -198,17 +198,17 @@ class SecondaryFile:
             [whole[at : at + size].reshape(-1, each) for at, size, each in pools] for pools in self._pools
         ]
         self.bytes_read = 0
-        """For checksums, so far."""
+        """Bytes read for checksums so far."""
         self._closing = weakref.finalize(self, self._lock.give_back)
         _open_files.add(self)
 
     def memory(self, group: int, pool: int) -> torch.Tensor:
-        """The bytes of a pool; uint8 [blocks * bytes per block]."""
+        """Return the bytes of a pool; uint8 [blocks * bytes per block]."""
         at, size, _ = self._pools[group][pool]
         return self._memory[at : at + size]
 
     def checksums(self, group: int, slots: npt.NDArray[np.int32]) -> bytes:
-        """XXH3 of 64 bits of what lies in these slots, over all pools of the group; 8 bytes each, big-endian."""
+        """Compute XXH3 of 64 bits over these slots in all pools of the group; 8 bytes each, big-endian."""
         pools = self._rows[group]
         self.bytes_read += len(slots) * sum(rows.shape[1] for rows in pools)
         if len(pools) == 1:
@@ -223,11 +223,11 @@ class SecondaryFile:
         return bytes(found)
 
     def close(self) -> None:
-        """Unlock the file. Its memory stays as long as somebody has a view of it, and must not be written any more."""
+        """Unlock the file. Its memory stays as long as a view of it lives, and must not be written any more."""
         self._closing()
 
     def disown(self) -> None:
-        """In a forked child: the lock is the parent's."""
+        """Drop the lock in a forked child: it is the parent's."""
         if self._closing.detach() is not None:
             self._lock.disown()
 
@@ -254,7 +254,7 @@ def _locked(path: Path) -> Lock:
 
 
 def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
-    """The file, open for reading and writing, with all its room taken."""
+    """Open the file for reading and writing, with all its room taken."""
     try:
         try:
             descriptor = open_own(path, os.O_RDWR)
@@ -262,12 +262,12 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
             return _created(path, header, size)
         try:
             status = os.fstat(descriptor)
-            # No less than our header would have: one that is longer is another cache's, and must be told apart.
+            # At least the size of our header: a longer one is another cache's, and must be recognised.
             beginning = os.pread(descriptor, max(len(header.pack()), 1 << 20), 0)
             header.refuse_other(path, beginning, status.st_size)
             _reserve(descriptor, path, size)
             if status.st_mode & (OTHERS | stat.S_IRWXG):
-                # As a copy may have become: K and V are for nobody else to read. Root's cannot be changed by others.
+                # As a copy may have become: K and V are private. Root's permissions cannot be changed by others.
                 with suppress(PermissionError):
                     os.fchmod(descriptor, 0o600)
         except BaseException:
@@ -281,7 +281,7 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
 
 
 def _created(path: Path, header: SecondaryHeader, size: int) -> int:
-    """A new file; it gets its name when all its room is taken and its header is on disk."""
+    """Create a file; it gets its name when all its room is taken and its header is on disk."""
     unfinished = path.with_name(path.name + ".new")
     descriptor = create_file(unfinished, os.O_RDWR)
     try:
@@ -298,7 +298,7 @@ def _created(path: Path, header: SecondaryHeader, size: int) -> int:
 
 
 def _reserve(descriptor: int, path: Path, size: int) -> None:
-    """Let the disk, or the memory of a tmpfs, be taken for all of the file; what is there stays."""
+    """Reserve the disk, or the memory of a tmpfs, for all of the file; existing content stays."""
     try:
         try:
             _allocate(descriptor, size)
@@ -315,12 +315,12 @@ def _reserve(descriptor: int, path: Path, size: int) -> None:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Have the system take room for so many bytes of a file, which has them then. Raises OSError if it cannot."""
+    """Allocate this number of bytes for a file, which then has that size. Raises OSError if that is impossible."""
     allocate = getattr(os, "posix_fallocate", None)
     if allocate is not None:
         allocate(descriptor, 0, size)
         return
-    # macOS takes room behind what a file has; elsewhere the command is unknown (EINVAL).
+    # macOS allocates after the file's end; elsewhere the command is unknown (EINVAL).
     missing = size - os.fstat(descriptor).st_blocks * _BYTES_OF_ST_BLOCKS
     if missing > 0:
         request = _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, missing, 0)

@@ -1,15 +1,14 @@
-"""Bytes follow events: what the events say was moved is copied here, and its arrival is reported back.
+"""Copies follow events: moves in the events are copied here, and their arrival is reported back.
 
-Deciding never waits for bytes. While events are published the engine only notes the copies they ask for;
-`start` arranges all of them in as few batches as their order allows and submits these; `poll` tells which
-transfers have landed or failed, so that the manager can make events of that, and `recorded` says that it has.
+Deciding never waits for bytes. While events are published the engine only notes the copies they ask for; `start`
+arranges all of them in as few batches as their order allows and submits these; `poll` returns the transfers that have
+landed or failed, so that the manager can emit events, after which it calls `recorded`.
 
-A ticket that raises anything at all has failed, and so has a batch that the copier does not even take: whether the
-bytes will ever come is unknown then. With it goes
-whatever was noted before that was recorded, since it may have been copied from there: what was not started never
-will be, and what becomes of the rest is of no interest. It still writes to its slots. Whoever has them next is safe,
-because batches that touch a slot run in the order of submission, and the compute stream waits for the ticket of each
-`start`.
+A ticket that raises anything at all has failed, and so has a batch that the copier refuses: it is then unknown if the
+bytes will ever come. With it fail all copies noted before that was recorded, since they may read its targets: those not
+started never will be, and the outcome of the rest is ignored. These still write to their slots. The next owner of a
+slot is safe, because batches that touch a slot run in the order of submission, and the compute stream waits for the
+ticket of each `start`.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ _ARRIVED = ""
 
 
 _Transfer = tuple[int, Copy]
-"""The id in an event, and the copy that it asks for."""
+"""The id in an event, and the requested copy."""
 
 
 class _Batch:
-    """Submitted copies. What the ticket has told is kept here, since it may be unable to tell it again."""
+    """Submitted copies. The ticket's outcome is kept here, since it may not be available twice."""
 
     __slots__ = ("_ticket", "outcome", "transfers")
 
     def __init__(self, transfers: tuple[int, ...], ticket: Ticket) -> None:
         self.transfers = transfers
-        """Their ids; none if it does not matter any more what becomes of them."""
+        """Ids of the transfers; empty if the outcome is ignored."""
         self._ticket = ticket
         self.outcome: str | None = None
-        """`_ARRIVED`, or why it has not; None: not known yet."""
+        """`_ARRIVED`, or the reason of the failure; None: not known yet."""
 
     def has_ended(self) -> bool:
-        """Ask, without blocking."""
+        """Check for the end, without blocking."""
         if self.outcome is None:
             try:
                 if self._ticket.done():
                     self.outcome = _ARRIVED
             except ManagerBusy:
-                raise  # this says nothing about the copies
+                raise  # unrelated to the copies
             except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
                 self.outcome = _reason(failure)
         return self.outcome is not None
@@ -80,7 +79,7 @@ class _Batch:
 
 
 class Fillable(Protocol):
-    """Pools whose blocks can be overwritten."""
+    """Pools with blocks that can be overwritten."""
 
     def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
         """Overwrite primary blocks."""
@@ -88,7 +87,7 @@ class Fillable(Protocol):
 
 @dataclass(slots=True)
 class _Blank:
-    """Blocks that were allocated after the first `after` of the copies that are noted."""
+    """Blocks that were allocated after the first `after` of the noted copies."""
 
     after: int
     group: int
@@ -96,15 +95,15 @@ class _Blank:
 
 
 class TransferEngine:
-    """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before.
+    """Carries out the copies that events request. Each event has a transfer id of its own, higher than those before.
 
-    With `pools` it also overwrites allocated blocks, between the copies that were asked for before and after that.
+    With `pools` it also overwrites allocated blocks, between the copies requested before and after that.
     """
 
     def __init__(self, copier: Copier, pools: Fillable | None = None) -> None:
         self.copier, self._pools = copier, pools
         self.events: list[type[Event]] = [BlocksMoved, BlocksCopied]
-        """What `on_event` is to be subscribed to."""
+        """Events that `on_event` subscribes to."""
         if pools is not None:
             self.events.append(BlocksAllocated)
         self._pending: list[_Transfer] = []
@@ -113,17 +112,17 @@ class TransferEngine:
 
     @property
     def pending(self) -> bool:
-        """Whether copies are noted and not started, or blocks to be overwritten."""
+        """True if copies are noted and not started, or blocks are to be overwritten."""
         return bool(self._pending or self._blank)
 
     def pending_targets(self, group: int, level: int) -> set[int]:
-        """The slots of a level that will be written at the next `start`."""
+        """Return the slots of a level that the next `start` will write."""
         rows = [copy.target for _, copy in self._pending if (copy.group, copy.target_level) == (group, level)]
         rows += [each.slots for each in self._blank if (each.group, PRIMARY) == (group, level)]
         return {slot for row in rows for slot in row.tolist()}
 
     def on_event(self, event: Any) -> None:
-        """Note what an event asks for."""
+        """Note the copies that an event requests."""
         if isinstance(event, BlocksMoved):
             if event.transfer:
                 source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
@@ -134,12 +133,12 @@ class TransferEngine:
             copy = Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group)
             self._pending.append((event.transfer, copy))
             if self._blank and (event.source_level, event.source) == (PRIMARY, event.target):
-                self._blank.pop()  # allocated by the event before, for the sake of its old bytes
+                self._blank.pop()  # allocated by the event before, to reuse its old bytes
         elif isinstance(event, BlocksAllocated):
             self._blank.append(_Blank(len(self._pending), event.group, unpack_i32(event.slots)))
 
     def start(self) -> Ticket:
-        """Submit everything noted. The ticket stands for all of it, and fails with what the copier does not take.
+        """Submit everything noted. The ticket covers all of it, and fails with whatever the copier refuses.
 
         Before the forward pass the compute stream must be made to wait for it (`wait_on`). Blocks are overwritten on
         the current stream, which must be that one.
@@ -150,7 +149,7 @@ class TransferEngine:
         for each in blank:
             ticket, begin = self._start(noted[begin : each.after]), each.after
             tickets.append(ticket)
-            with suppress(Exception):  # the ticket that is returned says it again
+            with suppress(Exception):  # the returned ticket raises it again
                 ticket.wait_on()
             assert self._pools is not None
             self._pools.fill_blank(each.group, each.slots)
@@ -162,7 +161,7 @@ class TransferEngine:
         return JoinedTicket([self._submit([transfers[index] for index in batch]) for batch in batches])
 
     def _submit(self, transfers: list[_Transfer]) -> Ticket:
-        """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
+        """Start a batch. A copy in place lands with its batch, without the copier."""
         copies = [copy for _, copy in transfers if not copy.moves_nothing]
         ticket = self._ticket_of(copies) if copies else FinishedTicket()
         self._in_flight.append(_Batch(tuple(transfer for transfer, _ in transfers), ticket))
@@ -180,7 +179,7 @@ class TransferEngine:
     def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.
 
-        Both are in the order of their events, and are told again until they are `recorded`. Behind a failed batch
+        Both are in the order of their events, and are returned again until they are `recorded`. After a failed batch
         nothing lands.
         """
         landed: list[int] = []
@@ -195,7 +194,7 @@ class TransferEngine:
         return sorted(landed), sorted(failed)
 
     def recorded(self) -> None:
-        """What `poll` has told last is known; after a failure nothing that was noted so far matters any more."""
+        """Acknowledge the last result of `poll`; after a failure nothing noted so far matters any more."""
         failed = False
         while self._in_flight and self._in_flight[0].outcome is not None:
             batch = self._in_flight.popleft()
@@ -208,13 +207,15 @@ class TransferEngine:
                 each.after = 0
 
     def wait(self) -> None:
-        """Block until everything started has landed or failed; `poll` then tells which."""
+        """Block until everything started has landed or failed; `poll` then returns which."""
         for batch in self._in_flight:
             batch.wait()
 
 
 def _reason(failure: Exception) -> str:
-    """Why a batch did not arrive. Of what is no `CopyFailed` only the type is told: its text may say anything."""
+    """Describe the failure of a batch. Other errors than `CopyFailed` are given by type only: their text may contain
+    anything.
+    """
     reason = str(failure.reason) if isinstance(failure, CopyFailed) else ""
     return reason or type(failure).__name__
 
@@ -223,17 +224,17 @@ CHANGED = "a block in the file of secondary_path is not what was written there"
 
 
 class CheckingCopier:
-    """Submits to a copier those batches which read from the file what was written there; the others fail unmoved."""
+    """Copier that submits only batches with intact sources in the file; the others fail unmoved."""
 
     def __init__(self, copier: Copier, file: SecondaryFile) -> None:
         self._copier, self._file = copier, file
         self._known: list[npt.NDArray[np.uint64]] = []
-        """Per group and slot; 0: nothing is known."""
+        """Checksums per group and slot; 0: unknown."""
         self._awaited: list[npt.NDArray[np.int32]] = []
-        """Per group and slot: copies to it that were submitted and have not landed."""
+        """Copies in flight per group and target slot."""
 
     def begin(self, state: CacheState) -> None:
-        """What lies in the file as a cache begins, or has begun again."""
+        """Set the checksums of the file when a cache begins, or has restarted."""
         self._known, self._awaited = [], []
         for group in state.groups:
             size, known = group.levels[SECONDARY].size, group.landed_checksums()
@@ -241,7 +242,7 @@ class CheckingCopier:
             self._awaited.append(np.zeros(size, np.int32))
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
-        """As a `Copier`. The ticket has failed where a block has other bytes than were written."""
+        """See `Copier`. The ticket has failed where a block has other bytes than were written."""
         if any(copy.source_level == SECONDARY and self._has_changed(copy) for copy in copies):
             return FinishedTicket(CHANGED)
         for copy in copies:
@@ -251,10 +252,10 @@ class CheckingCopier:
         return self._copier.submit(copies)
 
     def landed(self, group: int, slots: npt.NDArray[np.int32], checksums: bytes) -> None:
-        """A copy to these slots has landed, and they have these checksums."""
+        """Note that a copy to these slots has landed, with these checksums."""
         awaited = self._awaited[group]
         awaited[slots] = np.maximum(awaited[slots] - 1, 0)
-        # What a later copy is about to overwrite, or already has in part, is not this one's.
+        # Slots that a later copy is about to overwrite, or has in part, are not this one's.
         last = awaited[slots] == 0
         self._known[group][slots[last]] = np.frombuffer(checksums, np.uint64)[last]
 
@@ -268,10 +269,10 @@ class CheckingCopier:
 def engine_for(
     pools: Any, copier: Copier | None, layout: Layout, config: KVCacheConfig
 ) -> TransferEngine | None:
-    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
+    """Return the engine that moves the bytes of `pools`, or that `copier` moves; None without either.
 
-    With `debug_fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
-    pools that another manager has.
+    With `debug_fill_blank` it also overwrites allocated blocks of the pools. Raises `UsageError`, also for pools that
+    belong to another manager.
     """
     if pools is not None:
         methods = ("copier", "refuse_taken", "take", "give_back")

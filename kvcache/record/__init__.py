@@ -1,1 +1,1 @@
-"""What becomes of events: the journal, log and sinks, recent events and counters."""
+"""Recording of events: the journal, log and sinks, recent events and counters."""

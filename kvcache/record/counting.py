@@ -1,6 +1,6 @@
-"""Counts what happened by listening to the bus, and reads gauges at each flush.
+"""Counters fed by the event bus, and gauges read at each flush.
 
-The engine's thread counts; other threads read what it has published with the last flush. All counts stand in one list,
+The engine's thread counts; other threads read the values published with the last flush. All counts are in one list,
 first those of the whole and then those of one window after the other, since it is copied at every step.
 """
 
@@ -43,17 +43,17 @@ _FEW = 16
 
 
 class FirstUses:
-    """The slots of each window that nothing has taken so far."""
+    """Slots of each window that have never been allocated."""
 
     __slots__ = ("_fresh", "left")
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._fresh = [bytearray(b"\1") * size for size in sizes]
         self.left = [len(fresh) for fresh in self._fresh]
-        """How many these are, per window: 0 once all were taken, so that nobody need ask any more."""
+        """Number of these slots per window: 0 once all were taken, after which nothing is checked any more."""
 
     def take(self, group: int, slots: bytes) -> bytes:
-        """Note that slots are taken; returns for each of them 1 if it was for the first time, else 0."""
+        """Mark slots as taken; returns 1 for each that was taken for the first time, else 0."""
         fresh = self._fresh[group]
         if not self.left[group]:
             return b""
@@ -71,7 +71,7 @@ class FirstUses:
 
 
 REMEMBERED = 4096
-"""Removed requests that are remembered; the one that was removed first is forgotten first."""
+"""Number of removed requests that are remembered; the one that was removed first is forgotten first."""
 
 
 @dataclass(slots=True)
@@ -87,13 +87,13 @@ class _Request:
     preempted: bool = False
 
     def returns_as(self, event: SequenceAdded) -> bool:
-        """Whether this removed request is admitted again, rather than another one that has its id."""
+        """True if this removed request is admitted again, rather than another one with the same id."""
         same_length = self.num_prompt_tokens <= event.num_tokens <= self.num_tokens
         return self.namespace == event.namespace and (event.resumed or self.preempted or same_length)
 
 
 class OwnTokens:
-    """A fold over how sequences begin, go back and end."""
+    """Own computed tokens of sequences: a fold over their begin, rewind and end."""
 
     def __init__(self) -> None:
         self._running: dict[int, _Request] = {}
@@ -106,9 +106,7 @@ class OwnTokens:
         self._running[event.handle] = request
         before = self._removed.pop(event.request_id, None)
         if before is None and event.resumed:
-            return (
-                first  # when it ran is forgotten, or was before the manager started: it may have computed all
-            )
+            return first  # its first run is forgotten, or older than the manager: it may have computed all
         if before is None or not before.returns_as(event):
             return 0
         request.num_prompt_tokens = before.num_prompt_tokens
@@ -122,7 +120,7 @@ class OwnTokens:
             self._running[event.child] = replace(parent, request_id=event.request_id)
 
     def rewind(self, event: SequenceRewound) -> None:
-        """What is computed anew in the place of what was taken back is the request's own."""
+        """Note a rewind: the request itself computes the tokens in the place of those taken back."""
         request = self._running.get(event.handle)
         if request is not None:
             request.first = min(request.first, event.num_tokens - 1)
@@ -140,23 +138,23 @@ class OwnTokens:
             del self._removed[next(iter(self._removed))]
 
     def begin_again(self, event: TransferFailed) -> None:
-        """A copy has failed, so that what runs computes all of its tokens itself."""
+        """Note a failed copy: running requests compute all of their tokens themselves."""
         for request in self._running.values():
             request.first = 0
 
     def clear(self) -> None:
-        """Another cache begins."""
+        """Reset for another cache."""
         self._running.clear()
         self._removed.clear()
 
 
 _GAUGES = ("blocks_blank", "blocks_unreferenced", "blocks_total")
-"""Of each window: a number per level."""
+"""Gauges of each window: a number per level."""
 _COUNTED = [each.name for each in fields(Stats) if each.name not in (*_GAUGES, "windows")]
 _OF_WINDOW = tuple(name for name in _COUNTED if name.startswith(("blocks_", "bytes_")))
 _OF_WHOLE = tuple(name for name in _COUNTED if name not in _OF_WINDOW)
 _AT = {name: index for names in (_OF_WINDOW, _OF_WHOLE) for index, name in enumerate(names)}
-"""Where a count stands, among those of the whole or of its window."""
+"""Index of a count within those of the whole or of its window."""
 _GAUGES_AT, _TOTAL_AT = len(_OF_WINDOW), len(_OF_WINDOW) + 4
 _WINDOW_SIZE = len(_OF_WINDOW) + 2 * len(_GAUGES)
 _EVENTS, _BATCHES, _SEQUENCES = _AT["events"], _AT["batches"], _AT["sequences"]
@@ -190,7 +188,7 @@ _COLUMNS: dict[type[ev.Event], tuple[str, str]] = {
     ev.BlocksFilled: ("blocks_stored", "slots"),
     ev.BlocksUpdated: ("blocks_updated", "slots"),
 }
-"""What counts the entries of a column."""
+"""Counters of the entries of a column: the count, and the column's field."""
 
 
 class StatsCounter:
@@ -200,11 +198,11 @@ class StatsCounter:
         self._counts = [0] * len(_OF_WHOLE)
         self._published = self._counts.copy()
         self._windows: dict[int, int] = {}
-        """Where the counts of each window begin. One that a later cache of the log does not have keeps its own."""
+        """Start of the counts of each window. Windows that a later cache of the log does not have keep theirs."""
         self._begin: list[int] = []
-        """The same by group."""
+        """Start of the counts by group."""
         self._gauges: list[slice] = []
-        """And where the gauges are."""
+        """Place of the gauges by group."""
         self._block_bytes: list[int] = []
         self._tokens_per_block = 1
         self._first_uses = FirstUses(())
@@ -243,11 +241,11 @@ class StatsCounter:
             begin = self._gauges[0].start
             counts[begin] -= held + idle
             counts[begin + 2] += idle
-        # Copied only, since this runs at every step; a reader makes a `Stats` of it.
+        # Copied only, since this runs at every step; readers make a `Stats` of the copy.
         self._published = counts[:]
 
     def read(self) -> Stats:
-        """The totals and gauges of the last flush; from any thread."""
+        """Return the totals and gauges of the last flush; from any thread."""
         counts = self._published
         begins = {window: begin for window, begin in self._windows.items() if begin < len(counts)}
         total = [0] * _WINDOW_SIZE
@@ -284,7 +282,7 @@ class StatsCounter:
         counts[_PROMPT] += event.num_tokens
         own, reused = self._own.admit(event), event.reused
         partial, missed = started_and_missed(event, self._tokens_per_block)
-        # An encoder's window is not among these: it reuses by an event of its own.
+        # Excludes an encoder's window: its reuse has an event of its own.
         of_windows = zip(self._begin, event.reused_primary, event.reused_secondary)  # noqa: B905
         for begin, primary, secondary in of_windows:
             counts[begin + _MISSED] += missed
@@ -292,7 +290,7 @@ class StatsCounter:
                 counts[begin + _REUSED_FULL] += (primary + secondary) // self._tokens_per_block
                 counts[begin + _REUSED_PARTIAL] += partial
         if reused:
-            # Where the windows differ, what one of them has to bring back is reused from secondary.
+            # Where the windows differ, tokens that any of them has to onboard count as reused from secondary.
             secondary, copied = max(event.reused_secondary), event.reused_partial
             counts[_REUSED_PRIMARY] += reused - copied - secondary
             counts[_REUSED_SECONDARY] += secondary
@@ -348,21 +346,23 @@ class StatsCounter:
 
 
 def started_and_missed(event: ev.SequenceAdded, tokens_per_block: int) -> tuple[int, int]:
-    """Blocks of a prompt in each group: of which only the start was reused, and that had to be computed whole."""
+    """Count the blocks of a prompt in each group that were reused from the start only, and that had to be computed
+    whole.
+    """
     blocks, partial = -(-event.num_tokens // tokens_per_block), int(event.reused_partial > 0)
     return partial, blocks - event.reused // tokens_per_block - partial
 
 
 def input_blocks(event: ev.EncoderAdded, tokens_per_block: int) -> tuple[int, int]:
-    """Blocks of an encoder's input that were reused, and missed."""
+    """Count the reused and missed blocks of an encoder's input."""
     reused = event.reused_primary + event.reused_secondary
     return reused, -(-event.num_tokens // tokens_per_block) - reused
 
 
 def _window(counts: list[int], begin: int) -> dict[str, Any]:
-    """The fields of one window's stats, or of those of all together."""
+    """Return the fields of one window's stats, or of those of the whole."""
     values: dict[str, Any] = dict(zip(_OF_WINDOW, counts[begin:], strict=False))
-    values["blocks_allocated"] += values["blocks_allocated_decode"]  # counted apart
+    values["blocks_allocated"] += values["blocks_allocated_decode"]  # counted separately
     for index, name in enumerate(_GAUGES):
         at = begin + _GAUGES_AT + 2 * index
         values[name] = (counts[at], counts[at + 1])
@@ -370,7 +370,7 @@ def _window(counts: list[int], begin: int) -> dict[str, Any]:
 
 
 class _CountedRequest:
-    """What is known of a request so far."""
+    """Record of a running request so far."""
 
     __slots__ = ("allocated", "blocks", "new", "prompt_tokens", "request_id", "reused_tokens")
 
@@ -384,14 +384,14 @@ class _CountedRequest:
         self.request_id = request_id
         self.prompt_tokens, self.reused_tokens = prompt_tokens, reused_tokens
         self.blocks = blocks
-        """Of all windows: reused in full, in part, and missed."""
+        """Blocks in all windows: reused in full, in part, and missed."""
         self.allocated = self.new = 0
 
 
 class RequestCounter:
-    """Records of requests that have ended, `keep` at most: the oldest are dropped first.
+    """Records of ended requests, `keep` at most: the oldest are dropped first.
 
-    What runs already when a manager resumes has no record: nobody knows how it began.
+    Requests that already run when a manager resumes have no record: their admission is unknown.
     """
 
     def __init__(self, bus: EventBus, created: ev.CacheCreated, keep: int) -> None:
@@ -408,12 +408,12 @@ class RequestCounter:
         bus.subscribe(self._on_removed, ev.SequenceRemoved)
 
     def take(self) -> list[RequestStats]:
-        """The records since the last call, oldest first; from any thread."""
+        """Return the records since the last call, oldest first; from any thread."""
         taken = []
         for _ in range(len(self._ended)):
             try:
                 taken.append(self._ended.popleft())
-            except IndexError:  # another thread takes them, too
+            except IndexError:  # another thread takes them concurrently
                 break
         return taken
 
@@ -427,7 +427,7 @@ class RequestCounter:
         )
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
-        """What is allocated for it counts for the request that brought it."""
+        """Count an encoder's input, and its allocations, for the request that it belongs to."""
         request = self._running.get(event.sequence)
         if request is not None:
             full, partial, missed = request.blocks

@@ -1,6 +1,6 @@
-"""A state and the record of how it came about: emit = apply and publish, flush = one batch to the log and the sinks.
+"""A state and its record: emit = apply and publish, flush = one batch to the log and the sinks.
 
-`EventSourced` is what a manager and a recorder are: a cache that one thread changes, by events alone.
+`EventSourced` is the base of a manager and a recorder: a cache changed by one thread, by events alone.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 UNFLUSHED_STEPS = 100
-"""How often one sequence gets tokens between two flushes before that is taken for a mistake."""
+"""Number of times that one sequence gets tokens without a flush before a warning."""
 LONGEST_WAIT_SECONDS = 1e9
-"""30 years: platforms refuse to wait for much longer."""
+"""Longest wait, 30 years: platforms refuse to wait for much longer."""
 
 
 def cache_created(config: KVCacheConfig, layout: Layout, *, published: bool) -> CacheCreated:
-    """What a cache begins with. `published`: whether a log or a sink will see its events."""
+    """Build the first event of a cache. `published`: True if a log or a sink receives its events."""
     algorithm: str = config.block_hash
     if algorithm == "auto":
-        # Names are for others: where nobody listens, computing them would be most of the work.
+        # Names are for subscribers: without any, computing them would be most of the work.
         named = published or config.eviction_policy == "levels"
         algorithm = DEFAULT_ALGORITHM if named else "none"
     odd = config.tokens_per_block & (config.tokens_per_block - 1)
@@ -77,7 +77,9 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, published: bool) -> 
 
 
 class Journal:
-    """Starts an epoch; from then on nothing changes the state but `emit`. Any thread may ask (`sinks.base.Probe`)."""
+    """Event journal of an epoch; after its start nothing changes the state but `emit`. Any thread may read
+    (`sinks.base.Probe`).
+    """
 
     def __init__(
         self,
@@ -99,60 +101,60 @@ class Journal:
         self.latest = LatestEvents(event_buffer_max_size) if event_buffer_max_size else None
         self.outputs = outputs
         self.step_times: Histogram | None = None
-        """What calls take of each engine step; None while no sink has asked for it."""
+        """Duration of calls per engine step; None until a sink has requested it."""
         self._state_due = False
         self.next_seq = 0 if outputs.log is None else outputs.log.next_seq
         """Number of the next batch."""
         self._exported_seq = -1
-        """The last batch that holds the whole state."""
+        """Number of the last batch with the whole state."""
         self._start(created, first)
         if shared is not None:
             self.emit(shared)
 
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
-        """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
+        """Emit the first events of an epoch: its beginning, and the initial state of folds (`first`, or empty)."""
         used = 0 if first is None else epoch_of(max(first.next_handle, first.next_transfer))
         epoch = None if self.outputs.log is None else self.outputs.log.begin_epoch(used)
         if epoch is not None:
-            self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
+            self.bus.publish(epoch)  # it describes the log; the live state always has its tokens
         self.emit(created)
         if epoch is not None:
             first, number = first or self.state.export(), first_number(epoch.epoch)
-            # What has a number of an earlier epoch keeps it.
+            # Things numbered in an earlier epoch keep their numbers.
             handle, transfer = max(first.next_handle, number), max(first.next_transfer, number)
             self.emit(msgspec.structs.replace(first, next_handle=handle, next_transfer=transfer))
         elif first is not None:
             self.emit(first)
 
     def emit(self, event: Event) -> None:
-        """The only way in which anything changes."""
+        """Apply and publish an event: the only way in which anything changes."""
         self.state.apply(event)
-        # What `bus.publish` does, without the call: this runs several times per engine step.
+        # Inlined `bus.publish`, to save the call: this runs several times per engine step.
         self._pending.append(event)
         for subscriber in self._subscribers[type(event)]:
             subscriber(event)
 
     def make_good(self) -> None:
-        """Record what was lost, and the whole state with the next flush; before each, where `outputs.may_lose`."""
+        """Record losses, and the whole state with the next flush; called before each flush where `outputs.may_lose`."""
         gap = self.outputs.take_gap()
         if gap is not None:
             self.bus.publish(gap)
         lost = self.outputs.lost_seq
-        # The batch with the state may itself be the last that was lost.
+        # The batch with the state may itself be the last one lost.
         if gap is not None or (lost >= 0 and lost >= self._exported_seq):
             self._state_due = True
 
     @property
     def due(self) -> bool:
-        """Whether there is something to flush."""
+        """True if there is something to flush."""
         return self._state_due or bool(self.bus.pending)
 
     def flush(self, now: int) -> EventBatch | None:
-        """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
+        """Publish everything since the last flush as one batch, stamped `now`; no batch if empty."""
         if self._state_due:
             self._state_due = False
             for event in (self.state.export(), *self.state.export_shared()):
-                self.bus.publish(event)  # says what is, so there is nothing to apply
+                self.bus.publish(event)  # describes the present, so there is nothing to apply
             self._exported_seq = self.next_seq
         if not self.bus.pending:
             return None
@@ -179,19 +181,19 @@ class Journal:
 
 
 class EventSourced:
-    """A cache that changes by events alone: one way to begin, to end a step and to close, whoever decides.
+    """A cache that changes by events alone: one way to begin, to end a step and to close, for managers and recorders.
 
     One thread makes all calls, except those that say otherwise.
     """
 
     state: CacheState
-    """As of the last event."""
+    """State as of the last event."""
     bus: EventBus
-    """Passes each event on."""
+    """Bus that dispatches each event."""
     _guard: Guard
     _journal: Journal
     _upkeep: Upkeep
-    """Decides what concerns no sequence alone."""
+    """Decisions about the cache as a whole."""
 
     @contextmanager
     def _beginning(
@@ -204,9 +206,9 @@ class EventSourced:
         first: StateExported | None = None,
         shared: PoolShared | None = None,
     ) -> Iterator[Outputs]:
-        """Open log and sinks and begin an epoch; the body makes the parts that work on its state.
+        """Open log and sinks and begin an epoch; the body builds the parts that work on its state.
 
-        Flushes the first batch behind the body. If anything fails, what was opened is closed.
+        Flushes the first batch after the body. If anything fails, everything opened here is closed.
         """
         started, self._wall_ns = time_from(wall_ns), wall_ns
         self._guard, self._look_at, self._warned = Guard(), UNFLUSHED_STEPS, False
@@ -232,7 +234,7 @@ class EventSourced:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what any thread may call
+    # -- calls from any thread
 
     def stats(self) -> Stats:
         """Counters and gauges as of the last flush; may be called from any thread."""
@@ -243,28 +245,27 @@ class EventSourced:
         return self._journal.sink_stats()
 
     def log_stats(self) -> LogStats | None:
-        """Progress, lag and losses of the log, and whether the disk refuses it; None without a log. For any thread."""
+        """Progress, lag, losses and write errors of the log; None without a log. May be called from any thread."""
         return self._journal.log_stats()
 
     def wait_durable(self, timeout: float = float("inf")) -> bool:
-        """Wait until all that was flushed so far is on disk; for any thread. Without a log there is nothing to wait.
+        """Wait until everything flushed so far is on disk; from any thread. Without a log there is nothing to wait for.
 
-        A batch that the log has lost is waited for as well: until the `Gap` that stands for it is there. False after
-        `timeout` seconds, or if the log is never synced (`log.fsync` "never"). Raises `events.LogWriteFailed` if the
-        log has ended without it.
+        Also waits for the `Gap` of each batch that the log has lost. Returns False after `timeout` seconds, or if the
+        log is never synced (`log.fsync` "never"). Raises `events.LogWriteFailed` if the log has ended before.
         """
         seconds = checked_wait(timeout, "timeout must be a number")
         log, last = self._journal.outputs.log, self._journal.next_seq - 1
         return log is None or log.wait_durable(last, seconds)
 
     def reopen_sinks(self) -> None:
-        """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""
+        """Reopen the files of sinks, as after their rotation; may be called in a signal handler."""
         self._journal.outputs.reopen()
 
     def wait_subscribers(
         self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`.
+        """Wait until each feed for routers has `count` subscribers; False after `timeout` seconds or once `stop()`.
 
         May be called from any thread.
         """
@@ -283,16 +284,16 @@ class EventSourced:
 
     @exclusive
     def flush(self) -> EventBatch | None:
-        """End an engine step: publish what happened as one batch. An empty step makes no batch.
+        """End an engine step: publish everything since the last flush as one batch. An empty step makes no batch.
 
-        With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
-        and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
+        With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is
+        nevertheless handed to log and sinks: do not retry; the next flush ends the next step.
         """
         return self._end_step()
 
     @closing
     def close(self) -> None:
-        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless.
+        """Land copies in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless.
 
         In the middle of another call, as from a signal handler, it takes effect when that call has ended.
         """
@@ -326,11 +327,11 @@ class EventSourced:
     def _end_last_step(self) -> None:
         try:
             self._finish_copies()
-            # A ticket that calls the manager says nothing about its copies, and closing asks no second time.
+            # A ticket that calls the manager proves nothing about its copies, and closing does not poll it again.
             with suppress(ManagerBusy):
                 self._record_copies()
         finally:
-            # Who does not want to wait for copies any longer still wants what has happened recorded.
+            # An interrupted wait for copies still records everything that happened.
             if self._guard.failure is None:
                 with self._guard:
                     self._upkeep.checkpoint()
@@ -344,7 +345,7 @@ class EventSourced:
                 journal.make_good()
         if not journal.due:
             return None
-        # Outside the guard: with a clock that fails, everything waits for the next flush.
+        # Outside the guard: with a failing clock, everything waits for the next flush.
         now = time_from(self._wall_ns)
         try:
             return journal.flush(now)
@@ -353,7 +354,7 @@ class EventSourced:
             raise
 
     def _record_copies(self) -> tuple[int, ...]:
-        """Record ended copies; returns those that landed. Without an engine that moves bytes all have."""
+        """Record ended copies; returns those that landed. Without an engine that moves bytes all have landed."""
         landed = tuple(self.state.transfers)
         if landed:
             with self._guard:
@@ -364,15 +365,15 @@ class EventSourced:
         """Wait until all copies have ended."""
 
     def _acquire(self) -> None:
-        """Take what is this cache's until it is closed, now that all else has worked."""
+        """Acquire resources that are this cache's until it is closed, after everything else has worked."""
 
     def _release(self) -> None:
-        """Give it back."""
+        """Release them."""
 
     def _warn_of_no_flush(self) -> None:
         """Warn once if steps follow each other without a flush: nothing is published then, and events pile up.
 
-        Looks when so many events wait, and again when they are twice as many.
+        Checks at a number of pending events, and again at twice that number.
         """
         pending = self.bus.pending
         if len(pending) < self._look_at or self._warned:
@@ -389,9 +390,9 @@ class EventSourced:
 
 
 def checked_wait(wait: Any, must: str, *, per_second: int = 1) -> float:
-    """A wait from 0 to the longest one, in seconds. Raises `UsageError`, saying what it `must` be."""
+    """Validate a wait from 0 to the longest one, in seconds. Raises `UsageError`, stating what it `must` be."""
     number: Any = wait if isinstance(wait, Real) else None
-    # NaN is neither.
+    # NaN satisfies neither comparison.
     if number is not None and (number <= 0 or number > 0):
         return float(max(0, min(number, LONGEST_WAIT_SECONDS * per_second))) / per_second
     raise UsageError(f"{must}, not {type(wait).__name__} or NaN")

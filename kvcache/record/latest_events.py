@@ -1,7 +1,7 @@
 """A bounded buffer of recent events in TensorRT-LLM's shape, for programs that poll `get_latest_events`.
 
-What is flushed becomes visible at once; when more than `max_size` dicts wait, the oldest go, which a reader sees
-as a hole in `event_id`. Reading empties the buffer, from any thread.
+Flushed events are visible at once; beyond `max_size` dicts the oldest are dropped, which a reader sees as a gap in
+`event_id`. Reading empties the buffer, from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from events.types import EventBatch
 
 
 class LatestEvents:
-    """The last `max_size` dicts that nobody has taken."""
+    """Buffer of the last `max_size` unread dicts."""
 
     def __init__(self, max_size: int) -> None:
         self._inventory, self._dicts = Inventory(), EventDicts()
@@ -23,7 +23,7 @@ class LatestEvents:
         self._changed = threading.Condition()
 
     def get(self, timeout: float | None) -> list[Data]:
-        """Take everything visible; wait for something for `timeout` seconds (None: for ever)."""
+        """Return and remove everything visible; wait for something for `timeout` seconds (None: for ever)."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._visible), timeout)
             events = list(self._visible)

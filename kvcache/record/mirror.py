@@ -1,4 +1,4 @@
-"""What an engine's cache holds after the calls so far, by the engine's ids: the answer may be `Contradiction`.
+"""State of an engine's cache after the calls so far, by the engine's ids; an impossible call is a `Contradiction`.
 
 Nothing is changed here.
 """
@@ -27,7 +27,7 @@ from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest, checked_integer, checked_natural, listed
 
 Blocks = Items[int] | Any
-"""An engine's block ids: a list, `array` or numpy array of integers."""
+"""Block ids of an engine: a list, `array` or numpy array of integers."""
 
 _FEW = 48
 """Up to this number of blocks a loop is faster than numpy: it finds 16 in 1.6 µs, numpy in 4.3; 64 in 6.1 and 5.3."""
@@ -38,21 +38,23 @@ _WINDOWS = (SLIDING, CHUNKED)
 
 
 class LayerGroup(NamedTuple):
-    """Layers whose blocks lie in the pool of the layers with full attention."""
+    """Layers with blocks in the pool of the layers with full attention."""
 
     kind: Kind
-    """What of a prefix must be cached so that these layers can go on behind it: ``full``, all of it; ``sliding``, its
-    last `window` tokens; ``chunked``, what follows the last multiple of `window`; ``state``, its end; ``uncached``,
-    nothing, as nothing of theirs is found."""
+    """Part of a prefix that must be cached for these layers to continue after it: ``full``, all of it; ``sliding``, its
+    last `window` tokens; ``chunked``, the part after the last multiple of `window`; ``state``, its end; ``uncached``,
+    nothing, as none of their blocks are found."""
     tokens_per_block: int
     window: int = 0
     """In tokens."""
     layers: int = 0
-    """How many, for people."""
+    """Number of layers, for display."""
 
 
 def pool_shared(groups: Items[LayerGroup], *, named: bool) -> ev.PoolShared | None:
-    """The event for these groups; None: there are none. Raises `UsageError`. `named`: the engine names its blocks."""
+    """Build the event for these groups; None if there are none. Raises `UsageError`. `named`: True if the engine names
+    its blocks.
+    """
     shared = [_checked(each) for each in listed(groups, "groups")]
     if shared and not named:
         raise UsageError("further groups need the engine's own names: give name_bytes")
@@ -74,48 +76,50 @@ def _checked(group: object) -> ev.SharingGroup:
 
 
 def contradiction(sequence: Sequence, reason: str, block: Any = None) -> Contradiction:
-    """The error for a running request of which an engine has recorded what cannot be true."""
+    """Build the error for a running request with an impossible call of its engine."""
     name, number = shown(sequence.request_id), None if block is None else int(block)
     return Contradiction(f"request {name} {reason}", sequence.request_id, number)
 
 
 class MirroredCopies:
-    """Blocks of an engine that hold the same content, for which the log has one slot."""
+    """Blocks of an engine with equal content, for which the log has one slot."""
 
     __slots__ = ("first", "holders", "spares", "unnamed")
 
     def __init__(self, first: int, holders: int) -> None:
         self.first = first
-        """The block that sequences hold of which nothing else is noted."""
+        """Block of sequences without another entry."""
         self.holders = {first: holders}
-        """By block, the sequences that hold it."""
+        """Holding sequences by block."""
         self.spares: list[int] = []
-        """The slots that the other copies left blank."""
+        """Slots that the other copies left blank."""
         self.unnamed: set[int] = set()
-        """Copies that cannot be found any more, and are there only as long as they are held."""
+        """Copies that cannot be found any more, and exist only while held."""
 
     @property
     def can_be_found(self) -> bool:
-        """Whether there is another copy than these."""
+        """True if there is another copy than these."""
         return len(self.unnamed) < len(self.holders)
 
 
 class BlockIds:
-    """Which slot of the log stands for each block of an engine. Blocks are counted from the first id here."""
+    """Mapping between the blocks of an engine and the slots of the log. Blocks are counted from the first id here."""
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self._count = first, count
         self._slots, self._blocks = array("i", range(count)), array("i", range(count))
-        """By block its slot, and back; of a slot that several copies share, the latter says nothing."""
+        """Slot by block, and block by slot; for a slot shared by several copies the latter is undefined."""
         self._straight = True
-        """Whether each slot has the number of its block still."""
+        """True while each slot has the number of its block."""
         self.copies: dict[int, MirroredCopies] = {}
-        """By slot."""
+        """Copies by slot."""
         self._held: dict[int, dict[int, int]] = {}
-        """By sequence and slot, which copy it holds, where that is not the first."""
+        """Copy held, by sequence and slot, where it is not the first."""
 
     def slots(self, blocks: Blocks) -> array[int]:
-        """Where blocks lie in the log. Raises `UsageError` for what is no id, `Contradiction` for one out of range."""
+        """Convert blocks to slots of the log. Raises `UsageError` for invalid ids, `Contradiction` for one out of
+        range.
+        """
         if not isinstance(blocks, list) or len(blocks) > _FEW:
             return self._many(blocks)
         slots, first, count, found = self._slots, self.first, self._count, array("i")
@@ -150,14 +154,14 @@ class BlockIds:
         )
 
     def id_of(self, slot: int) -> int:
-        """The block that lies in a slot, or one of several."""
+        """Return the block in a slot, or one of several."""
         copies = self.copies.get(slot)
         return self.first + (self._blocks[slot] if copies is None else next(iter(copies.holders)))
 
     # -- copies
 
     def share(self, handle: int, own: int, slot: int, holders: int) -> None:
-        """The block of a sequence in the slot `own` is a copy of what lies in another, which has `holders` already."""
+        """Note that a sequence's block in the slot `own` is a copy of another slot's, which has `holders` already."""
         block = self._blocks[own]
         copies = self.copies.get(slot)
         if copies is None:
@@ -169,7 +173,7 @@ class BlockIds:
         self._straight = False
 
     def hold(self, handle: int, blocks: Blocks, slots: array[int]) -> None:
-        """A sequence holds these blocks, which are cached in these slots."""
+        """Note that a sequence holds these blocks, which are cached in these slots."""
         if not self.copies:
             return
         for block, slot in zip(blocks, slots, strict=True):
@@ -181,7 +185,7 @@ class BlockIds:
                     self._held.setdefault(handle, {})[slot] = at
 
     def release(self, handle: int, table: array[int]) -> None:
-        """A sequence with this table has released all its blocks."""
+        """Note that a sequence with this table has released all its blocks."""
         held = self._held.pop(handle, {})
         if not self.copies:
             return
@@ -193,7 +197,7 @@ class BlockIds:
                 self.leave(block, slot)
 
     def leave(self, block: int, slot: int) -> None:
-        """A copy is gone, others are left: it gets one of the slots that these do not need."""
+        """Note that a copy is gone and others are left: it gets one of the slots that these do not need."""
         copies = self.copies[slot]
         del copies.holders[block]
         copies.unnamed.discard(block)
@@ -204,13 +208,13 @@ class BlockIds:
             del self.copies[slot]
 
     def forget_names(self) -> None:
-        """Nothing is cached any more: copies that nobody holds are blank."""
+        """Note that nothing is cached any more: unreferenced copies are blank."""
         for slot, copies in list(self.copies.items()):
             for block in list(copies.holders):
                 self._forget(block, slot)
 
     def _forget(self, block: int, slot: int) -> None:
-        """A copy cannot be found any more: it is blank, unless it is held or there is no other one."""
+        """Note that a copy cannot be found any more: it is blank, unless held or the last one."""
         copies = self.copies.get(slot)
         if copies is not None:
             copies.unnamed.add(block)
@@ -218,7 +222,7 @@ class BlockIds:
                 self.leave(block, slot)
 
     def invalidate(self, blocks: Blocks, slots: array[int]) -> array[int]:
-        """These blocks cannot be found any more; returns the slots whose content cannot, either."""
+        """Note that these blocks cannot be found any more; returns the slots with content that cannot, either."""
         lost = array("i")
         for block, slot in zip(blocks, slots, strict=True):
             copies = self.copies.get(slot)
@@ -228,7 +232,7 @@ class BlockIds:
         return lost
 
     def lose(self, slots: array[int]) -> list[int]:
-        """What these slots hold cannot be found any more; returns the blocks of which it is news."""
+        """Note that the content of these slots cannot be found any more; returns the blocks newly affected."""
         lost = list[int]()
         for slot in slots:
             copies = self.copies.get(slot)
@@ -239,7 +243,7 @@ class BlockIds:
         return lost
 
     def evictable(self, blocks: Blocks, slots: array[int]) -> tuple[list[tuple[int, int]], array[int]]:
-        """Which of these blocks leave copies, with their slots, and the slots whose content goes with them."""
+        """Split these blocks into those that leave copies, with their slots, and the slots that lose their content."""
         if not self.copies:
             return [], slots
         leaving, going, left = list[tuple[int, int]](), array("i"), dict[int, int]()
@@ -281,12 +285,12 @@ class BlockIds:
 
 
 def listed_blocks(blocks: Blocks) -> Blocks:
-    """Block ids as something that can be looked at twice."""
+    """Make block ids iterable twice."""
     return blocks if isinstance(blocks, list | array | np.ndarray) else listed(blocks, "block ids")
 
 
 class Mirror:
-    """Looks things up for a `Recorder`, in a state with one group of full attention."""
+    """Lookups and checks for a `Recorder`, in a state with one group of full attention."""
 
     def __init__(self, state: CacheState, group: FullGroup, ids: BlockIds) -> None:
         self._state, self.group, self.ids = state, group, ids
@@ -328,7 +332,7 @@ class Mirror:
                 raise Contradiction(f"secondary block {blocks[at]} is not free", block=int(blocks[at]))
 
     def _use_of(self, slot: int) -> str:
-        """What a slot is used for, for a message."""
+        """Describe the use of a slot, for a message."""
         if slot in self.ids.copies:
             return "holds what other blocks hold, too"
         for sequence in self._state.sequences.values():
@@ -337,7 +341,7 @@ class Mirror:
         return "is cached: it must be evicted before"
 
     def names_at(self, level: int, slots: array[int]) -> bytes:
-        """The names of cached blocks that continue each other."""
+        """Return the names of consecutive cached blocks."""
         size, names, done = self._key_bytes, b"", 0
         while size and done < len(slots):
             run = self.group.run_at(level, slots[done])
@@ -348,7 +352,7 @@ class Mirror:
         return names
 
     def refuse_unstorable(self, sequence: Sequence, first: int, last: int) -> None:
-        """Raise `Contradiction` unless a request has these blocks, full of its tokens, and nobody else holds them."""
+        """Raise `Contradiction` unless a request holds these blocks, full of its tokens, as their only holder."""
         table = sequence.tables[0]
         if last > len(table) or last * self._size > sequence.num_tokens:
             full = min(len(table), sequence.num_tokens // self._size)
@@ -361,7 +365,7 @@ class Mirror:
                 raise contradiction(sequence, f"cannot name block {block}, {lost}", block)
 
     def cached_already(self, sequence: Sequence, first: int, last: int) -> list[Piece]:
-        """What of these blocks of a sequence, from the first one on, is cached already."""
+        """Return the leading blocks of these of a sequence that are already cached."""
         tail = sequence.path_ends[0]
         if (
             not tail.children
@@ -373,7 +377,7 @@ class Mirror:
         return found.pieces(0, self._key_bytes)
 
     def other_name(self, sequence: Sequence, block: int, slot: int) -> Contradiction:
-        """The error for a block of a sequence that is named otherwise than the one in a slot, which holds the same."""
+        """Build the error for a block of a sequence with another name than the one in a slot with the same content."""
         return Contradiction(
             f"block {block} of request {shown(sequence.request_id)} has the tokens of block {self.ids.id_of(slot)}, "
             "and another name: what tells them apart must be in the request, as LoRA adapter, salt, items or extra ids",
@@ -391,7 +395,7 @@ class Mirror:
         external: int,
     ) -> None:
         """Raise `Contradiction` unless these blocks of primary, and then these of secondary, are the beginning of the
-        prompt, and not all of it together with those from outside.
+        prompt, and with the external ones not all of it.
         """
         name, count = shown(request.request_id), len(slots) + len(below)
         if external >= request.num_tokens - count * self._size > 0:
@@ -420,7 +424,7 @@ class Mirror:
         slots: array[int],
         first: int,
     ) -> Node | None:
-        """Follow the path of these blocks, of which the first is a prompt's block `first`; returns where it ends."""
+        """Follow the path of these blocks, the first of which is a prompt's block `first`; returns its end."""
         tree, done, size = self.group.tree, 0, self.group.tree.block_bytes
         while done < len(slots):
             run = tree.runs.get(self.group.levels[level].run_ids[slots[done]])
@@ -439,7 +443,7 @@ class Mirror:
                 reason = (
                     "does not continue the block before it" if begin or take else "does not begin a prompt"
                 )
-            # Copied for it, as two views would be compared number by number.
+            # Copied, as two views would be compared number by number.
             if run is not None and run.symbols[: take * size] != request.symbols[begin : begin + take * size]:
                 take = common_bytes(run, request.symbols, begin, begin + take * size) // size
                 reason = "holds other tokens than its prompt has there"
@@ -459,7 +463,7 @@ class Mirror:
     def ends(
         self, level: int, slots: array[int], *, keep_order: bool = False, moving: bool = False
     ) -> list[tuple[array[int], bytes]]:
-        """These cached blocks as ends of runs, with their names, in an order in which they can go."""
+        """Group these cached blocks into ends of runs, with their names, in a possible order of eviction."""
         try:
             return list(self._in_order(level, slots, moving=moving))
         except Contradiction:
@@ -469,12 +473,12 @@ class Mirror:
         return list(self._in_order(level, ordered, moving=moving))
 
     def _depth(self, level: int, slot: int) -> tuple[int, int, int]:
-        """Where a cached block comes in an order with the deepest first, and runs in one piece."""
+        """Sort key of a cached block in an order with the deepest first, and runs in one piece."""
         run = self.group.run_at(level, slot)
         return -run.end, run.id, -run.slots.index(slot)
 
     def _in_order(self, level: int, slots: array[int], *, moving: bool) -> Iterator[tuple[array[int], bytes]]:
-        """As `ends`, if they can go in this order."""
+        """Yield the same as `ends`, if they can go in this order."""
         runs, owner, left = self.group.tree.runs, self.group.levels[level].run_ids, dict[int, int]()
         size, done = self._key_bytes, 0
         while done < len(slots):
@@ -498,7 +502,7 @@ class Mirror:
             done += take
 
     def tails(self, slots: array[int]) -> list[tuple[LevelIndex, array[int], bytes]]:
-        """These cached blocks of primary and all that continues them, with their names, deepest first."""
+        """Return these cached blocks of primary and all blocks that continue them, with their names, deepest first."""
         cuts: dict[int, tuple[Run, int]] = {}
         for slot in slots:
             run = self.group.run_at(PRIMARY, slot)
@@ -532,7 +536,7 @@ class Mirror:
 
 
 def common_slots(slots: array[int], others: array[int], begin: int) -> int:
-    """How many of the first slots are those of the others from `begin` on."""
+    """Count the leading slots that equal those of the others from `begin` on."""
     most = min(len(slots), len(others) - begin)
     if slots[:most] == others[begin : begin + most]:
         return most

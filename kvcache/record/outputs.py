@@ -1,4 +1,4 @@
-"""Where flushed batches go: the log and the sinks. The manager's only contact with files, threads and sockets."""
+"""Outputs of flushed batches: the log and the sinks. The manager's only contact with files, threads and sockets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sinks.router.feed import RouterFeed
 
 _ROOM_SECONDS = 2.0
 _SEGMENTS_KEPT = 8
-"""At least so many segments make up what is kept of a log, since it is cut only between them."""
+"""Least number of segments in the retained part of a log, since it is cut only between them."""
 _LEAST_BYTES = 4096
 LogTarget = LogWriter | str | PathLike[str] | None
 
 
 class Outputs:
-    """Hands batches over without waiting (unless the log is told to block rather than drop)."""
+    """Non-blocking output of batches (unless the log is configured to block rather than drop)."""
 
     def __init__(
         self, log: LogWriter | None, runners: Sequence[SinkRunner], *, tokens_by_default: bool = True
@@ -46,7 +46,7 @@ class Outputs:
         self._feeds = tuple(feeds)
         self.feeds = tuple(feed for _, feed in feeds if feed.feeds_routers)
         self.may_lose = log is not None or bool(feeds)
-        """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
+        """True if something may be lost that the manager must make good."""
 
     @classmethod
     def open(
@@ -73,7 +73,7 @@ class Outputs:
         return cls(writer, runners, tokens_by_default=records)
 
     def offer(self, probe: Probe) -> bool:
-        """Let those sinks ask that want to know more than events say; whether there is one."""
+        """Pass the probe to those sinks that use one; returns True if there is one."""
         watching = [runner.sink for runner in self._runners if runner.sink.watches]
         for sink in watching:
             sink.watch(probe)
@@ -81,11 +81,11 @@ class Outputs:
 
     @property
     def records_tokens(self) -> bool:
-        """Whether the log, if there is one, says what prompts are, so that nobody relies on names."""
+        """True if the log, if there is one, records prompts, so that nothing relies on names."""
         return self.log is None or self.log.epoch_started.tokens_recorded
 
     def publish(self, batch: EventBatch) -> None:
-        """Hand a batch over. Never raises: `LogWriter.check` does for a log that takes none."""
+        """Hand over a batch. Never raises: `LogWriter.check` does for a failed log."""
         if self.log is None and not self._runners:
             return
         size = batch_bytes(batch)
@@ -99,23 +99,23 @@ class Outputs:
             runner.put(batch, size)
 
     def make_room(self) -> None:
-        """Wait a moment for a log that has lost batches, so that it can still be told of that before it is closed."""
+        """Wait briefly for a log that has lost batches, so that the loss can be recorded before it is closed."""
         if self.log is not None and self.log.has_lost:
             with contextlib.suppress(LogWriteFailed):
                 self.log.flush(_ROOM_SECONDS)
 
     def take_gap(self) -> Gap | None:
-        """What the log has lost, once there is room again."""
+        """Return the log's losses, once there is room again."""
         return self.log.take_gap() if self.log is not None else None
 
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool]) -> bool:
-        """Wait until each feed for routers has so many readers; False if the time is over or `stop()` says so."""
+        """Wait until each feed for routers has `count` subscribers; False after `timeout` or once `stop()` is True."""
         deadline = time.monotonic() + timeout
         return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self.feeds)
 
     @property
     def lost_seq(self) -> int:
-        """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none.
+        """The last batch lost by a sink's fold, which needs the whole state in a later one; -1: none.
 
         A quarantined sink would not get it.
         """
@@ -127,7 +127,7 @@ class Outputs:
         return lost
 
     def reopen(self) -> None:
-        """Let sinks that have files open them again."""
+        """Reopen the files of sinks."""
         for runner in self._runners:
             runner.reopen()
 
@@ -136,7 +136,7 @@ class Outputs:
         return tuple(runner.stats() for runner in self._runners)
 
     def close(self) -> None:
-        """Drain and close everything, all sinks at a time; the log's failure is raised last."""
+        """Drain and close everything, all sinks concurrently; the log's failure is raised last."""
         closing = [threading.Thread(target=runner.close) for runner in self._runners]
         for thread in closing:
             thread.start()
@@ -151,7 +151,7 @@ class Outputs:
 def open_log(
     directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
 ) -> LogWriter:
-    """A log writer as configured. Raises what `LogWriter` raises."""
+    """Open a log writer as configured. Raises as `LogWriter` does."""
     written = config.model_dump()
     limits = Limits(*(written.pop(f"retain_{unit}") for unit in ("bytes", "seconds", "segments")))
     if written.pop("snapshots") or limits:
@@ -166,7 +166,7 @@ def open_log(
 
 
 def log_directory(log: object) -> Path:
-    """A log given as its directory. Raises `UsageError` if it names none."""
+    """Return the directory of a log. Raises `UsageError` if the value names none."""
     if not isinstance(log, str | PathLike):
         raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
     try:
@@ -179,7 +179,7 @@ def log_directory(log: object) -> Path:
 
 
 def _check_sink(sink: object) -> None:
-    """Refuse a mistake before anything is opened: later it would be a sink that fails for ever."""
+    """Refuse an invalid sink before anything is opened: later it would be a sink that fails for ever."""
     if not isinstance(sink, str | Sink | SinkRunner):
         raise UsageError(f"a sink must be a URL or derive from sinks.Sink; {type(sink).__name__} does not")
 

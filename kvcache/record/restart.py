@@ -1,4 +1,4 @@
-"""Warm restarts: the log says what secondary held, and the checksums in it which of that is still there."""
+"""Warm restarts: the log lists the blocks in secondary, and its checksums verify which of them are intact."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class LogOfOtherCache(UsageError):
-    """The log is of a cache with other settings: what its blocks hold means something else here. Nothing was changed.
+    """The log is of a cache with other settings, with another meaning of its blocks. Nothing was changed.
 
-    `what` says in what they differ.
+    `what` names the difference.
     """
 
     path: Path
@@ -43,22 +43,22 @@ class LogOfOtherCache(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was found again in secondary."""
+    """Result of recovering secondary."""
 
     survey: Survey
-    """In blocks of all windows together."""
+    """Counts of blocks of all windows together."""
     replay_seconds: float
-    """Reading the log."""
+    """Time to read the log."""
     verify_seconds: float
-    """Reading the blocks and comparing their checksums, and computing others again."""
+    """Time to read the blocks, compare their checksums, and recompute others."""
     verified_bytes: int
-    """So much was read of them."""
+    """Bytes of blocks read."""
     state: StateExported
-    """What the cache begins with."""
+    """Initial state of the cache."""
 
 
 def config_of(state: object) -> KVCacheConfig:
-    """The settings of a replayed state, to go on with; see `KVCacheManager.resume`, which raises the same."""
+    """Return the settings of a replayed state, to continue with; see `KVCacheManager.resume`, which raises the same."""
     if not isinstance(state, CacheState):
         raise UsageError(
             f"a state is needed, not {type(state).__name__}: replay.replay(directory).state is one"
@@ -72,7 +72,7 @@ def config_of(state: object) -> KVCacheConfig:
             what, "begin with an empty one; `kvcache whatif` shows what this manager would have done"
         )
     config = KVCacheConfig.model_validate_json(state.created.config)
-    # "auto" was decided then.
+    # "auto" was resolved by the recorded cache.
     return config.model_copy(update={"block_hash": state.hashing.name})
 
 
@@ -80,7 +80,7 @@ def config_of(state: object) -> KVCacheConfig:
 def reopened(
     config: KVCacheConfig, log: LogTarget, pools: Pools | None, recompute: Recompute | None
 ) -> Iterator[tuple[LogWriter, Restored | None]]:
-    """What a manager continues: its log, open to be continued, and what was found again; None if nothing can be.
+    """Open what a manager continues: its log, and what was recovered; None if nothing can be.
 
     Raises what `KVCacheManager.open` does. If anything fails, also in the body, a log that was opened here is closed.
     """
@@ -133,7 +133,7 @@ def _restored(
 
 
 def _refuse_other(config: KVCacheConfig, directory: Path, state: CacheState) -> None:
-    """Raise unless what the log says of blocks means the same here."""
+    """Raise unless the blocks of the log mean the same here."""
     there, here = state.created, cache_created(config, served_layout(config), published=True)
     assert there is not None
     if not state.tokens_recorded:
