@@ -1,4 +1,4 @@
-"""Everything the cache manager raises, as one tree that tells three parties apart.
+"""Everything the cache manager raises, as one tree that separates three causes.
 
 ::
 
@@ -29,12 +29,12 @@
         ├── InvariantViolated
         └── Poisoned
 
-Beside these, opening a log raises what `events.errors` lists, and `flush`, `clear` and `close` raise its
-`LogWriteFailed`, which says nothing against the manager.
+In addition, opening a log raises the errors of `events.errors`, and `flush`, `clear` and `close` raise its
+`LogWriteFailed`, after which the manager is still usable.
 
-Each error keeps what a program can act on as attributes and passes exactly these to ``Exception``, so that
-it survives pickling; its text is made from them and says what to do. No text contains token ids: they are
-the prompt, and error texts end up in logs that more people read.
+Each error has the values that a program can act on as attributes and passes exactly these to ``Exception``, so that it
+survives pickling; its text is made from them and says what to do. No text contains token ids: they are the prompt, and
+error texts end up in logs that more people read.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from events.errors import FieldsError
 from events.types import RequestId
 
 _SHOWN_CHARACTERS = 80
-"""Of a request id that is longer, texts repeat so much."""
+"""Number of characters of a longer request id that texts repeat."""
 
 
 def shown(request_id: RequestId) -> str:
-    """A request id as texts repeat it: no more of it than fits into a line."""
+    """Format a request id for texts, shortened to fit into a line."""
     # Python writes no integer with thousands of digits.
     if isinstance(request_id, int):
         return repr(request_id) if request_id.bit_length() <= 64 else "(an integer beyond 64 bits)"
@@ -91,7 +91,7 @@ class ConfigError(UsageError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class DuplicateRequest(UsageError):
-    """A request was added whose id belongs to a running one, or (`in_batch`) to another one of the same call."""
+    """A request was added with the id of a running one, or (`in_batch`) of another one of the same call."""
 
     request_id: RequestId
     in_batch: bool = False
@@ -115,7 +115,7 @@ class UnknownRequest(UsageError):
 
 @dataclass(eq=False, repr=False)
 class InvalidTokens(UsageError):
-    """Token ids cannot be used. `reason` says why without naming any; `position` is the first bad one's index."""
+    """Token ids cannot be used. `reason` explains why without naming any; `position` is the first invalid index."""
 
     reason: str
     position: int | None = None
@@ -147,7 +147,7 @@ class ManagerBusy(UsageError):
 
 
 class TransfersPending(UsageError):
-    """Block tables were asked for, or tokens said to be computed, before the copies into these blocks were started."""
+    """Block tables were requested, or tokens reported as computed, before the copies into these blocks were started."""
 
     text = (
         "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
@@ -166,7 +166,7 @@ class TransfersNotAwaited(UsageError):
 
 @dataclass(eq=False, repr=False)
 class StaleTables(UsageError):
-    """With `debug_check_tables`: tables that were made before a call changed what they say of this request."""
+    """With `debug_check_tables`: tables are used that a later call has made out of date for this request."""
 
     request_id: RequestId
 
@@ -179,12 +179,12 @@ class StaleTables(UsageError):
 
 @dataclass(eq=False, repr=False)
 class ComputationLost(UsageError):
-    """A request goes on without having heard, by `poll`, that a failed copy took all but `computed` leading tokens."""
+    """A request continues before `poll` has reported that a failed copy took all but `computed` leading tokens."""
 
     request_id: RequestId
     computed: int
     stuck: bool = False
-    """It has let go of blocks that it would have to begin with: it must be removed and added again."""
+    """True if it cannot restart, because it has released its first blocks: it must be removed and added again."""
 
     def __str__(self) -> str:
         if self.stuck:
@@ -206,10 +206,10 @@ class ManagerClosed(UsageError):
 
 @dataclass(eq=False, repr=False)
 class Contradiction(UsageError):
-    """What an engine tells a `Recorder` cannot be true after what it told before. Nothing of the call was recorded.
+    """An engine's call to a `Recorder` contradicts its earlier calls. Nothing of the call was recorded.
 
-    `reason` names the contradiction; `request_id` and `block`, an id of the engine's, say of which request and block,
-    where it is about one.
+    `reason` names the contradiction; `request_id` and `block`, an id of the engine's, identify the request and the
+    block, if any.
     """
 
     reason: str
@@ -239,7 +239,7 @@ class SnapshotError(UsageError):
     """A file cannot be read as a prefix index.
 
     `problem`: ``foreign``, something else is in the file; ``newer``, in a format that this software does not know;
-    ``damaged``. `detail` is the format's version, or what is wrong.
+    ``damaged``. `detail` is the format's version, or the fault.
     """
 
     path: Path
@@ -283,7 +283,7 @@ class OutOfBlocks(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class PinsExceeded(CapacityError):
-    """More blocks of a window, which is in tokens (0: of cross attention), would be pinned than may be."""
+    """More blocks of a window, which is in tokens (0: of cross attention), would be pinned than allowed."""
 
     blocks: int
     most: int
@@ -298,7 +298,7 @@ class PinsExceeded(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class PromptTooLong(CapacityError):
-    """A prompt, or a sequence, would be longer than can ever be held; both in tokens.
+    """A prompt, or a sequence, exceeds the longest that can ever be held; both in tokens.
 
     `window` is the attention window, in tokens, whose primary blocks hold no more; 0: it is an encoder's input;
     None: `max_sequence_length` is the limit, or there is only one window. `settings` names what to raise.
@@ -309,7 +309,7 @@ class PromptTooLong(CapacityError):
     window: int | None = None
     settings: str = "max_sequence_length and, if the pool is smaller, primary_blocks"
     at_once: bool = False
-    """Whether a prompt of that length can be admitted with `reserve_tokens`."""
+    """True if a prompt of that length can be admitted with `reserve_tokens`."""
 
     def __str__(self) -> str:
         where = "" if self.window is None else f" in {_named(self.window)}"
@@ -358,7 +358,7 @@ class InternalError(KVCacheError):
 
 @dataclass(eq=False, repr=False)
 class InvariantViolated(InternalError):
-    """The state breaks one of its laws. `law` says what is broken, `detail` where, in numbers and ids."""
+    """The state breaks one of its laws. `law` names it, `detail` the place, in numbers and ids."""
 
     law: str
     detail: str = ""
@@ -387,6 +387,6 @@ class Poisoned(InternalError):
 
 
 def invariant(holds: bool, law: str) -> None:
-    """Raise InvariantViolated, with what is broken, unless the law holds. Unlike ``assert`` it is never off."""
+    """Raise InvariantViolated, naming the law, unless it holds. Unlike ``assert`` it is never off."""
     if not holds:
         raise InvariantViolated(law)

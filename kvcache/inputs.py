@@ -1,4 +1,4 @@
-"""What callers pass, turned into plain values and checked before anything looks at the state.
+"""Arguments of callers, converted to plain values and checked before the state is read.
 
 Foreign objects may do anything when they are converted: raise, quote a token, or call the manager. So all of them are
 converted first, and whatever goes wrong becomes a `UsageError` that shows only types: no token, extra id or digest,
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 Choice = TypeVar("Choice", bound=StrEnum)
 LONGEST_ID = 1024
-"""Characters of a request id, which events and error texts repeat."""
+"""Most characters of a request id, which events and error texts repeat."""
 LONGEST_STOP = 64
-"""Characters of the reason for which an output ended."""
+"""Most characters of a stop reason."""
 
 
 def checked_integer(value: object, what: str) -> int:
-    """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
+    """Return a plain int that the log can hold: other kinds of integers (numpy's) are converted."""
     if type(value) is int:
         number = value
     elif isinstance(value, bool):
@@ -61,7 +61,7 @@ def checked_integer(value: object, what: str) -> int:
 
 
 def checked_natural(value: object, what: str) -> int:
-    """A plain int from 0 on."""
+    """Return a plain int from 0 on."""
     number = checked_integer(value, what)
     if number < 0:
         raise UsageError(f"{what} must not be negative")
@@ -69,7 +69,7 @@ def checked_natural(value: object, what: str) -> int:
 
 
 def checked_range(start: object, stop: object, longest: int) -> tuple[int, int]:
-    """The bounds of a row of tokens: 0 <= start <= stop; None and what is beyond `longest` mean up to the end."""
+    """Return the bounds of a range of tokens: 0 <= start <= stop; None and beyond `longest` mean up to the end."""
     first = checked_integer(start, "start")
     last = checked_integer(stop, "stop") if stop is not None else max(first, longest)
     if not 0 <= first <= last:
@@ -78,7 +78,7 @@ def checked_range(start: object, stop: object, longest: int) -> tuple[int, int]:
 
 
 def checked_text(value: object, what: str) -> str:
-    """A plain str that the log can hold, as UTF-8."""
+    """Return a plain str that the log can hold, as UTF-8."""
     if not isinstance(value, str):
         raise UsageError(f"{what} must be a string, not {type(value).__name__}")
     try:
@@ -89,14 +89,14 @@ def checked_text(value: object, what: str) -> str:
 
 
 def checked_flag(value: object, what: str) -> bool:
-    """True or False, and nothing that is merely true or false in an `if`."""
+    """Return True or False, and refuse everything that is merely truthy or falsy."""
     if value is not True and value is not False:
         raise UsageError(f"{what} must be True or False, not {type(value).__name__}")
     return value
 
 
 def checked_choice(value: object, choices: type[Choice], what: str) -> Choice:
-    """One of a few words."""
+    """Return one of a few words."""
     if isinstance(value, str) and value in choices._value2member_map_:
         return choices(value)
     shown = "" if isinstance(value, str) else f", not {type(value).__name__}"
@@ -104,7 +104,7 @@ def checked_choice(value: object, choices: type[Choice], what: str) -> Choice:
 
 
 def checked_request_id(value: object) -> RequestId:
-    """A plain str or int of bounded size. A flag is neither: to Python True is 1, and would name that request."""
+    """Return a plain str or int of bounded size. A flag is neither: to Python True is 1, and would be that id."""
     if type(value) is int and -(2**63) <= value < 2**64:
         return value
     if isinstance(value, str):
@@ -118,16 +118,16 @@ def checked_request_id(value: object) -> RequestId:
 
 
 _LONGEST_VALUE, _LONGEST_NAME, _MOST_LABELS = 256, 64, 8
-"""Characters of a session and of a label's value, of a label's name; and labels of a request."""
+"""Most characters of a session and of a label's value, of a label's name; and most labels of a request."""
 
 
 def checked_session(value: object) -> str:
-    """A plain str of bounded size."""
+    """Return a plain str of bounded size."""
     return _checked_short(value, "a session", _LONGEST_VALUE)
 
 
 def checked_labels(value: object) -> dict[str, str] | None:
-    """A few names with their values, by name; None for no labels."""
+    """Return a few names with their values, by name; None for no labels."""
     if not isinstance(value, Mapping):
         raise UsageError(f"labels must be a mapping of names to values, not {type(value).__name__}")
     try:
@@ -155,7 +155,7 @@ def _checked_short(value: object, what: str, longest: int) -> str:
 
 
 def checked_stop(value: object) -> str:
-    """Why an output ended, in the words of an engine."""
+    """Return the stop reason of an output, in the words of an engine."""
     text = checked_text(value, "stop")
     if len(text) > LONGEST_STOP:
         raise UsageError(f"stop must have at most {LONGEST_STOP} characters, not {len(text)}")
@@ -163,7 +163,7 @@ def checked_stop(value: object) -> str:
 
 
 def time_from(wall_ns: Callable[[], int]) -> int:
-    """What a clock of the caller's says, as the log can hold it."""
+    """Read a clock of the caller's, as the log can hold it."""
     try:
         now = wall_ns()
     except Exception as error:
@@ -177,31 +177,30 @@ def time_from(wall_ns: Callable[[], int]) -> int:
 
 
 def listed(values: Any, what: str) -> list[Any]:
-    """The items of a sequence or iterator; a text is one thing, not a row of letters."""
+    """List the items of a sequence or iterator; a text is one thing, not a row of letters."""
     if isinstance(values, list):
         return values
     try:
         if not isinstance(values, str | bytes | bytearray):
             return list(values)
     except UsageError:
-        raise  # of who made the items, as by a call that is not allowed meanwhile
+        raise  # from whoever made the items, as by a call that is not allowed meanwhile
     except Exception:  # noqa: BLE001
         raise UsageError(f"{what} must be a list, not {type(values).__name__}") from None
     raise UsageError(f"{what} must be a list, not one {type(values).__name__}")
 
 
 Tokens = Items[int] | Any
-"""A list or tuple of ints, `array`, numpy array, CPU torch tensor, or any buffer of integers. No iterator: how many
-there are must be known before any is looked at."""
+"""A list or tuple of ints, `array`, numpy array, CPU torch tensor, or any buffer of integers. No iterator: the number
+must be known before any is read."""
 
 _FEW = 100
-"""Up to this number of tokens the types of all are looked at: of 100 in 1.9 µs, of 200 in 3.8; of those below 2 alone,
-which numpy finds, in 2.3.
-"""
+"""Up to this number of tokens the types of all are checked: of 100 in 1.9 µs, of 200 in 3.8; beyond it, those below 2
+alone, which numpy finds, in 2.3."""
 
 
 class _Kind(NamedTuple):
-    """What the numbers of a row are, in texts, and their bits."""
+    """Kind of the numbers of a row, for texts, and their bits."""
 
     name: str
     must: str
@@ -213,10 +212,9 @@ _EXTRA = _Kind("extra id", "an extra id must", 64)
 
 
 def pack_tokens(tokens: Tokens, limit: int | None = None) -> bytes:
-    """The tokens as int32 LE; raises `InvalidTokens` if they are not one row of numbers in [0, 2**31).
+    """Pack tokens as int32 LE; raises `InvalidTokens` if they are not one row of numbers in [0, 2**31).
 
-    More than `limit` tokens raise `PromptTooLong`, those that are only described (ranges, repeated views) before they
-    take any memory.
+    More than `limit` tokens raise `PromptTooLong`, virtual ones (ranges, repeated views) before they take any memory.
     """
     if isinstance(tokens, list | tuple):
         return _pack_list(tokens)
@@ -240,7 +238,7 @@ def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
 
 
 def _has_flag(tokens: Items[Any], packed: bytes) -> bool:
-    """Whether True or False is among the tokens. To look at the type of each takes longer than to pack it."""
+    """True if True or False is among the tokens. Checking the type of each takes longer than packing them."""
     if len(tokens) > _FEW:
         small = np.flatnonzero(np.frombuffer(packed, "<u4") < 2)
         tokens = [tokens[position] for position in small.tolist()]
@@ -248,7 +246,7 @@ def _has_flag(tokens: Items[Any], packed: bytes) -> bool:
 
 
 def _first_wrong(numbers: Iterable[Any], kind: _Kind) -> tuple[str, int | None]:
-    """Why a number cannot be packed, and its position."""
+    """Explain why a number cannot be packed, and return its position."""
     for position, item in enumerate(numbers):
         try:
             number = index(item)
@@ -264,7 +262,7 @@ def _first_wrong(numbers: Iterable[Any], kind: _Kind) -> tuple[str, int | None]:
 
 
 def _checked_row(numbers: Any, kind: _Kind, limit: int | None = None) -> npt.NDArray[Any]:
-    """What numpy makes of one row of numbers, of which there must not be more than `limit`."""
+    """Convert one row of at most `limit` numbers by numpy."""
     try:
         length = len(numbers)
         row = np.asarray(numbers) if limit is None or length <= limit else None
@@ -286,7 +284,7 @@ def _checked_row(numbers: Any, kind: _Kind, limit: int | None = None) -> npt.NDA
 
 
 def _unreadable(tokens: Any) -> str:
-    """Why numpy cannot read something, and of a torch tensor what to do."""
+    """Explain why numpy cannot read something, and for a torch tensor how to fix it."""
     if ("torch", "Tensor") not in {(kind.__module__, kind.__name__) for kind in type(tokens).__mro__}:
         return f"{type(tokens).__name__} cannot be read as an array of integers"
     of = f"a tensor of {tokens.dtype} on {tokens.device}"
@@ -298,12 +296,12 @@ def _unreadable(tokens: Any) -> str:
 
 
 def pack_counts(counts: Any, num_sequences: int, num_tokens: int | None = None) -> array[int]:
-    """A number of tokens for each sequence, as uint32; raises `InvalidTokens`.
+    """Pack a number of tokens for each sequence, as uint32; raises `InvalidTokens`.
 
-    From 0 on; with `num_tokens` from 1 on, and that together.
+    Each is at least 0; with `num_tokens` at least 1, with that as their sum.
     """
     try:
-        # The bytes of bytes would be taken for packed numbers.
+        # Bytes would be taken for packed numbers.
         fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
         packed = array("I", counts) if fitting and bool not in map(type, counts) else None
     except Exception:  # noqa: BLE001
@@ -322,11 +320,11 @@ def pack_counts(counts: Any, num_sequences: int, num_tokens: int | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, a sound, ... that `length` tokens of a prompt stand for, from the token `position` on.
+    """An image, a sound, ... in place of `length` tokens of a prompt, from the token `position` on.
 
-    `digest` is 32 bytes that no other content has. What follows equal tokens and equal items is shared, so two
-    prompts that hold different lengths of one item share its common beginning. `uuid` is a name of the engine's for
-    the item; it appears in TensorRT-LLM's dicts instead of the digest, and decides nothing.
+    `digest` is 32 bytes that no other content has. Blocks after equal tokens and equal items are shared, so two prompts
+    that hold different lengths of one item share its common beginning. `uuid` is the engine's name for the item; it
+    appears in TensorRT-LLM's dicts instead of the digest, and has no other effect.
     """
 
     digest: bytes
@@ -336,7 +334,7 @@ class MultimodalItem:
 
 
 def rich_tokens(tokens: bytes, multimodal: Any, extra_ids: Any) -> RichTokens | None:
-    """A prompt (packed int32) with its items and extra ids; None if it has neither.
+    """Attach items and extra ids to a prompt (packed int32); None if it has neither.
 
     Raises `UsageError`, or `InvalidTokens` for extra ids.
     """
@@ -379,7 +377,7 @@ def _span(number: int, item: Any, num_tokens: int) -> ItemSpan:
 
 
 def _packed_extra(extra_ids: Any, num_tokens: int) -> ExtraIds:
-    """The extra ids as uint64."""
+    """Return the extra ids as uint64."""
     if isinstance(extra_ids, str | bytes | bytearray):
         raise InvalidTokens("text or bytes were given as extra ids: pass integers (a list, array, or tensor)")
     try:
@@ -402,39 +400,40 @@ def _packed_extra(extra_ids: Any, num_tokens: int) -> ExtraIds:
 
 NS_PER_MS = 1_000_000
 _LONGEST_MS = 2**62 // NS_PER_MS
-"""Some 146 years."""
+"""Longest duration, some 146 years."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionRange:
-    """How to keep the blocks whose first token is one of a prompt's tokens [start, stop)."""
+    """Retention of the blocks with a first token in [start, stop) of a prompt."""
 
     start: int
     stop: int | None = None
-    """None: up to the end of the prompt; only in the last range."""
+    """End of the range; None: the end of the prompt, only in the last range."""
     priority: int = DEFAULT_PRIORITY
     """0 to 100; lower ones are evicted first."""
     duration_ms: int | None = None
-    """For how long the priority holds from when the last sequence releases a block; then it is 35, and the block goes
+    """Duration of the priority, from the release of a block by its last sequence; then it is 35, and the block goes
     after all others of that priority. None: for good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How to keep the blocks of a request.
+    """Retention of the blocks of a request.
 
-    A new block takes the range of its first token, or, in none, the default: priority 35, for good. One that was cached
-    already takes what its range states, and stays as it is in none. Ranges are given in order and do not overlap.
+    A new block takes the retention of its first token's range, or the default outside of all: priority 35, for good. A
+    block that was already cached takes that of its range too, but stays unchanged outside of all. Ranges are given in
+    order and do not overlap.
     """
 
     ranges: Items[RetentionRange] = ()
     decode_priority: int = DEFAULT_PRIORITY
-    """Of blocks that begin with a sampled token."""
+    """Priority of blocks that begin with a sampled token."""
     decode_duration_ms: int | None = None
 
     @classmethod
     def stated(cls, recorded: structs.StatedRetention) -> Retention:
-        """As an event has it."""
+        """Convert from the form in an event."""
         ranges = [
             RetentionRange(each.start, each.stop, each.priority, each.duration // NS_PER_MS or None)
             for each in recorded.ranges
@@ -443,7 +442,7 @@ class Retention:
 
 
 def checked_retention(value: Any) -> structs.StatedRetention | None:
-    """As events have it; None where nothing else than the default is stated. Raises `UsageError`."""
+    """Convert to the form in events; None if only the default is stated. Raises `UsageError`."""
     if value is None:
         return None
     if not isinstance(value, Retention):
@@ -479,7 +478,7 @@ def _checked_range(value: object) -> structs.StatedRange:
 
 
 def _checked_keeping(priority: object, duration_ms: object, prefix: str = "") -> tuple[int, int]:
-    """A priority, and a duration in nanoseconds."""
+    """Return a priority, and a duration in nanoseconds."""
     number = checked_integer(priority, f"{prefix}priority")
     if not 0 <= number <= PRIORITY_MAX:
         raise UsageError(f"{prefix}priority must be from 0 to {PRIORITY_MAX}, not {number}")
@@ -492,13 +491,13 @@ def _checked_keeping(priority: object, duration_ms: object, prefix: str = "") ->
 
 
 _PLAIN = Namespace()
-"""Of most requests."""
+"""Namespace of most requests."""
 
 
 def namespace_of(
     lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
 ) -> Namespace:
-    """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
+    """Build the namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
     if lora_id is None and lora_name is None and cache_salt is None and not uses_extra_ids:
         return _PLAIN
     number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
@@ -511,10 +510,10 @@ def namespace_of(
 class Request:
     """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt.
 
-    `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
-    (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
-    extra ids, be they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at
-    most 1024 characters.
+    `multimodal` are the items and their tokens, `extra_ids` one more number per token from 0 to 2**64 - 1 (for prompt
+    tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with extra ids, be
+    they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at most 1024
+    characters.
     """
 
     request_id: RequestId
@@ -525,34 +524,34 @@ class Request:
     multimodal: Items[MultimodalItem] = ()
     extra_ids: Tokens | None = None
     resumed: bool = False
-    """It ran before, was preempted, and goes on; its prompt is then all that it had. What it finds of what it computed
-    itself counts as reused, but not as hits (`Stats.reused_tokens_own`)."""
+    """True if it ran before, was preempted, and continues; its prompt is then all that it had. Reused blocks that it
+    computed itself count as reused, but not as hits (`Stats.reused_tokens_own`)."""
     retention: Retention | None = None
-    """How its blocks are to be kept; None: those that are new get the default priority, 35, others stay as they are."""
+    """Retention of its blocks; None: new ones get the default priority, 35, others stay as they are."""
     reserve_tokens: int | None = None
-    """For how many tokens beyond what is reused there shall be slots at first, at least 1: an engine that computes the
-    prompt in chunks has the others with `reserve`, chunk by chunk. None: for the whole prompt."""
+    """Number of tokens after the reused ones that get slots at admission, at least 1: an engine that computes the
+    prompt in chunks gets the others with `reserve`, chunk by chunk. None: the whole prompt."""
     encoder_tokens: Tokens | None = None
-    """For encoder-decoder models, which need it (`cross_kv_cache_fraction`): what the encoder reads, or numbers that
-    stand for it, one for each place that has K/V. What is computed depends on all of it, so requests share blocks only
-    where it is equal."""
+    """Input of the encoder, for encoder-decoder models, which need it (`cross_kv_cache_fraction`), or numbers that
+    stand for it, one for each place that has K/V. Everything computed depends on all of it, so requests share blocks
+    only where it is equal."""
     session: str | None = None
-    """The conversation or agent's run of which it is a turn: 1 to 256 characters. Only recorded."""
+    """Conversation or agent's run of which it is a turn: 1 to 256 characters. Only recorded."""
     labels: Mapping[str, str] | None = None
-    """What else is to be known of it in logs, such as its tenant: at most 8, names of 1 to 64 characters with values of
-    1 to 256. Only recorded."""
+    """Further values for logs, such as its tenant: at most 8, names of 1 to 64 characters with values of 1 to 256. Only
+    recorded."""
 
 
 _fields = attrgetter(*Request.__dataclass_fields__)
 
 
 class EncoderInput(NamedTuple):
-    """What an encoder reads, validated."""
+    """Validated input of an encoder."""
 
     namespace: Namespace
     num_tokens: int
     tokens: bytes
-    """Packed int32, filled up to whole blocks: it never grows, so its last block is as good as full."""
+    """Packed int32, padded to whole blocks: it never grows, so its last block is as good as full."""
 
 
 class CheckedRequest(NamedTuple):
@@ -561,9 +560,9 @@ class CheckedRequest(NamedTuple):
     request_id: RequestId
     namespace: Namespace
     symbols: bytes
-    """The prompt as packed int32; `UNKNOWN` for what has no symbol yet."""
+    """The prompt as packed int32; `UNKNOWN` for tokens without a symbol yet."""
     rich: RichTokens | None = None
-    """What it stands for, if it has items or extra ids."""
+    """Rich form of the prompt, if it has items or extra ids."""
     resumed: bool = False
     retention: structs.StatedRetention | None = None
     reserve_tokens: int | None = None
@@ -573,11 +572,11 @@ class CheckedRequest(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.symbols) // TOKEN_BYTES
 
     def with_symbols(self, table: SymbolTable) -> CheckedRequest:
-        """The same with the symbols of this table."""
+        """Return a copy with the symbols of this table."""
         return self if self.rich is None else self._replace(symbols=table.symbols_of(self.rich))
 
 
@@ -624,7 +623,7 @@ class RequestChecker:
         return checked
 
     def refuse_running(self, request_id: RequestId) -> None:
-        """Raise `DuplicateRequest` for an id that is taken."""
+        """Raise `DuplicateRequest` for the id of a running request."""
         if request_id in self._running:
             raise DuplicateRequest(request_id, in_batch=False)
 
@@ -649,7 +648,7 @@ class RequestChecker:
         namespace, encoder = self.with_encoder(own, encoder_tokens)
         if reserve_tokens is not None and checked_natural(reserve_tokens, "reserve_tokens") < 1:
             raise UsageError("reserve_tokens must be at least 1, or None for the whole prompt")
-        # Whoever gets slots chunk by chunk need not have all of them at once.
+        # A prompt that gets slots chunk by chunk need not have all of them at once.
         limit = self.longest_prompt if reserve_tokens is None else self.longest_sequence
         try:
             symbols = pack_tokens(tokens, limit.tokens)
@@ -678,9 +677,9 @@ class RequestChecker:
     def with_encoder(
         self, namespace: Namespace, tokens: Tokens | None
     ) -> tuple[Namespace, EncoderInput | None]:
-        """The namespace of a request whose encoder reads these tokens, and that input.
+        """Return the namespace of a request with these encoder tokens, and that input.
 
-        Raises as `check`, also for an input where the model has no encoder, and for none where it has one.
+        Raises as `check`, also for an input without an encoder, and for an encoder without input.
         """
         longest = self.longest_input
         if longest is None:
@@ -709,7 +708,7 @@ class RequestChecker:
         return structs_replace(namespace, salt_digest=own), encoder
 
     def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
-        """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""
+        """Refuse requests for which v1_block_key yields the names of other blocks, where names are relied on."""
         instead = "use the default block_hash, v2_sha256_64"
         if any(request.namespace.lora_name is not None for request in batch):
             raise Unsupported(

@@ -1,7 +1,7 @@
-"""Where K and V lie: which layers share blocks, what a block looks like, and how many there are.
+"""Layout of K and V: which layers share blocks, the shape of a block, and the number of blocks.
 
-The layout is computed once from the configuration and says everything about the pools but their content.
-It needs no torch, so that logs can be read and replayed on a machine without it.
+The layout is computed once from the configuration and describes everything about the pools except their content. It
+needs no torch, so that logs can be read and replayed on a machine without it.
 
 Layers with the same attention window form a group: their blocks are allocated, shared and evicted together.
 Inside a group, layers with the same number of KV heads share a pool. Blocks are block-major: all layers of a
@@ -36,7 +36,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "in
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """The blocks' data of the layers of one group that share a number of KV heads."""
+    """Block data of the layers of one group that share a number of KV heads."""
 
     num_kv_heads: int
     layers: tuple[int, ...]
@@ -70,11 +70,10 @@ class GroupLayout:
     window: int
     """In tokens; at most what its primary blocks hold. 0 (`CROSS_WINDOW`): cross attention."""
     kind: Kind
-    """Whether the layers attend to all of the longest sequence, to a window that slides over it, or to what an encoder
-    has made of its input."""
+    """Kind of attention: to all of the longest sequence, to a sliding window, or to the encoder's output."""
     layers: tuple[int, ...]
     pools: tuple[PoolLayout, ...]
-    """Ascending number of KV heads."""
+    """Pools, in ascending number of KV heads."""
     num_blocks: tuple[int, int]
     """Blocks in primary and in secondary."""
 
@@ -90,25 +89,25 @@ class GroupLayout:
 
 
 class CutWindow(NamedTuple):
-    """A window that is longer than what its primary blocks hold, and what it is cut to, in tokens."""
+    """A window that is longer than its primary blocks can hold, and its new length, in tokens."""
 
     given: int
     window: int
 
 
 class Bound(NamedTuple):
-    """How long something can be, in tokens, and why: the fields of the error that refuses more."""
+    """Upper bound of a length, in tokens, and its reason: the fields of the error for a longer one."""
 
     tokens: int
     window: int | None
-    """The window whose primary blocks hold no more; None: it is none, or the only one."""
+    """Window with too few primary blocks for more; None: no window, or the only one."""
     settings: str
-    """What to raise."""
+    """Settings to raise."""
     in_chunks: int = 0
-    """So many can be held by who takes the slots of a prompt chunk by chunk; 0: no more than at once."""
+    """Longest prompt that gets its slots chunk by chunk; 0: no more than at once."""
 
     def exceeded_by(self, length: int) -> PromptTooLong:
-        """The error for so many tokens."""
+        """Build the error for this number of tokens."""
         return PromptTooLong(length, *self[:3], at_once=length <= self.in_chunks)
 
 
@@ -119,9 +118,9 @@ class Layout:
     groups: tuple[GroupLayout, ...]
     tokens_per_block: int
     content_id: str
-    """Hex SHA-256 over what the bytes of a block mean. Bytes may be exchanged between caches that agree in it."""
+    """Hex SHA-256 over the meaning of a block's bytes. Caches with equal ids may exchange bytes."""
     cut_windows: tuple[CutWindow, ...] = ()
-    """What there was no room for."""
+    """Windows that were cut for lack of blocks."""
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> Layout:
@@ -162,36 +161,36 @@ class Layout:
 
     @property
     def windows(self) -> tuple[GroupLayout, ...]:
-        """The groups but that of cross attention."""
+        """Groups without cross attention."""
         return tuple(group for group in self.groups if group.kind != "cross")
 
     @property
     def cross(self) -> GroupLayout | None:
-        """The group of cross attention; None: the model has no encoder."""
+        """Group of cross attention; None: the model has no encoder."""
         last = self.groups[-1]
         return last if last.kind == "cross" else None
 
     def longest_sequence(self, config: KVCacheConfig) -> Bound:
-        """The longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
+        """Longest sequence that the primary blocks hold, at most `max_sequence_length`."""
         size = self.tokens_per_block
         return self._bound(
             config, [room_of(each.num_blocks[0], each.window, each.kind, size) for each in self.windows]
         )
 
     def longest_prompt(self, config: KVCacheConfig) -> Bound:
-        """The longest prompt: all of its blocks are there when it is admitted, in sliding windows, too."""
+        """Longest prompt: it has all of its blocks at admission, in sliding windows, too."""
         bound = self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.windows])
         return bound._replace(in_chunks=self.longest_sequence(config).tokens)
 
     def longest_input(self, config: KVCacheConfig) -> Bound | None:
-        """The longest input of the encoder; None: the model has none."""
+        """Longest input of the encoder; None: the model has none."""
         if self.cross is None:
             return None
         tokens = self.cross.num_blocks[0] * self.tokens_per_block
         return Bound(tokens, CROSS_WINDOW, primary_settings(config))
 
     def _bound(self, config: KVCacheConfig, rooms: Sequence[int]) -> Bound:
-        """The least of what each group holds and `max_sequence_length`."""
+        """Return the least of each group's capacity and `max_sequence_length`."""
         room, longest = min(rooms), config.max_sequence_length
         settings = ["max_sequence_length"] * (longest <= room) + [primary_settings(config)] * (
             room <= longest
@@ -202,7 +201,7 @@ class Layout:
 
 
 def warn_of_windows(layout: Layout, config: KVCacheConfig) -> None:
-    """Report the windows that are cut, and those that cannot slide, so that they limit every sequence."""
+    """Warn of windows that are cut, and of those that cannot slide, so that they limit every sequence."""
     for cut in layout.cut_windows:
         _log.warning("window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens")
     lengths, longest = {cut.window for cut in layout.cut_windows}, layout.longest_sequence(config).tokens
@@ -214,9 +213,9 @@ def warn_of_windows(layout: Layout, config: KVCacheConfig) -> None:
 
 
 def with_primary_blocks(config: KVCacheConfig, free_bytes: int) -> KVCacheConfig:
-    """The same settings with the block counts that they come to where so many bytes are free on the device.
+    """Return the settings with block counts computed for this number of free bytes on the device.
 
-    The counts take the place of all that limited primary. Raises ConfigError if that is too little.
+    The counts replace all settings that limit primary. Raises ConfigError if there are too few bytes.
     """
     counts = tuple(window.num_blocks[0] for window in _windows(config, free_bytes))
     blocks = counts if len(set(counts)) > 1 else counts[0]
@@ -225,19 +224,19 @@ def with_primary_blocks(config: KVCacheConfig, free_bytes: int) -> KVCacheConfig
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A window before it is cut to what its blocks hold."""
+    """A window before it is cut to the capacity of its blocks."""
 
     given: int
-    """In tokens, as it was given."""
+    """Length in tokens, as given."""
     tokens: int
-    """At most `max_sequence_length`."""
+    """Length in tokens, at most `max_sequence_length`."""
     layers: tuple[int, ...]
     num_blocks: tuple[int, int]
     is_full: bool
 
 
 def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Window]:
-    """The windows of all layers, ascending, with their blocks; then cross attention, which all layers have."""
+    """Return the windows of all layers, ascending, with their blocks; then cross attention, which all layers have."""
     some = config.max_attention_window or (config.max_sequence_length,)
     given = list(islice(cycle(some), config.num_layers))
     tokens_of = [min(window, config.max_sequence_length) for window in given]
@@ -270,7 +269,7 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
 def _group(
     config: KVCacheConfig, heads: Sequence[int], index: int, length: int, windows: Sequence[_Window]
 ) -> GroupLayout:
-    """The group of the windows that are cut to one length."""
+    """Build the group of the windows that are cut to one length."""
     layers = tuple(sorted(layer for window in windows for layer in window.layers))
     primary, secondary = (
         min(counts) for counts in zip(*(window.num_blocks for window in windows), strict=True)
@@ -285,7 +284,7 @@ def _heads_of_each_layer(config: KVCacheConfig) -> tuple[int, ...]:
 
 
 def _layers_by(values: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """The layers that share a value, ascending values."""
+    """Group layers by a value, in ascending order of values."""
     found: dict[int, list[int]] = {}
     for layer in layers:
         found.setdefault(values[layer], []).append(layer)
@@ -317,7 +316,7 @@ def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:
         "kv_factor": config.kv_factor,
         "groups": [
             {
-                # A full group attends to everything, however much of that there is room for.
+                # A full group attends to everything, regardless of its capacity.
                 "window": config.max_sequence_length if group.kind == "full" else group.window,
                 "kind": group.kind,
                 "pools": [[pool.num_kv_heads, list(pool.layers)] for pool in group.pools],

@@ -1,13 +1,13 @@
 """The engine's interface: one manager owns the cache of one engine rank.
 
-A step of an engine is: admit (`add_sequence`), `start_transfers`, read block tables, run the forward pass, report what
-it wrote (`store_context_blocks`, `add_tokens`), end what is finished (`remove_sequence`), `flush`.
+A step of an engine is: admit (`add_sequence`), `start_transfers`, read block tables, run the forward pass, report the
+written K/V (`store_context_blocks`, `add_tokens`), end finished requests (`remove_sequence`), `flush`.
 
-All commands come from one thread. Each either happens whole or raises and changes nothing (but that a refused admission
-is noted by `AdmissionRefused`); an exception in the middle of one (which would be a bug) poisons the manager, so that
-no later call works on half a state.
+All commands come from one thread. Each either happens whole or raises and changes nothing (except that a refused
+admission is recorded by `AdmissionRefused`); an exception in the middle of one (which would be a bug) poisons the
+manager, so that no later call works on half a state.
 
-What is one number and at hand is a property; what is computed or collected is a method. What only some engines need is
+Single numbers at hand are properties; computed or collected values are methods. Queries that only some engines need are
 in two parts: `tables`, for attention kernels, and `scheduling`.
 """
 
@@ -77,30 +77,31 @@ _FINISHED = EndReason.FINISHED
 
 
 class Substitutes(NamedTuple):
-    """What takes the place of clocks and of the rule of eviction, in simulations and tests."""
+    """Replacements for clocks and the eviction order, in simulations and tests."""
 
     wall_ns: Callable[[], int] = time.time_ns
-    """Stamps batches; never used for a decision."""
+    """Clock for the time of batches; never used for a decision."""
     monotonic_ns: Callable[[], int] = time.monotonic_ns
-    """Says when a `Retention` is over. While it raises, time stands still."""
+    """Clock for the end of a `Retention`. While it raises, time stands still."""
     eviction_order: type[EvictionOrder] | None = None
-    """Which blocks go first, instead of what `eviction_policy` says."""
+    """Eviction order, instead of that of `eviction_policy`."""
 
 
 _NONE = Substitutes()
 
 
 class KVCacheManager(EventSourced):
-    """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
+    """Manager of the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of
+    it.
 
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
-    `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
-    or sinks. `request_stats` is how many records of ended requests are kept for `take_request_stats`; 0: none are made.
-    The cache is empty at first; `open` also goes on with one that an earlier process has left.
+    `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs or
+    sinks. `request_stats` is the number of records of ended requests that are kept for `take_request_stats`; 0: none.
+    The cache is empty at first; `open` can also continue that of an earlier process.
     """
 
     restored: Restored | None
-    """What `open` has found again; None: there was nothing to be found."""
+    """Result of recovering secondary in `open`; None: there was nothing to recover."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class KVCacheManager(EventSourced):
     def _assemble(
         self, outputs: Outputs, created: CacheCreated, substitutes: Substitutes, requests_kept: int
     ) -> None:
-        """Make the parts that work on the state."""
+        """Build the parts that work on the state."""
         state, bus, config, transfers = self.state, self.bus, self.config, self.transfers
         self._readiness.resume(state.sequences.values())
         if transfers is not None:
@@ -165,7 +166,7 @@ class KVCacheManager(EventSourced):
 
     @classmethod
     def resume(cls, state: CacheState, **options: Any) -> Self:
-        """A manager without pools that goes on from a replayed state: it decides as the recorded one would have.
+        """Create a manager without pools from a replayed state: it decides as the recorded one would have.
 
         `state` is that of `kvcache.replay.replay(directory)`; the options are the constructor's. Raises `Unsupported`
         for the state of a log without tokens: matching needs them.
@@ -174,13 +175,13 @@ class KVCacheManager(EventSourced):
 
     @classmethod
     def open(cls, config: KVCacheConfig, log: LogTarget, pools: Pools | None = None, **options: Any) -> Self:
-        """Begin a cache, or go on with what an earlier process has left of one: the same call for every start.
+        """Begin a cache, or continue that of an earlier process: the same call for every start.
 
-        `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It says what the
-        file of `secondary_path` holds. What of that is right is reused at once; `restored` says what. Without such a
-        file nothing is found again. `options` are the constructor's, and `recompute`, which computes lost beginnings
-        again (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without tokens,
-        and what opening and replaying a log raise (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
+        `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It lists the
+        blocks in the file of `secondary_path`, of which the intact ones are reused at once; `restored` counts them.
+        Without such a file nothing is recovered. `options` are the constructor's, and `recompute`, which recomputes
+        lost prefixes (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without
+        tokens, and the errors of opening and replaying a log (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
         """
         with reopened(config, log, pools, options.pop("recompute", None)) as (writer, restored):
             return cls(config, pools=pools, log=writer, _first=restored, **options)
@@ -189,8 +190,8 @@ class KVCacheManager(EventSourced):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence that can be held, prompt and output. Not the setting `max_tokens`, which is a
-        size of the cache.
+        """Tokens of the longest sequence that can be held, prompt and output. Not the setting `max_tokens`, a size of
+        the cache.
         """
         return self._checker.max_tokens
 
@@ -208,18 +209,18 @@ class KVCacheManager(EventSourced):
     @property
     @exclusive
     def num_free_blocks(self) -> int:
-        """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
+        """Primary blocks available in every window: blank ones, and cached ones that no sequence holds."""
         return min([window.primary.available for window in self._blocks.windows])
 
     @property
     @exclusive
     def num_sequences(self) -> int:
-        """Running sequences."""
+        """Number of running sequences."""
         return len(self.state.handles)
 
     @exclusive
     def num_free_blocks_per_window(self) -> dict[int, int]:
-        """`num_free_blocks` for each window, by its tokens, and for cross attention, as `CROSS_WINDOW`."""
+        """Return `num_free_blocks` for each window, by its tokens, and for cross attention, as `CROSS_WINDOW`."""
         groups = zip(self.layout.groups, self.state.groups, strict=True)
         return {layout.window: group.levels[PRIMARY].available for layout, group in groups}
 
@@ -233,10 +234,10 @@ class KVCacheManager(EventSourced):
         """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
         self._blocks.check()
 
-    # -- what any thread may call, besides `stats` and its like
+    # -- calls from any thread, in addition to `stats` and the like
 
     def take_request_stats(self) -> list[RequestStats]:
-        """The records of requests that ended since the last call, oldest first; may be called from any thread.
+        """Return the records of requests that ended since the last call, oldest first; may be called from any thread.
 
         Raises `Unsupported` if none are kept, since `request_stats` is 0.
         """
@@ -248,7 +249,7 @@ class KVCacheManager(EventSourced):
         return self._requests.take()
 
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
-        """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
+        """Return the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
 
         Waits up to `timeout_ms` (None: for ever) for some. Raises Unsupported if no events are kept, since
         `event_buffer_max_size` is 0.
@@ -267,7 +268,7 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def can_add(self, requests: Items[Request]) -> int:
-        """How many requests of the batch, from the first on, could be admitted together now."""
+        """Number of requests of the batch, from the first on, that could be admitted together now."""
         return self._blocks.count_fitting(self._checker.check(listed(requests, "requests")))
 
     @exclusive
@@ -282,7 +283,7 @@ class KVCacheManager(EventSourced):
         extra_ids: Tokens | None = None,
         encoder_tokens: Tokens | None = None,
     ) -> Match:
-        """What a prompt would reuse now, block by block. Changes nothing."""
+        """Look up the blocks that a prompt would reuse now. Changes nothing."""
         own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         namespace, prompt, encoder = self._prompt(own, tokens, multimodal, extra_ids, encoder_tokens)
         if not self.config.enable_block_reuse:
@@ -302,7 +303,9 @@ class KVCacheManager(EventSourced):
         extra_ids: Tokens | None = None,
         encoder_tokens: Tokens | None = None,
     ) -> int:
-        """Leading full blocks that a prompt would reuse now, without the list that `match` makes of each window's."""
+        """Count the leading full blocks that a prompt would reuse now, without the list that `match` makes for each
+        window.
+        """
         own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         namespace, prompt, _ = self._prompt(own, tokens, multimodal, extra_ids, encoder_tokens)
         return count_blocks(self.state, namespace, prompt) if self.config.enable_block_reuse else 0
@@ -338,7 +341,7 @@ class KVCacheManager(EventSourced):
         session: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Admission:
-        """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
+        """Admit one request: reuse the cached part of its prompt, allocate blocks for the rest.
 
         `tokens` is the whole prompt, at least one token. Raises `OutOfBlocks` if there is no room now,
         `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. The other arguments
@@ -397,7 +400,7 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
-        """The primary slot of each block of a sequence, int32 [blocks].
+        """Return the primary slot of each block of a sequence, int32 [blocks].
 
         With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
         appends. `window` is one of `num_free_blocks_per_window`, in tokens; for the layers that attend to everything,
@@ -408,7 +411,7 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def block_tables(self, request_ids: Iterable[RequestId], window: int | None = None) -> BlockTable:
-        """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
+        """Return block tables of several sequences, int32 [sequences, most blocks], padded with -1.
 
         With pools a torch tensor on the host, without them a numpy array. `window` as in `block_table`.
         """
@@ -418,11 +421,11 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def start_transfers(self) -> Ticket | None:
-        """Issue the copies that the admissions asked for; call it before the forward pass.
+        """Start the copies requested by admissions; call it before the forward pass.
 
         The compute stream must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``). None:
-        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` says whom
-        that concerns.
+        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` returns the
+        affected requests.
         """
         if self.transfers is None or not self.transfers.pending:
             return None
@@ -431,10 +434,10 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def poll(self) -> PollResult:
-        """Record which copies have landed or failed, and return what was lost, also what `flush` has noticed before.
+        """Record landed and failed copies, and return all losses, including those that `flush` has noticed before.
 
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
-        start: `PollResult.cut` names them. Until that was returned, what goes on with one raises `ComputationLost`.
+        start: `PollResult.cut` names them. Until that was returned, calls that continue one raise `ComputationLost`.
         """
         landed = self._record_copies()
         return self._readiness.report(landed)
@@ -443,9 +446,9 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
-        """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
+        """Make full blocks of the first `num_computed_tokens` tokens reusable, after the engine has written their K/V.
 
-        If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
+        If another sequence has stored the same blocks meanwhile, this one's table refers to those from now on
         (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
         copies have not been started: nothing can have been computed from them.
         """
@@ -466,11 +469,11 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def store_encoder_blocks(self, request_id: RequestId) -> StoreResult:
-        """The engine has written K/V of all of the encoder's input: its blocks become reusable at once.
+        """Make the blocks of the encoder's input reusable, after the engine has written all of its K/V.
 
-        As `store_context_blocks`, but for the whole: what an encoder makes of each token depends on all of them.
-        Not needed for an input that was reused whole (`Admission.reused_encoder_tokens`), or for a branch.
-        Raises `UsageError` where the model has no encoder.
+        As `store_context_blocks`, but for the whole: an encoder's output for each token depends on all of them. Not
+        needed for an input that was reused whole (`Admission.reused_encoder_tokens`), or for a branch. Raises
+        `UsageError` where the model has no encoder.
         """
         sequence = self._running.sequence(request_id)
         encoder = sequence.encoder
@@ -494,14 +497,14 @@ class KVCacheManager(EventSourced):
     ) -> dict[RequestId, StoreResult]:
         """Append sampled tokens: one call per engine step for all running sequences.
 
-        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
-        its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
-        `store_context_blocks` said so, and what that completes becomes reusable. Not so with `draft`: of tokens that
-        `rewind` may take back nothing counts as computed, or is stored, before the next call without it. What was
-        reserved for a sequence is taken first, and given back where these tokens do not need it. Returns the sequences
-        whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all
-        of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
-        `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
+        `tokens` is flat; `counts` is the number for each sequence (None: one each). All tokens of a sequence but its
+        last one count as computed from now on, including the prompt and earlier samples, with or without
+        `store_context_blocks`, and the blocks that they fill become reusable. With `draft`, tokens that `rewind` may
+        take back do not count as computed, and are not stored, before the next call without it. Reserved slots of a
+        sequence are used first, and returned if these tokens do not need them. Returns the sequences with changed
+        tables. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of them cannot be had;
+        `OutOfBlocks.index` is the first sequence that does not fit. Raises `TransfersPending` as `store_context_blocks`
+        does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
@@ -522,7 +525,7 @@ class KVCacheManager(EventSourced):
         running = self._running.sequences(ids)
         self._blocks.refuse_without_slots(running)
         if not self._readiness.certain:
-            # Of drafts nothing counts as computed, so nothing need be there.
+            # Drafts do not count as computed, so nothing need be there.
             refuse = self._readiness.refuse_lost if draft else self._readiness.refuse_uncomputable
             refuse(running)
         with self._guard:
@@ -530,15 +533,14 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def reserve(self, request_ids: Items[RequestId], counts: Items[int]) -> None:
-        """Have slots for a number of tokens to come of each of these sequences, before their values are known.
+        """Reserve slots for `counts` tokens to come of each of these sequences, before their values are known.
 
-        So an engine launches a step before it has read what the last one sampled, or writes K/V of tokens that it may
-        reject. The slots are in the block tables, behind those of the tokens that are there; the next `add_tokens` that
-        names the sequence takes those that its tokens need and gives the others back, and another `reserve` puts its
-        count in the place of this one (0 gives all back). For a prompt that was admitted with `reserve_tokens`, and has
-        not got all its slots, `counts` are of the tokens behind what is computed: its next chunk, which stays the
-        sequence's. Raises `OutOfBlocks` (and reserves nothing) as `add_tokens` does, and `PromptTooLong` beyond
-        `max_tokens`.
+        So an engine launches a step before it has read the samples of the last one, or writes K/V of tokens that it may
+        reject. The slots are in the block tables, after those of the present tokens; the next `add_tokens` that names
+        the sequence takes those that its tokens need and returns the others, and another `reserve` replaces this count
+        (0 returns all). For a prompt that was admitted with `reserve_tokens`, and has not got all its slots, `counts`
+        are of the tokens after the computed ones: its next chunk, which stays the sequence's. Raises `OutOfBlocks` (and
+        reserves nothing) as `add_tokens` does, and `PromptTooLong` beyond `max_tokens`.
         """
         ids = listed(request_ids, "request_ids")
         sizes = pack_counts(counts, len(ids))
@@ -553,11 +555,11 @@ class KVCacheManager(EventSourced):
         """Change the priority (0 to 100) of a running sequence's cached blocks that overlap its tokens [start, stop).
 
         Blocks of a lower priority are evicted first, and those below `secondary_offload_min_priority` are not kept in
-        secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
-        are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
-        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
-        `stop` None, or beyond the end: up to the end. Returns of how many blocks it changed, in the window with the
-        most; the events (`BlocksUpdated`) are of all windows.
+        secondary; a block is never evicted before the cached ones after it, regardless of its priority. Only blocks
+        that are cached at the time of the call are affected: blocks stored later get the default, 35. The priority is
+        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block. `stop`
+        None, or beyond the end: up to the end. Returns the number of changed blocks, in the window with the most; the
+        events (`BlocksUpdated`) are of all windows.
         """
         priority = checked_integer(priority, "priority")
         if not 0 <= priority <= PRIORITY_MAX:
@@ -569,14 +571,14 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def fork(self, request_id: RequestId, child_id: RequestId) -> StoreResult:
-        """Branch a running sequence: `child_id` has the same tokens, and both go on, as for beam search or n-best.
+        """Fork a running sequence: `child_id` has the same tokens, and both continue, as for beam search or n-best.
 
-        What is computed is stored first, as by `store_context_blocks` (the result says what that changed in the
-        parent's tables). The child holds the same blocks, and has its own ones for the tokens after them: these are
-        copied (`start_transfers`) with all K/V that they hold, so it does not matter whether the engine has computed
-        the last token, or drafts, before this call. What is reserved for the parent the child has not. Raises
-        `OutOfBlocks` if these cannot be had, `DuplicateRequest`, and as `store_context_blocks` does where the parent's
-        own copies have not been started or have failed.
+        Computed blocks are stored first, as by `store_context_blocks` (the result has the changes to the parent's
+        tables). The child holds the same blocks, and has its own ones for the tokens after them: these are copied
+        (`start_transfers`) with all K/V that they hold, so it does not matter if the engine has computed the last
+        token, or drafts, before this call. The child does not share slots reserved for the parent. Raises `OutOfBlocks`
+        if there are too few for it, `DuplicateRequest`, and as `store_context_blocks` does if the parent's own copies
+        have not been started or have failed.
         """
         parent, child = self._running.sequence(request_id), checked_request_id(child_id)
         self._checker.refuse_running(child)
@@ -589,12 +591,11 @@ class KVCacheManager(EventSourced):
     def rewind(self, request_id: RequestId, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` tokens of a running sequence, as after rejected drafts.
 
-        What was stored stays cached. Where the block of the last token that is left is cached, the sequence gets a copy
-        of it (`start_transfers`), so block tables read before are stale. The last token does not count as computed any
-        more; its K/V is still there, and may be computed anew. The slots
-        that become blank are the next to be taken; what was reserved behind the tokens goes with them. Raises
-        `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has released what the
-        token sees.
+        Stored blocks stay cached. If the block of the last remaining token is cached, the sequence gets a copy of it
+        (`start_transfers`), so block tables read before are stale. The last token does not count as computed any more;
+        its K/V is still there, and may be recomputed. The slots that become blank are the next to be taken, reserved
+        ones included. Raises `OutOfBlocks` if there is no block for the copy, and `UsageError` if a sliding window has
+        released blocks that the token sees.
         """
         number, sequence = checked_integer(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if not 1 <= number <= sequence.num_tokens:
@@ -611,11 +612,11 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def pin(self, request_id: RequestId, start: int = 0, stop: int | None = None) -> int:
-        """Hold a running sequence's cached blocks that overlap its tokens [start, stop), also when it has ended.
+        """Hold a running sequence's cached blocks that overlap its tokens [start, stop), also after it has ended.
 
         Pinned blocks are reused like all others, and are not evicted before `unpin` of the number that this returns.
-        With full attention the blocks before them are pinned as well, without which none is reached. `clear` takes
-        their names, not the blocks. Raises `PinsExceeded` beyond `max_pinned_share`.
+        With full attention the blocks before them are pinned as well, because none is reached without those. `clear`
+        removes their names, not the blocks. Raises `PinsExceeded` beyond `max_pinned_share`.
         """
         start, stop = checked_range(start, stop, self._checker.max_tokens)
         sequence = self._running.sequence(request_id)
@@ -624,8 +625,8 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def unpin(self, pin: int) -> None:
-        """Release what `pin` holds: what no one else holds may be evicted from now on. Raises `UsageError` for a
-        number that no pin has.
+        """Release the blocks of a pin: those without another holder may be evicted from now on. Raises `UsageError` for
+        an unknown number.
         """
         number = checked_integer(pin, "a pin")
         if number not in self._blocks.pins:
@@ -637,12 +638,12 @@ class KVCacheManager(EventSourced):
     def remove_sequence(
         self, request_id: RequestId, store: bool = True, *, why: str = "finished", stop: str | None = None
     ) -> None:
-        """End a request. With `store`, all that it computed stays reusable, its partial last block too.
+        """End a request. With `store`, everything it computed stays reusable, its partial last block too.
 
-        `why` is for who reads the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
-        be admitted again (`Request.resumed`). `stop` says why its output ended, in words of the engine's own, of at
-        most 64 characters, as ``tool_calls`` or ``stop``: how its blocks are kept from now on then follows from
-        `stop_retention`, unless the request has stated it (`Request.retention`).
+        `why` is for readers of the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
+        be admitted again (`Request.resumed`). `stop` is the reason for which its output ended, in the engine's own
+        words, of at most 64 characters, as ``tool_calls`` or ``stop``: it selects the retention of its blocks in
+        `stop_retention`, unless the request has stated one (`Request.retention`).
         """
         store = checked_flag(store, "store")
         stop = None if stop is None else checked_stop(stop)
@@ -656,7 +657,7 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def pins(self) -> dict[int, Pinned]:
-        """What is pinned, by the numbers of the pins."""
+        """Return the pinned blocks, by number of the pin."""
         windows = [group.window for group in self.layout.groups]
         return {
             number: Pinned(pin.request_id, dict(zip(windows, map(len, pin.slots), strict=True)), pin.named)
@@ -665,19 +666,19 @@ class KVCacheManager(EventSourced):
 
     @exclusive
     def clear(self) -> None:
-        """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
+        """Drop every unreferenced cached block and un-name the others. Published at once."""
         with self._guard:
             self._upkeep.clear()
         self._end_step()
 
-    # -- what the end of a step, and of the manager, does with bytes
+    # -- bytes, at the end of a step and of the manager
 
     def _record_copies(self) -> tuple[int, ...]:
-        """Record ended copies; returns those that landed, and notes what was lost with those that failed."""
+        """Record ended copies; returns those that landed, and notes the losses of those that failed."""
         engine = self.transfers
         if engine is None:
             return super()._record_copies()
-        # Outside the guard: who is interrupted while tickets are asked has lost nothing, and may ask again.
+        # Outside the guard: an interruption while tickets are polled loses nothing, and the call may be repeated.
         landed, failed = engine.poll() if self.state.transfers else ([], [])
         if not landed and not failed:
             return ()
@@ -696,7 +697,7 @@ class KVCacheManager(EventSourced):
         return tuple(landed)
 
     def _checksums(self, landed: Items[int]) -> list[tuple[int, npt.NDArray[np.int32], bytes]]:
-        """Of what these copies have brought to a secondary level that is a file, as it lies there now.
+        """Read the checksums of blocks that these copies have brought to a secondary level in a file.
 
         Per copy: the group, the slots and their checksums.
         """
@@ -722,6 +723,6 @@ class KVCacheManager(EventSourced):
 
     def _release(self) -> None:
         if self._pools is not None and self.transfers is not None:
-            # After a failure, what was started may still write.
+            # After a failure, started copies may still write.
             self.transfers.wait()
             self._pools.give_back(self)

@@ -1,4 +1,4 @@
-"""Numbers, times and names as people read them."""
+"""Numbers, times and names as text for people."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _MS = 1_000_000
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: "1 block", "2,004 blocks"."""
+    """Format a number with its noun: "1 block", "2,004 blocks"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def batches(first: int, last: int, one: str = "", more: str = "") -> str:
-    """Batches by their numbers, and the verb for one or for more of them: "batch 7 was", "batches 7 to 9 were"."""
+    """Format batches by number, with the verb for one or for more of them: "batch 7 was", "batches 7 to 9 were"."""
     named = f"batch {first:,} {one}" if first == last else f"batches {first:,} to {last:,} {more}"
     return named.rstrip()
 
 
 def duration(seconds: float) -> str:
-    """A time for people, in the unit that suits it."""
+    """Format a time for people, in a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def share(part: float) -> str:
-    """A part of one, in percent."""
+    """Format a fraction in percent."""
     return f"{part:.1%}".replace("%", " %")
 
 
 def few(number: float) -> str:
-    """A number with three digits that matter, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     return f"{number:,.{min(max(digits, 0), 9)}f}"
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes, in the unit that suits it."""
+    """Format a number of bytes, in a suitable unit."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= length:
             return f"{num_bytes / length:.1f} {unit}"
@@ -51,7 +51,7 @@ def size(num_bytes: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time in few letters, rounded to what matters of it."""
+    """Format a time in few characters, rounded to its significant part."""
     sign, seconds = "-" if seconds < 0 else "", abs(seconds)
     for below, unit, text in (
         *((1.0, 1e-3, "{:.0f} ms"), (10.0, 1.0, "{:.1f} s"), (120.0, 1.0, "{:.0f} s")),
@@ -63,24 +63,24 @@ def span(seconds: float) -> str:
 
 
 def since(ts: int, first_ts: int) -> str:
-    """How long after the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
+    """Format a time relative to the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
     ms = abs(ts - first_ts) // _MS
     return f"{'-' if ts < first_ts else '+'}{ms // 1000}.{ms % 1000:03}s"
 
 
 def iso(ts: int) -> str:
-    """A time for programs: ISO 8601, UTC, all nine digits of the nanoseconds; it sorts as text."""
+    """Format a time for programs: ISO 8601, UTC, all nine digits of the nanoseconds; it sorts as text."""
     seconds, ns = divmod(ts, 1_000_000_000)
     return f"{(_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None).isoformat()}.{ns:09}Z"
 
 
 def printable(text: str) -> str:
-    """The text without anything that could drive a terminal."""
+    """Remove everything from a text that could control a terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def is_whole(end: LogEnd) -> bool:
-    """Whether all is in the log that its writer had to say."""
+    """True if the log contains everything that its writer published."""
     return end.kind == "clean" and not _lost(end)
 
 
@@ -89,7 +89,7 @@ def _lost(end: LogEnd) -> bool:
 
 
 def describe_end(end: LogEnd) -> str:
-    """How a log ends, in words."""
+    """Describe the end of a log in words."""
     if end.kind == "torn":
         where = f"{printable(str(end.path))}, byte {end.offset:,}"
         return f"torn: the writer stopped inside a batch ({where}); everything before it is whole"

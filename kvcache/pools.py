@@ -41,7 +41,7 @@ LOWER_SECONDARY = "secondary_blocks or host_cache_size"
 
 
 class KVCacheBlockPool:
-    """The blocks' data of the layers of one group that share a number of KV heads."""
+    """Block data of the layers of one group that share a number of KV heads."""
 
     def __init__(
         self,
@@ -50,23 +50,23 @@ class KVCacheBlockPool:
         device: torch.device,
         secondary_bytes: torch.Tensor,
     ) -> None:
-        """Allocate primary, zeroed, beside the bytes of secondary.
+        """Allocate primary, zeroed, and view the bytes of secondary.
 
-        The caller has made sure that they fit.
+        The caller has verified that they fit.
         """
         self.layout = layout
         primary, secondary = num_blocks
         dtype = getattr(torch, layout.dtype)
         self.primary = torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device)
-        """The tensor that attention reads and writes, [blocks, *layout.block_shape]."""
+        """Tensor that attention reads and writes, [blocks, *layout.block_shape]."""
         shape = (secondary, *layout.block_shape)
         self.secondary = secondary_bytes.view(dtype).view(shape)
-        """The tensor on the host."""
+        """Tensor on the host."""
         self.levels = (self.primary, self.secondary)
 
     @property
     def token_dim(self) -> int:
-        """The dimension of the tensors that counts the tokens of a block."""
+        """Index of the tensors' dimension of tokens in a block."""
         return 3 if self.layout.kv_layout == "NHD" else 4
 
     def layer(self, layer: int) -> torch.Tensor:
@@ -79,17 +79,17 @@ class KVCacheBlockPool:
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """View K and V of one of the pool's layers apart, each [blocks, tokens, heads, dim] for NHD.
 
-        With kv_factor 1 both are the same: what is kept of a token serves as both.
+        With kv_factor 1 both are the same view.
         """
         both = self.layer(layer)
         return both[:, 0], both[:, -1]
 
 
 def sized(config: KVCacheConfig, device: torch.device | str | None = None) -> KVCacheConfig:
-    """The settings with the block counts that `free_gpu_memory_fraction` comes to on `device` at this moment.
+    """Return the settings with the block counts of `free_gpu_memory_fraction` on `device` at this moment.
 
-    Without that fraction they stay as they are. The counts take the place of all settings that limit primary.
-    Raises ConfigError where there is no GPU whose memory could be measured, and if a window gets no block.
+    Without that fraction they stay as they are. The counts take the place of all settings that limit primary. Raises
+    ConfigError without a GPU to measure, and if a window gets no block.
     """
     fraction = config.free_gpu_memory_fraction
     if fraction is None:
@@ -102,7 +102,7 @@ def sized(config: KVCacheConfig, device: torch.device | str | None = None) -> KV
 
 
 class PoolSizes:
-    """What the pools of a cache will take, known before anything is allocated."""
+    """Size of the pools of a cache, computed before anything is allocated."""
 
     def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
         """Add up, for primary on `device` (None: the current GPU, else the host).
@@ -123,7 +123,7 @@ class PoolSizes:
     def require_room(self, *, in_file: bool = False) -> None:
         """Raise NotEnoughMemory unless there is room on the GPU and on the host, or on a host that holds both.
 
-        With `in_file` secondary lies in a file, which takes its room itself.
+        With `in_file` secondary lies in a file, which allocates its own room.
         """
         in_memory = 0 if in_file else self.secondary
         on_host = self.primary + in_memory
@@ -151,12 +151,12 @@ class Pools:
     ) -> None:
         """Allocate everything, with primary on `device` (None: the current GPU, else the host).
 
-        `config` says how blocks are copied, and where host memory lies; by default as its defaults say. `progress` is
-        called with the bytes of host memory that are ready: it is made ready for a GPU, or if `config` says where.
+        `config` selects the copier, and the placement of host memory; by default as its defaults do. `progress` is
+        called with the bytes of host memory that are ready: it is prepared for a GPU, or if `config` places it.
 
-        With `secondary_path` the secondary level lies in this file, as `KVCacheConfig.secondary_path` says; what
-        lies there already stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if
-        it does not fit, Unsupported for a device that is neither a GPU of CUDA nor the host, and for a file a
+        With `secondary_path` the secondary level lies in this file, as in `KVCacheConfig.secondary_path`; existing
+        content stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if it does not
+        fit, Unsupported for a device that is neither a GPU of CUDA nor the host, and for a file a
         `kvcache.device.secondary_file.SecondaryFileError`, or MemoryError if it cannot be page-locked.
         """
         sizes = PoolSizes(layout, device)
@@ -164,9 +164,9 @@ class Pools:
         self.device, self.layout, self._config = sizes.device, layout, config
         self.bytes_primary, self.bytes_secondary = sizes.primary, sizes.secondary
         self.bytes_ready, self.ready_seconds = 0, 0.0
-        """Of host memory that was made ready, and how long that took."""
+        """Bytes of host memory that were prepared, and the time that took."""
         self.secondary_file: SecondaryFile | None = None
-        """Where secondary lies, if that is a file. It is locked as long as these pools live, or until `close`."""
+        """File of secondary, if any. It is locked as long as these pools live, or until `close`."""
         if secondary_path is not None:
             self.secondary_file = SecondaryFile(
                 _checked_path(secondary_path), layout, locker_for(self.device)
@@ -183,13 +183,13 @@ class Pools:
         self._owner: ref[object] | None = None
 
     def _secondary(self, group: GroupLayout, number: int, progress: Progress | None) -> torch.Tensor:
-        """The bytes of secondary of one pool."""
+        """Allocate the bytes of secondary of one pool."""
         if self.secondary_file is not None:
             return self.secondary_file.memory(group.index, number)
         each = group.pools[number].bytes_per_block
         size, placement = group.num_blocks[SECONDARY] * each, placement_of(self._config)
         if self.device.type != "cuda" and placement == Placement():
-            return torch.zeros(size, dtype=torch.uint8)  # the system takes its pages as they are written
+            return torch.zeros(size, dtype=torch.uint8)  # the system allocates its pages as they are written
         begun = time.perf_counter()
 
         def told(more: int) -> None:
@@ -202,7 +202,7 @@ class Pools:
         return found
 
     def close(self) -> None:
-        """Let others open the file of secondary, if there is one; nobody may copy there any more.
+        """Release the file of secondary, if there is one; nothing may be copied there any more.
 
         Raises `UsageError` while a manager has these pools.
         """
@@ -211,15 +211,15 @@ class Pools:
             self.secondary_file.close()
 
     def take(self, owner: object) -> None:
-        """Note whose blocks lie here. Raises `UsageError` while somebody else's do, who has not given them back.
+        """Note the owner of the blocks. Raises `UsageError` while another one has not given them back.
 
-        An owner that is gone without a word has given them back.
+        A garbage-collected owner has given them back.
         """
         self.refuse_taken()
         self._owner = ref(owner)
 
     def refuse_taken(self) -> None:
-        """Raise `UsageError` if the blocks of somebody lie here."""
+        """Raise `UsageError` if an owner has blocks here."""
         if self._owner is not None and self._owner() is not None:
             raise UsageError(
                 "these pools belong to a manager that is not closed, and two would overwrite each other's blocks: "
@@ -227,12 +227,12 @@ class Pools:
             )
 
     def give_back(self, owner: object) -> None:
-        """The blocks of this owner are not needed any more; of another one, nothing happens."""
+        """Release the blocks of this owner; does nothing for any other."""
         if self._owner is not None and self._owner() is owner:
             self._owner = None
 
     def layer(self, layer: int, *, cross: bool = False) -> torch.Tensor:
-        """View what one layer keeps in primary, of the sequence's tokens or (`cross`) of the encoder's.
+        """View the K/V of one layer in primary, of the sequence's tokens or (`cross`) of the encoder's.
 
         See `KVCacheBlockPool.layer`. Raises KeyError if there is none.
         """
@@ -257,14 +257,14 @@ class Pools:
         """Overwrite primary blocks with NaN (integers: the largest value) on the current stream, for debugging."""
         index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
         for pool in self.groups[group]:
-            # With all bits set a float of any size is NaN, and there are types that torch does not fill.
+            # With all bits set a float of any size is NaN, and torch cannot fill all types.
             byte = 0x7F if pool.primary.dtype == torch.int8 else 0xFF
             pool.primary.view(torch.uint8).index_fill_(0, index, byte)
 
     def copier(self) -> Copier:
-        """Create what moves blocks between the levels of these pools. Needed once.
+        """Create the copier between the levels of these pools. Needed once.
 
-        Raises Unsupported if the config asks for a copier that there is not.
+        Raises Unsupported if the config requests a copier that is not available.
         """
         return copier_for(self.groups, self.device, self._config)
 
@@ -286,4 +286,4 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise Unsupported(f"a cache on {device.type}", "use a CUDA device, or the CPU")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Unsupported("a cache on cuda", "this PyTorch finds no GPU: use the CPU")
-    return torch.empty(0, device=device).device  # with the index of the GPU, should it be missing
+    return torch.empty(0, device=device).device  # with the index of the GPU, if missing
