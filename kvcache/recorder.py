@@ -1,4 +1,4 @@
-"""A log for an engine with a cache manager of its own: it says what it decided, and gets all that logs are good for.
+"""A log for an engine with a cache manager of its own: its decisions become events, with all that logs are good for.
 
 Each call is one decision, in the engine's own block ids, and becomes events as a `KVCacheManager` emits them. They go
 to the same log and sinks, and change a mirror of the cache by the same `CacheState.apply`. A call that cannot be true
@@ -66,18 +66,18 @@ from kvcache.record.outputs import LogTarget, Outputs
 from sinks import Sink, SinkRunner
 
 Names = bytes | Items[bytes]
-"""Names of blocks that an engine has made, behind each other or one by one; each has `name_bytes`."""
+"""Names of blocks made by an engine, concatenated or one by one; each has `name_bytes`."""
 
 
 class Recorder(EventSourced):
-    """Records what an engine with a cache manager of its own decides, and mirrors its cache.
+    """Recorder of the decisions of an engine with a cache manager of its own, with a mirror of its cache.
 
-    `config` says what its cache is: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and
-    if it keeps blocks in host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is who decides, as in
-    "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
-    `name_bytes`: it names blocks itself, by names of that many bytes (8, 16 or 32); None: names are made here, as
-    `config.block_hash` says. `drops_last_hit`: it computes the last block of each hit again by design, as speculative
-    decoding with EAGLE does. `groups`: further layers, whose blocks lie in the same pool. One thread makes all calls.
+    `config` describes its cache: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and if it keeps blocks in
+    host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is its name, as in "vllm 0.33.0". `log` and
+    `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`. `name_bytes`: length of the
+    engine's own names of blocks (8, 16 or 32); None: names are made here, by `config.block_hash`. `drops_last_hit`: it
+    recomputes the last block of each hit by design, as speculative decoding with EAGLE does. `groups`: further layers
+    with blocks in the same pool. One thread makes all calls.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Recorder(EventSourced):
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
-        # No call records a copy of the start of a block, so none is made when the engine's requests are played again.
+        # No call records a copy of the start of a block, so none is made when the engine's requests are replayed.
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
         self.engine, sinks = checked_text(engine, "engine"), listed(sinks, "sinks")
         if not engine:
@@ -131,7 +131,7 @@ class Recorder(EventSourced):
         return msgspec.structs.replace(created, hash_algorithm=algorithm, key_bytes=name_bytes)
 
     def _assemble(self, outputs: Outputs, layout: Layout) -> None:
-        """Make the parts that work on the state."""
+        """Build the parts that work on the state."""
         config, hashing = self.config, self.state.hashing
         group = self.state.groups[0]
         assert isinstance(group, FullGroup)
@@ -147,9 +147,9 @@ class Recorder(EventSourced):
         self._events = BlockEvents(self.state, group, self._emit)
         self._mirror, self._running = Mirror(self.state, group, self._ids), RunningRequests(self.state)
         self._fresh: set[int] = set()
-        """Sequences that have not got a block of their own yet."""
+        """Sequences without a block of their own so far."""
 
-    # -- requests come
+    # -- admissions
 
     @exclusive
     def admitted(
@@ -170,13 +170,14 @@ class Recorder(EventSourced):
         session: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """A request was admitted with all its tokens so far, and reuses these cached blocks, from its first one on.
+        """Record an admitted request with all its tokens so far, and the cached blocks that it reuses, from its first
+        one on.
 
         After those of primary may come `onboarded` ones, ids of secondary blocks that are copied to the free primary
-        blocks `onto`. `external`: the number of tokens after these to be loaded from outside of the cache; `computed`
-        says when they are there, `not_loaded` that they do not come. At least one token is left to be computed.
-        `resumed`: it ran before, and was preempted. The other arguments are those of a `Request`. What else it takes,
-        `allocated` says.
+        blocks `onto`. `external`: the number of tokens after these to be loaded from outside of the cache; call
+        `computed` when they are there, `not_loaded` if they do not come. At least one token is left to be computed.
+        `resumed`: it ran before, and was preempted. The other arguments are those of a `Request`. Further blocks are
+        recorded by `allocated`.
         """
         given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
         request = self._checker.check_one(*given, None, None, None, session, labels)
@@ -237,10 +238,10 @@ class Recorder(EventSourced):
 
     @exclusive
     def refused(self, request_id: RequestId, needed: int, available: int | None = None) -> None:
-        """A request was not admitted for want of room: it needed `needed` blocks.
+        """Record that a request was not admitted for want of room: it needed `needed` blocks.
 
-        `available` is how many could be had; None: as many as the mirror says, where each content counts once. The
-        events have the first refusal of a request until it is admitted.
+        `available` is the number of available blocks; None: that of the mirror, where each content counts once. The
+        events have only the first refusal of a request until it is admitted.
         """
         request_id, blocks = checked_request_id(request_id), checked_natural(needed, "needed")
         self._checker.refuse_running(request_id)
@@ -250,11 +251,11 @@ class Recorder(EventSourced):
         with self._guard:
             self._upkeep.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
 
-    # -- requests run
+    # -- running requests
 
     @exclusive
     def allocated(self, request_id: RequestId, blocks: Blocks) -> None:
-        """Free blocks were appended to a request's block table. What had been cached there is evicted before."""
+        """Record free blocks appended to a request's block table. Anything cached in them is evicted before."""
         sequence = self._running.sequence(request_id)
         ids, slots = self._located(blocks)
         if not slots:
@@ -265,7 +266,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def grown(self, request_ids: Items[RequestId], blocks: Blocks) -> None:
-        """As `allocated`, of one block for each of these requests: one call, and mostly one event, for a step."""
+        """Record one block for each of these requests, as `allocated`: one call, and mostly one event, for a step."""
         sequences, ids = self._running.sequences(listed(request_ids, "request_ids")), listed_blocks(blocks)
         slots = self._ids.slots(ids)
         if len(slots) != len(sequences):
@@ -296,9 +297,9 @@ class Recorder(EventSourced):
 
     @exclusive
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
-        """The K/V of the first `num_tokens` tokens is written, or will be by the step that is about to run.
+        """Record that the K/V of the first `num_tokens` tokens is written, or will be by the step that is about to run.
 
-        Needed for prompts: `stored` says it of the blocks that it names, `appended` of all tokens but the new ones.
+        Needed for prompts: `stored` implies it for its blocks, `appended` for all tokens but the new ones.
         """
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         slots = len(sequence.tables[0]) * self._size
@@ -316,7 +317,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def not_loaded(self, request_id: RequestId, num_tokens: int) -> None:
-        """This number of a request's `external` tokens do not come, and are computed like others."""
+        """Record that this number of a request's `external` tokens do not come, and are computed like others."""
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if number >= sequence.num_tokens:
             raise contradiction(sequence, f"has {sequence.num_tokens} tokens: {number} cannot be missing")
@@ -328,12 +329,13 @@ class Recorder(EventSourced):
     def stored(
         self, request_id: RequestId, num_blocks: int, names: Names | None = None
     ) -> list[tuple[int, int]]:
-        """The first `num_blocks` blocks of a request can be found by others from now on; those before need no mention.
+        """Record that the first `num_blocks` blocks of a request can be found from now on; earlier ones need no
+        mention.
 
         Their K/V is written, or will be by the step that is about to run. `names` are those of the blocks that were not
-        stored before, if the engine makes them. What is cached already in another block is a copy from now on.
+        stored before, if the engine makes them. A block with content that is cached already is a copy from now on.
 
-        Returns the blocks of which the same lay in secondary, each with that secondary block, which is free now.
+        Returns the blocks with a counterpart in secondary, each with that secondary block, which is free now.
         """
         sequence, last = self._running.sequence(request_id), checked_natural(num_blocks, "num_blocks")
         if last <= sequence.path_ends[0].end:
@@ -345,7 +347,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def filled(self, request_ids: Items[RequestId], names: Names | None = None) -> None:
-        """As `stored`, of one more block of each of these requests: one call, and mostly one event, for a step."""
+        """Record one more block for each of these requests, as `stored`: one call, and mostly one event, for a step."""
         sequences = self._running.sequences(listed(request_ids, "request_ids"))
         keys, size = self._given(names, len(sequences)), self._key_bytes if self._names_given else 0
         others, row = list[tuple[Sequence, int, bytes]](), list[tuple[Sequence, int, bytes]]()
@@ -364,14 +366,15 @@ class Recorder(EventSourced):
             if row:
                 self._fill(row)
             for each in others:
-                # Of equal ones in this call, the second is a copy of the first.
+                # Of two equal ones in this call, the second is a copy of the first.
                 self._store(*each)
 
     @exclusive
     def replaced(self, request_id: RequestId, first_block: int, blocks: Blocks) -> None:
-        """A request has computed what these cached blocks hold, and has them now instead of its own, which are free.
+        """Record that a request has computed the content of these cached blocks, and uses them instead of its own, now
+        free.
 
-        For engines that keep no copies. It begins with the first block that the request has not got cached.
+        For engines that keep no copies. `first_block` must be the first one that the request does not have cached.
         """
         sequence, first = self._running.sequence(request_id), checked_natural(first_block, "first_block")
         ids, slots = self._located(blocks)
@@ -404,8 +407,8 @@ class Recorder(EventSourced):
     def appended(
         self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
     ) -> None:
-        """These requests got new tokens: one each, or `counts`. All but the last of each count as computed, which needs
-        no slot yet.
+        """Record new tokens of these requests: one each, or `counts`. All but the last of each count as computed, which
+        needs no slot yet.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         limit = self._checker.longest_sequence
@@ -441,9 +444,10 @@ class Recorder(EventSourced):
         *,
         stop: str | None = None,
     ) -> None:
-        """A request has released all its blocks: those that are cached stay cached, the others are free.
+        """Record that a request has released all its blocks: cached ones stay cached, the others are free.
 
-        `stop` says why its output ended, in words of the engine's own of at most 64 characters, as ``length``.
+        `stop` is the reason for which its output ended, in the engine's own words of at most 64 characters, as
+        ``length``.
         """
         stop = None if stop is None else checked_stop(stop)
         reason, sequence = checked_choice(why, ev.EndReason, "why"), self._running.sequence(request_id)
@@ -466,7 +470,7 @@ class Recorder(EventSourced):
             )
             self._ids.release(sequence.handle, table)
 
-    # -- blocks go
+    # -- evictions
 
     @exclusive
     def evicted(
@@ -476,10 +480,10 @@ class Recorder(EventSourced):
         *,
         level: Literal["primary", "secondary"] = "primary",
     ) -> None:
-        """What is cached in these blocks is gone, and they are free. No running request may hold them.
+        """Record that the content of these blocks is gone, and they are free. No running request may hold them.
 
-        With full attention nothing can be found behind a block that is gone, so what continues it must be gone before,
-        or in the same call. `request_id`: the running request that needed the room.
+        With full attention nothing can be found after an evicted block, so blocks that continue it must be evicted
+        before, or in the same call. `request_id`: the running request that needed the room.
         """
         if level not in ("primary", "secondary"):
             raise UsageError("level must be primary or secondary")
@@ -499,10 +503,10 @@ class Recorder(EventSourced):
 
     @exclusive
     def invalidated(self, blocks: Blocks) -> list[int]:
-        """These blocks cannot be found any more, and so cannot what continues them: they do not hold what they should,
-        as after a load that failed. What running requests hold stays theirs, without a name.
+        """Record that these blocks, and those that continue them, cannot be found any more: their content is wrong, as
+        after a load that failed. Blocks held by running requests stay theirs, without a name.
 
-        Returns all blocks of which that is so from now on.
+        Returns all blocks affected.
         """
         ids, slots = self._located(blocks)
         self._mirror.refuse_uncached(ids, slots)
@@ -515,10 +519,11 @@ class Recorder(EventSourced):
 
     @exclusive
     def moved(self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None) -> None:
-        """What is cached in these blocks is kept in the secondary blocks `to` from now on, and not in primary any more.
+        """Record that the content of these blocks is from now on in the secondary blocks `to`, and not in primary any
+        more.
 
-        No running request may hold them, and nothing in primary may continue them but what is moved before them in the
-        same call. `request_id`: the running request that needed the room.
+        No running request may hold them, and nothing in primary may continue them except blocks moved before them in
+        the same call. `request_id`: the running request that needed the room.
         """
         ids, targets = listed_blocks(blocks), listed_blocks(to)
         slots, free = self._ids.slots(ids), self._lower_ids.slots(targets)
@@ -539,20 +544,20 @@ class Recorder(EventSourced):
 
     @exclusive
     def cleared(self) -> None:
-        """Nothing is cached any more. What running requests hold stays theirs, without a name."""
+        """Record that nothing is cached any more. Blocks held by running requests stay theirs, without a name."""
         with self._guard:
             self._upkeep.clear()
             self._ids.forget_names()
 
-    # -- further groups, each of which has a number from 1 on
+    # -- further groups, numbered from 1 on
 
     @exclusive
     def taken(
         self, request_id: RequestId, indices: Items[int], blocks: Blocks, *, group: int, reused: bool = False
     ) -> None:
-        """A request has these blocks in its table of a group, at these indices, in each of which it had none.
+        """Record blocks that a request has in its table of a group, at these indices, in each of which it had none.
 
-        They are free ones or, if `reused`, have names there by which they were found.
+        They were free or, if `reused`, were found by their names in the group.
         """
         into, sequence = self._positional(group), self._running.sequence(request_id)
         ids = listed_blocks(blocks)
@@ -586,7 +591,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def left(self, request_id: RequestId, indices: Items[int], *, group: int) -> None:
-        """A request released what it had at these indices of a group: no later token needs it.
+        """Record that a request released the blocks at these indices of a group: no later token needs them.
 
         Named blocks can still be found; the others are free. A request that has `ended` has released all of its blocks.
         """
@@ -617,7 +622,8 @@ class Recorder(EventSourced):
         *,
         group: int,
     ) -> None:
-        """These blocks of a request can be found, each by the name of the request's first `positions` tokens.
+        """Record that these blocks of a request can be found, each by the name of the request's first `positions`
+        tokens.
 
         Their content is written, or will be by the step that is about to run. A block can have several names.
         """
@@ -662,7 +668,8 @@ class Recorder(EventSourced):
         group: int,
         why: Literal["capacity", "superseded"] = "capacity",
     ) -> None:
-        """These blocks cannot be found any more by these names, one for each: they make room, perhaps for a request.
+        """Record that these blocks cannot be found any more by these names, one for each: they make room, perhaps for a
+        request.
 
         `superseded`: something else was written there.
         """
@@ -686,18 +693,18 @@ class Recorder(EventSourced):
 
     @exclusive
     def deferred(self, request_id: RequestId, *, group: int) -> None:
-        """A request waits for a step, since another one only writes by then what it has found in a group."""
+        """Record that a request waits for a step, in which another one writes the blocks that it found in a group."""
         of = self._positional(group)
         with self._guard:
             self._emit(ev.HitDeferred(request_id=checked_request_id(request_id), group=of.index))
 
-    # -- steps
+    # -- end of a step
 
     @exclusive
     def counted(self, prompt_tokens: int, reused_tokens: int) -> None:
-        """What the engine has itself counted so far: tokens of prompts, and those of them that it reused.
+        """Record the engine's own counts so far: tokens of prompts, and how many of them it reused.
 
-        Checkpoints have it, so that `audit` says whether the log has the same.
+        They are part of checkpoints, so that `audit` can compare the log with them.
         """
         self._upkeep.engine_counts = (
             checked_natural(prompt_tokens, "prompt_tokens"),
@@ -706,14 +713,14 @@ class Recorder(EventSourced):
 
     @exclusive
     def check(self) -> None:
-        """Prove the laws of the mirror; raises `InvariantViolated`. Takes long: for tests."""
+        """Prove the laws of the mirror; raises `InvariantViolated`. Slow: for tests."""
         self.state.check()
         self._ids.check()
 
-    # -- what calls have in common
+    # -- shared by calls
 
     def _located(self, blocks: Blocks) -> tuple[Blocks, array[int]]:
-        """Blocks of primary, and the slots in which they lie."""
+        """Return blocks of primary, and the slots in which they lie."""
         ids = listed_blocks(blocks)
         return ids, self._ids.slots(ids)
 
@@ -743,7 +750,7 @@ class Recorder(EventSourced):
         return keys
 
     def _given(self, names: Names | None, blocks: int) -> bytes:
-        """Return the keys that an engine gave for this number of blocks; empty if they are made here."""
+        """Return the keys that an engine made for this number of blocks; empty if they are made here."""
         if not self._names_given:
             if names is not None:
                 raise UsageError(
@@ -768,12 +775,12 @@ class Recorder(EventSourced):
                 raise self._mirror.other_name(sequence, piece.first + wrong, piece.slots[wrong])
 
     def _note_computed(self, sequence: Sequence, blocks: int) -> None:
-        """Blocks are cached whose K/V the engine writes: they count as computed."""
+        """Count blocks with K/V written by the engine as computed, when they are cached."""
         if blocks * self._size > sequence.computed and not sequence.is_decoding:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=blocks * self._size))
 
     def _store(self, sequence: Sequence, last: int, keys: bytes) -> list[tuple[int, int]]:
-        """Let a sequence's blocks be found; `keys` are those that the engine has given, or empty."""
+        """Make a sequence's blocks findable; `keys` are those made by the engine, or empty."""
         first, raised = sequence.path_ends[0].end, list[tuple[int, int]]()
         self._note_computed(sequence, last)
         for piece in self._mirror.cached_already(sequence, first, last):
@@ -789,7 +796,7 @@ class Recorder(EventSourced):
         return raised
 
     def _adopt(self, sequence: Sequence, piece: Piece) -> None:
-        """Blocks of a sequence hold what is cached already: copies of it, or in place of what lay in secondary."""
+        """Match blocks of a sequence with equal cached ones: as copies of these, or in place of those in secondary."""
         blocks = BlockNames(piece.level, piece.first, piece.slots, names_of_keys(piece.keys, self._key_bytes))
         own = sequence.tables[0][piece.first : piece.first + len(piece.slots)]
         if piece.level == PRIMARY:
@@ -800,7 +807,7 @@ class Recorder(EventSourced):
             self._events.move_up(sequence, blocks, own, ev.MoveReason.RECOMPUTED)
 
     def _goes_on_alone(self, sequence: Sequence, block: int) -> bool:
-        """Whether a sequence fills its next block behind what it alone has cached, with plain tokens."""
+        """True if a sequence fills its next block after a path that it alone has cached, with plain tokens."""
         tail, table, end = sequence.path_ends[0], sequence.tables[0], (block + 1) * self._size
         return (
             block > 0
@@ -814,7 +821,7 @@ class Recorder(EventSourced):
         )
 
     def _fill(self, row: list[tuple[Sequence, int, bytes]]) -> None:
-        """Store one block more of each of these sequences by one event."""
+        """Store one more block of each of these sequences by one event."""
         size, parents, keys = self._key_bytes, list[bytes](), list[bytes]()
         for sequence, block, key in row if size else ():
             parents.append(bytes(sequence.keys[-size:][:NAME_BYTES]))

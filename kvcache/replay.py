@@ -51,7 +51,7 @@ Progress = Callable[[int], None]
 
 @dataclass(eq=False, repr=False)
 class BeyondEnd(CapacityError):
-    """A state was asked for that the log does not reach."""
+    """A state was requested after the end of the log."""
 
     seq: int
     last_seq: int
@@ -60,7 +60,7 @@ class BeyondEnd(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class BeforeBeginning(CapacityError):
-    """A state was asked for that the log, of which only so much is kept, does not reach back to."""
+    """A state was requested before the beginning of the log, of which only the end is kept."""
 
     seq: int
     first_seq: int
@@ -69,7 +69,7 @@ class BeforeBeginning(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class NotThere(CapacityError):
-    """A state was asked for that lies in a gap of the log: its batch was lost, or has just been removed."""
+    """A state was requested in a gap of the log: its batch was lost, or has just been removed."""
 
     seq: int
     last_seq: int
@@ -78,7 +78,7 @@ class NotThere(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class TooLarge(CapacityError):
-    """The cache of a log has more blocks than this machine can keep book of; both in bytes."""
+    """The cache of a log has more blocks than the bookkeeping on this machine can hold; both in bytes."""
 
     needed: int
     free: int
@@ -87,12 +87,12 @@ class TooLarge(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class Unreplayable(InternalError):
-    """A batch does not fit the state before it: the log is not the record of one cache."""
+    """A batch does not fit the state before it: the log does not record one cache."""
 
     seq: int
     reason: str
     log: str = ""
-    """Its directory, where several are read."""
+    """Directory of the log, where several are read."""
 
     def __str__(self) -> str:
         where = f"{self.log}: " if self.log else ""
@@ -100,11 +100,11 @@ class Unreplayable(InternalError):
 
 
 _FINGERPRINT_BYTES = 128
-"""What a fingerprint takes per slot of a level, while it is made."""
+"""Memory for a fingerprint per slot of a level, while it is computed."""
 _ALWAYS_BYTES = 1 << 26
-"""So much is there, or nothing would run; asking the system takes longer than replaying a short log."""
+"""Memory that is assumed to be free, because querying the system takes longer than replaying a short log."""
 _MOST_NS = 1 << 63
-"""Wall-clock ns that fit into a column."""
+"""Bound of wall-clock ns in a column."""
 _OF_UNFITTING = (
     ArithmeticError,
     AssertionError,
@@ -114,7 +114,7 @@ _OF_UNFITTING = (
     TypeError,
     ValueError,
 )
-"""What goes wrong inside the state when an event that was never decided for it is applied."""
+"""Exceptions of the state when an event is applied that was never decided for it."""
 
 
 _LEVELS: dict[type, tuple[str, ...]] = {
@@ -125,11 +125,11 @@ _LEVELS: dict[type, tuple[str, ...]] = {
     BlocksStored: ("level",),
     BlocksUpdated: ("level",),
 }
-"""The fields of events that name a level."""
+"""Fields of events that name a level."""
 
 
 _WITH_PRIORITY = (BlocksCopied, BlocksFilled, BlocksStored, BlocksUpdated)
-"""Events that give blocks a priority."""
+"""Events that set the priority of blocks."""
 
 
 _COUNTED = (BlocksAllocated, BlocksDetached, BlocksReturned, TokensAppended)
@@ -138,11 +138,11 @@ _COUNTED = (BlocksAllocated, BlocksDetached, BlocksReturned, TokensAppended)
 
 @contextmanager
 def fitting(seq: int) -> Iterator[None]:
-    """Whatever fails inside is the fault of the batches up to this one."""
+    """Blame every failure inside on the batches up to this one."""
     try:
         yield
     except InvariantViolated as error:
-        # Its own text asks for a bug report, but here it may be the log that lies.
+        # Its own text asks for a bug report, but here the log may be forged.
         raise Unreplayable(seq, error.law) from error
     except InternalError as error:
         raise Unreplayable(seq, str(error)) from error
@@ -158,9 +158,9 @@ def fold_told(state: FeedState, batch: EventBatch) -> None:
 
 
 def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
-    """What can be understood of a batch: from its last `Gap` on, behind which stands the whole state.
+    """Return the events of a batch that can be applied: from its last `Gap` on, which the whole state follows.
 
-    What it says before continues what is missing, but for the epoch that a snapshot begins with.
+    The events before continue what is missing, except the epoch that a snapshot begins with.
     """
     gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
     if not gaps:
@@ -171,27 +171,27 @@ def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
 
 @dataclass
 class Replayed:
-    """A state folded from a log, which sinks fold as well (`sinks.base.StateFold`)."""
+    """State folded from a log, as sinks also fold it (`sinks.base.StateFold`)."""
 
     state: CacheState = field(default_factory=CacheState)
     last_seq: int = -1
-    """The last batch folded; -1 before the first."""
+    """Number of the last batch folded; -1 before the first."""
     last_ts: int | None = None
-    """When it was made, in nanoseconds since 1970; None before the first."""
+    """Time of that batch, in nanoseconds since 1970; None before the first."""
     batches: int = 0
     events: int = 0
     checkpoints_verified: int = 0
     checkpoints_failed: list[int] = field(default_factory=list)
-    """Batches whose checkpoint disagrees."""
+    """Batches with a checkpoint that disagrees."""
     gaps: list[Gap] = field(default_factory=list)
     end: LogEnd | None = None
-    """How the log ends; None if folding stopped before its end."""
+    """End of the log; None if folding stopped before it."""
     snapshot_seq: int | None = None
-    """That of the snapshot that folding began with; None: it began with the log."""
+    """Batch of the snapshot that folding began with; None: it began with the log."""
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the state. Raises `Unreplayable` if it has none, since its log is no record of a cache."""
+        """Fingerprint of the state. Raises `Unreplayable` if it has none, since its log does not record a cache."""
         with fitting(self.last_seq):
             return fingerprint(self.state)
 
@@ -210,7 +210,7 @@ class Replayed:
     ) -> None:
         """Apply one batch; `before` and `after` are called with each event, before and after it is applied.
 
-        Raises `Unreplayable`, and `TooLarge` for a cache that this machine cannot keep book of.
+        Raises `Unreplayable`, and `TooLarge` for a cache too large for this machine.
         """
         with fitting(batch.seq):
             invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time is beyond 64 bits")
@@ -228,7 +228,7 @@ class Replayed:
         self.events += len(batch.events)
 
     def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
-        """What an epoch that goes on from here begins with."""
+        """Return the first events of an epoch that continues from here."""
         created = self.state.created
         if created is None:
             raise InvariantViolated("no cache has begun")
@@ -250,9 +250,10 @@ class Replayed:
 
 
 def refuse_impossible(event: AnyEvent) -> None:
-    """Raise for an event that no cache makes, whatever its state.
+    """Raise for an event that no cache makes, in any state.
 
-    Live events are right by construction; one that was read may count groups and levels from the end, as Python would.
+    Live events are right by construction; one that was read may have negative groups and levels, which Python would
+    count from the end.
     """
     kind = type(event)
     invariant(getattr(event, "group", 0) >= 0, "there is no such group")
@@ -270,7 +271,7 @@ def refuse_impossible(event: AnyEvent) -> None:
 
 
 def _refuse_reuse(event: SequenceAdded) -> None:
-    """The state has its own count of what is reused; others rely on what the event says."""
+    """Check the reuse of an event: the state has its own count, but others rely on the event's."""
     primary, secondary = event.reused_primary, event.reused_secondary
     fits = 0 <= event.reused_partial <= event.reused and len(primary) == len(secondary) > 0
     fits = fits and all(0 <= each < event.num_tokens for each in (*primary, *secondary))
@@ -278,7 +279,7 @@ def _refuse_reuse(event: SequenceAdded) -> None:
 
 
 def _refuse_too_large(created: CacheCreated) -> None:
-    """A few bytes of a log can ask for any number of blocks."""
+    """Check the size of a cache, since a few bytes of a log can claim any number of blocks."""
     blocks = [count for group in created.groups for count in group.num_blocks]
     needed = sum(bookkeeping_bytes(sum(group.num_blocks), group.kind) for group in created.groups)
     needed += _FINGERPRINT_BYTES * max(blocks, default=0)
@@ -291,8 +292,8 @@ def replay(
 ) -> Replayed:
     """Fold a log up to and including batch `at` (default: all of it), from the newest snapshot before on.
 
-    `verify` begins as far back as the log goes, and compares every checkpoint on the way. Raises `BeyondEnd`,
-    `BeforeBeginning`, `NotThere`, `Unreplayable`, and what `LogReader` raises for a damaged, newer or missing log.
+    `verify` starts at the beginning of the log, and compares every checkpoint on the way. Raises `BeyondEnd`,
+    `BeforeBeginning`, `NotThere`, `Unreplayable`, and the errors of `LogReader` for a damaged, newer or missing log.
     """
     reader = LogReader(Path(log), state_at=None if verify else sys.maxsize if at is None else at)
     replayed = fold(reader, at, verify=verify, progress=progress)

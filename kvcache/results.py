@@ -1,4 +1,4 @@
-"""What the manager's calls give back."""
+"""Results of the manager's calls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from events.types import RequestId
 
 
 class Replacement(NamedTuple):
-    """A place in a block table that points at another slot than before."""
+    """An entry of a block table that has changed its slot."""
 
     block: int
     """Index in the table."""
     old_slot: int
     new_slot: int
     window: int
-    """Of the table, in tokens."""
+    """Window of the table, in tokens."""
 
 
 class BlockTable(Protocol):
     """Primary slots of blocks, int32: with pools a torch tensor on the host, without them a numpy array.
 
-    The engine may change it, and move it by ``.to(device, non_blocking=True)``. What both kinds can do is declared
-    here; type checkers learn the rest from ``isinstance(table, torch.Tensor)``.
+    The engine may change it, and move it by ``.to(device, non_blocking=True)``. The common interface of both kinds is
+    declared here; type checkers infer the rest from ``isinstance(table, torch.Tensor)``.
     """
 
     @property
@@ -48,8 +48,8 @@ class BlockTable(Protocol):
 
 
 class PagedTables(NamedTuple):
-    """Block tables in rows behind each other, all int32: `indices` from ``indptr[i]`` up to ``indptr[i + 1]`` are the
-    slots of sequence ``i``, whose last block holds ``last_page_len[i]`` tokens.
+    """Block tables in rows one after the other, all int32: `indices` from ``indptr[i]`` up to ``indptr[i + 1]`` are the
+    slots of sequence ``i``, and its last block holds ``last_page_len[i]`` tokens.
     """
 
     indptr: BlockTable
@@ -79,8 +79,8 @@ class Admission:
     encoder_tokens: int = 0
     """Tokens of the encoder's input."""
     reused_encoder_tokens: int = 0
-    """Leading ones of these whose K/V is there, or is being copied from secondary. Where all are, the encoder need not
-    run; else it has to, and what is written begins with the first block behind these."""
+    """Leading encoder tokens with K/V that is there, or is being copied from secondary. If all are, the encoder need
+    not run; else it has to, and writing begins with the first block after these."""
 
     @property
     def reused_tokens(self) -> int:
@@ -89,7 +89,7 @@ class Admission:
 
     @property
     def block_tables(self) -> tuple[BlockTable, ...]:
-        """The block table per window, as it is now; where there is cross attention, the last one is its.
+        """The block table per window, as it is now; with cross attention, the last one is for that.
 
         Raises `TransfersPending` before `start_transfers`, and `UnknownRequest` once this sequence was removed, also
         if another one has its id by then.
@@ -99,37 +99,37 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """What a call that stores blocks has changed."""
+    """Changes made by a call that stores blocks."""
 
     stored_blocks: int
-    """Leading blocks of the sequence that have been stored, in the window with the fewest. Those that a sliding window
-    has left behind count, too, which may have been evicted since."""
+    """Leading blocks of the sequence that have been stored, in the window with the fewest. Includes those that a
+    sliding window has left, which may have been evicted since."""
     replaced: list[Replacement] = field(default_factory=list)
-    """Another sequence had stored these blocks first, so the table points at its copy."""
+    """Entries that refer to another sequence's blocks, because it had stored them first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What one pin holds."""
+    """Blocks held by one pin."""
 
     request_id: RequestId
-    """Whose blocks they were when they were pinned."""
+    """Request that held the blocks when they were pinned."""
     blocks: dict[int, int]
-    """How many, by the window in tokens."""
+    """Number of blocks, by the window in tokens."""
     named: bool
-    """Whether they are cached; False since the cache was cleared."""
+    """True while they are cached; False since the cache was cleared."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """Copies whose end was seen."""
+    """Copies with a known end."""
 
     landed: tuple[int, ...] = ()
     failed: tuple[tuple[int, str], ...] = ()
     """(transfer, reason). Copies that were given up because one of these failed are not listed."""
     cut: tuple[tuple[RequestId, int], ...] = ()
-    """Sequences that were running when a copy failed, and how many leading tokens are still computed, which is 0:
-    the engine must compute them again."""
+    """Sequences that were running when a copy failed, and the number of leading tokens that are still computed, which
+    is 0: the engine must compute them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,24 +144,24 @@ class MatchedBlock:
     num_tokens: int
     landed: bool
     window: int
-    """Whose block it is, in tokens."""
+    """Window of the block, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a prompt would reuse now."""
+    """Blocks that a prompt would reuse now."""
 
     num_tokens: int
     blocks: tuple[MatchedBlock, ...] = ()
-    """Full ones that would be held, window by window, ascending. A prefix is reused as far as all windows have it, so
-    they end at the same one; those of a sliding window begin with the first that it still sees from there."""
+    """Full blocks that would be held, window by window, ascending. A prefix is reused only up to where all windows have
+    it, so they end at the same one; those of a sliding window begin with the first inside the window there."""
     partials: tuple[MatchedBlock, ...] = ()
-    """In each window a block of which only the first `num_tokens` match; none if one has none."""
+    """For each window a block of which only the first `num_tokens` match; empty if any window has none."""
     tokens_by_level: tuple[int, int] = (0, 0)
-    """Tokens in full blocks that lie in primary in all windows; those that some window has in secondary."""
+    """Tokens in full blocks that are in primary in all windows, and that are in secondary in some."""
 
     encoder_blocks: tuple[MatchedBlock, ...] = ()
-    """Those of the encoder's input, which are not among `blocks`; the last one may be filled with padding."""
+    """Blocks of the encoder's input, which are not among `blocks`; the last one may be filled with padding."""
     reused_encoder_tokens: int = 0
     """Leading tokens of the encoder's input that would be reused."""
 
@@ -178,20 +178,20 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What admitting a prompt would take now: blocks of each window, by its tokens."""
+    """Cost of admitting a prompt now: blocks of each window, by its tokens."""
 
     reused_tokens: int
-    """That need no computing, those of a copied block too."""
+    """Tokens that need no computing, those of a copied block included."""
     reusable: dict[int, int]
-    """Full cached blocks that it would hold; of a window that slides those that it still sees."""
+    """Full cached blocks that it would hold; in a sliding window only those inside it."""
     held: dict[int, int]
-    """Of these, the ones that running sequences hold: sharing them takes nothing."""
+    """Blocks of `reusable` that running sequences hold: sharing them costs nothing."""
     needed: dict[int, int]
-    """By how much the free blocks would become fewer: new blocks, and reusable ones that nobody holds."""
+    """Decrease of the free blocks: new blocks, and reusable ones without a holder."""
     to_completion: dict[int, int]
-    """The same at most, up to the last of the new tokens that were asked about."""
+    """Upper bound of that decrease, up to the last of the requested new tokens."""
     reused_encoder_tokens: int = 0
-    """Of the encoder's input, whose blocks are those of window 0 (`CROSS_WINDOW`)."""
+    """Reused tokens of the encoder's input; its blocks are those of window 0 (`CROSS_WINDOW`)."""
 
 
 class Computing(NamedTuple):
@@ -199,4 +199,4 @@ class Computing(NamedTuple):
 
     request_id: RequestId
     num_tokens: int
-    """Leading tokens of the prompt, in full blocks, that can be reused once it has stored all that it will."""
+    """Leading tokens of the prompt, in full blocks, that can be reused once the sequence has stored all its blocks."""

@@ -1,8 +1,8 @@
-"""How many blocks each attention window gets, and how many a sequence takes: arithmetic only.
+"""Number of blocks of each attention window, and of a sequence: arithmetic only.
 
 Block counts and tokens hold for each window. Bytes are divided over the windows, in exact fractions, so that the same
-settings give the same counts everywhere; what is left of a part behind its last whole block stays unused. Cross
-attention counts as one window more, the last one.
+settings give the same counts everywhere; the rest of a part after its last whole block stays unused. Cross attention
+counts as one window more, the last one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvcache.config import MAX_BLOCKS, PRIMARY_LIMITS, KVCacheConfig, windows_of
 from kvcache.errors import ConfigError
 
 INSTEAD = "primary_blocks, max_tokens or primary_bytes"
-"""What gives the size of primary where free memory cannot be measured."""
+"""Settings for the size of primary where free memory cannot be measured."""
 
 
 def primary_settings(config: KVCacheConfig) -> str:
-    """The settings that limit primary, as errors say what to raise."""
+    """Return the settings that limit primary, for errors to name."""
     given = [name for name in PRIMARY_LIMITS if getattr(config, name) is not None]
     names = " and ".join(given)
     if {"primary_bytes", "free_gpu_memory_fraction"}.isdisjoint(given):
@@ -32,14 +32,14 @@ def primary_settings(config: KVCacheConfig) -> str:
 
 
 def shares_of(weights: Sequence[float | Fraction]) -> tuple[Fraction, ...]:
-    """The weights as parts of one. A decimal number counts as it is written: 0.1 is a tenth."""
+    """Normalise the weights to a sum of one. A decimal number counts as it is written: 0.1 is a tenth."""
     exact = [Fraction(str(weight)) for weight in weights]
     whole = sum(exact)
     return tuple(weight / whole for weight in exact)
 
 
 def weights_by_window(windows: Sequence[int], bytes_per_token: Sequence[int]) -> tuple[int, ...]:
-    """What the windows weigh where each is to hold tokens in proportion to its length."""
+    """Weigh the windows so that each holds tokens in proportion to its length."""
     return tuple(window * size for window, size in zip(windows, bytes_per_token, strict=True))
 
 
@@ -54,11 +54,11 @@ def block_counts(
     bytes_per_block: Sequence[int],
     free_bytes: int | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Blocks in primary and in secondary of each window; where several settings limit a level, the smallest wins.
+    """Blocks in primary and in secondary of each window; if several settings limit a level, the smallest wins.
 
     `bytes_per_block` is of all layers of each window; where there is cross attention, of that at the end. `free_bytes`
-    is what `free_gpu_memory_fraction` is a fraction of; None: not measured. Raises ConfigError if that is needed, if
-    bytes are too few for one block of a window, or if blocks are too many to be numbered.
+    is the basis of `free_gpu_memory_fraction`; None: not measured. Raises ConfigError if that is needed, if bytes are
+    too few for one block of a window, or if blocks are too many to be numbered.
     """
     level = _Level(config, tuple(windows), tuple(bytes_per_block))
     primary: dict[str, tuple[int, ...]] = {}
@@ -81,18 +81,18 @@ def block_counts(
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """What the limits of a level are worked out from."""
+    """Inputs of the limits of a level."""
 
     config: KVCacheConfig
     windows: tuple[int, ...]
     bytes_per_block: tuple[int, ...]
 
     def each(self, count: int | tuple[int, ...]) -> tuple[int, ...]:
-        """A number of blocks, or one per window."""
+        """Expand a number of blocks to one per window."""
         return count if isinstance(count, tuple) else (count,) * len(self.bytes_per_block)
 
     def fraction(self, given: float, free: int | None) -> tuple[int, ...]:
-        """The blocks that a fraction of the free memory holds."""
+        """Return the blocks that fit in a fraction of the free memory."""
         field = "free_gpu_memory_fraction"
         if free is None:
             where = "what kvcache.pools.sized(config) returns, which measures the GPU's free memory"
@@ -101,7 +101,7 @@ class _Level:
         return self.fitting(field, budget, f"{given}, which is {budget} of {free} free bytes")
 
     def fitting(self, field: str, budget: int, given: str = "") -> tuple[int, ...]:
-        """The blocks that the windows' shares of so many bytes hold, at least one of each."""
+        """Return the blocks that fit in the windows' shares of `budget` bytes, at least one of each."""
         shares = self._shares()
         parts = zip(split(budget, shares), self.bytes_per_block, strict=True)
         counts = tuple(part // size for part, size in parts)
@@ -119,7 +119,7 @@ class _Level:
         return counts
 
     def _shares(self) -> tuple[Fraction, ...]:
-        """The parts of each window, and that of cross attention."""
+        """Return the share of each window, and that of cross attention."""
         if self.config.cross_kv_cache_fraction is None:
             return self._window_shares()
         cross = Fraction(str(self.config.cross_kv_cache_fraction))
@@ -131,12 +131,12 @@ class _Level:
             return shares_of(rule)
         if rule == "equal":
             return shares_of([1] * len(self.windows))
-        # A block has as many tokens in all windows, so its bytes weigh as those of a token do.
+        # A block has equally many tokens in all windows, so its bytes weigh as those of a token do.
         return shares_of(weights_by_window(self.windows, self.bytes_per_block[: len(self.windows)]))
 
 
 def _smallest(limits: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """For each window the smallest of several limits. Raises ConfigError if even that cannot be numbered."""
+    """Return the smallest of several limits for each window. Raises ConfigError if even that cannot be numbered."""
     for counts in zip(*limits.values(), strict=True):
         count, field = min(zip(counts, limits, strict=True))
         if count > MAX_BLOCKS:
@@ -145,11 +145,10 @@ def _smallest(limits: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def blocks_at_most(num_tokens: int, window: int, tokens_per_block: int, sink_tokens: int = 0) -> int:
-    """Blocks of one window that a sequence holds at most at a time while it grows to so many tokens, one by one.
+    """Upper bound of blocks of one window that a sequence holds at a time while it grows to `num_tokens`, one by one.
 
-    A window that slides begins and ends inside of blocks, so it takes one block more than its length does. Sink
-    tokens, the first ones that stay visible, fill blocks of their own. (A prompt has all its blocks at once until it
-    is stored.)
+    A sliding window begins and ends inside of blocks, so it takes one block more than its length does. Sink tokens, the
+    first ones that stay visible, fill blocks of their own. (A prompt has all its blocks at once until it is stored.)
     """
     padding = -sink_tokens % tokens_per_block
     blocks = -(-(min(num_tokens, window) + padding) // tokens_per_block)

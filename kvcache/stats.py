@@ -1,4 +1,4 @@
-"""Counters of what happened, and gauges read at each flush."""
+"""Event counters, and gauges read at each flush."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GAUGES = frozenset(("blocks_total", "blocks_blank", "blocks_unreferenced", "seq
 
 
 class _BlockRates:
-    """What follows from the counts of blocks."""
+    """Rates derived from the counts of blocks."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class _BlockRates:
 class Stats(_BlockRates):
     """Totals since the manager started, and the state at the last flush. Blocks are counted in all windows together.
 
-    ``later - earlier`` is what happened between two of them: its gauges are those of the later one.
+    ``later - earlier`` is the difference of two of them: its gauges are those of the later one.
     """
 
     requests: int = 0
@@ -44,51 +44,51 @@ class Stats(_BlockRates):
     reused_tokens_secondary: int = 0
     reused_tokens_partial: int = 0
     reused_tokens_own: int = 0
-    """Of the reused ones, those that a request which was removed and added again had computed itself before."""
+    """Reused tokens that a request, removed and added again, had computed itself before."""
     encoder_tokens: int = 0
-    """Of the inputs of encoders."""
+    """Tokens of the inputs of encoders."""
     reused_encoder_tokens: int = 0
-    """Of these, the ones of which blocks were reused."""
+    """Tokens of these in reused blocks."""
     events: int = 0
     batches: int = 0
     sequences: int = 0
     windows: dict[int, Stats] = field(default_factory=dict)
-    """The counts and gauges of blocks, window by window, by its tokens; the others of these are 0."""
+    """Counts and gauges of blocks by window, in tokens; other fields of these are 0."""
     blocks_allocated: int = 0
     blocks_allocated_decode: int = 0
     blocks_allocated_new: int = 0
-    """Of the allocated ones, slots that nothing had taken before since the manager started."""
+    """Allocated slots that nothing had taken before since the manager started."""
     blocks_reused_full: int = 0
-    """Blocks of prompts that were cached; of a window that slides those that it still sees."""
+    """Cached blocks of prompts; in a sliding window only those inside it."""
     blocks_reused_partial: int = 0
-    """Blocks of prompts of which the start was copied."""
+    """Blocks of prompts with a copied start."""
     blocks_missed: int = 0
-    """Blocks of prompts of which nothing was reused."""
+    """Blocks of prompts without any reuse."""
     blocks_stored: int = 0
     blocks_updated: int = 0
-    """Given another priority."""
+    """Blocks that were given another priority."""
     blocks_removed: int = 0
     blocks_dropped: int = 0
-    """Of the removed ones, those that had been kept in secondary to no use: evicted from there, or out of reach."""
+    """Removed blocks that had been kept in secondary to no use: evicted from there, or out of reach."""
     blocks_offloaded: int = 0
     blocks_onboarded: int = 0
     blocks_recomputed: int = 0
-    """Stored again while they lay in secondary."""
+    """Blocks stored again while they lay in secondary."""
     blocks_deduplicated: int = 0
-    """Computed by two sequences at a time; one copy was given back."""
+    """Blocks computed by two sequences at the same time; one copy was returned."""
     blocks_copied: int = 0
     bytes_offloaded: int = 0
     bytes_onboarded: int = 0
     bytes_copied: int = 0
-    """Of the starts of blocks; nothing where a block was evicted and its slot taken as it was."""
+    """Bytes of copied starts of blocks; 0 for an evicted block that was reused in place."""
     blocks_total: tuple[int, int] = (0, 0)
     """Slots per level; blank, unreferenced and held ones add up to them."""
     blocks_blank: tuple[int, int] = (0, 0)
     blocks_unreferenced: tuple[int, int] = (0, 0)
-    """Cached blocks that no sequence holds: reusable, and evicted when room is needed."""
+    """Unreferenced cached blocks: reusable, and evicted when room is needed."""
 
     def __sub__(self, earlier: Stats) -> Stats:
-        """What happened in between: counters are differences, gauges those of the later one."""
+        """Return the changes in between: counters are differences, gauges those of the later one."""
         values: dict[str, Any] = {}
         for each in fields(self):
             mine, before = getattr(self, each.name), getattr(earlier, each.name)
@@ -102,7 +102,7 @@ class Stats(_BlockRates):
 
     @property
     def blocks_free(self) -> int:
-        """Primary slots that can be had."""
+        """Available primary slots."""
         return self.blocks_blank[0] + self.blocks_unreferenced[0]
 
     @property
@@ -112,7 +112,7 @@ class Stats(_BlockRates):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were reused, own ones left out of both."""
+        """Share of the prompt tokens that were reused, own ones excluded from both."""
         others = self.prompt_tokens - self.reused_tokens_own
         return (self.reused_tokens - self.reused_tokens_own) / others if others else 0.0
 
@@ -127,13 +127,13 @@ class RequestStats(_BlockRates):
     request_id: RequestId
     handle: int
     why: EndReason
-    """How it ended; a preempted one has another record for each time that it returns."""
+    """Reason of its end; a preempted one has another record for each time that it returns."""
     prompt_tokens: int
     reused_tokens: int
     num_tokens: int
-    """At its end, sampled ones included."""
+    """Tokens at its end, sampled ones included."""
     computed_tokens: int
-    """Of these, those whose K/V was there."""
+    """Tokens of these with K/V."""
     blocks_allocated: int
     blocks_allocated_new: int
     blocks_reused_full: int

@@ -1,1 +1,1 @@
-"""Who has which prefix: the KV events of many workers, folded into one tree that routers ask."""
+"""Prefixes by worker: the KV events of many workers, folded into one tree for routers."""

@@ -1,4 +1,4 @@
-"""A prefix index for routers: which worker has how much of a prompt.
+"""A prefix index for routers: the cached part of a prompt on each worker.
 
 ::
 
@@ -6,15 +6,15 @@
     index.apply("worker-1", batch)                     # events.formats.vllm.decode_batch(payload)
     index.match(tokens)                                # {WorkerRank("worker-1", 0): Overlap(primary=48, ...)}
 
-A block is known by its tokens, those before it, the adapter, and what else its hash covers (extra keys, salt), all of
-which are compared; hashes are names that each publisher chooses for itself. So publishers of any software can be
+A block is identified by its tokens, those before it, the adapter, and the other inputs of its hash (extra keys, salt),
+all of which are compared; hashes are names that each publisher chooses for itself. So publishers of any software can be
 mixed, and one that errs or lies about its own blocks changes nothing for the others.
 
-An overlap is exact as far as the events are: with full attention the longest prefix all of whose blocks are there; in
-several groups the longest that each of them can serve, of which a sliding window needs only what it sees of it.
-Groups of other kinds (``mamba``, ``chunked_local_attention``) are ignored and counted.
+An overlap is exact if the events are: with full attention the longest prefix with all of its blocks present; in several
+groups the longest that each of them can serve, where a sliding window needs only the blocks inside it. Groups of other
+kinds (``mamba``, ``chunked_local_attention``) are ignored and counted.
 
-Memory follows what is resident: a block takes its tokens once for all workers, and a name for each who has it.
+Memory follows the resident blocks: a block takes its tokens once for all workers, and a name for each of its workers.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from kvcache.prefixes.tree import Adapter, ContentTree, Rows, leading_blocks, pa
 
 
 class Overlap(NamedTuple):
-    """How much of a prompt a publisher has, from its start: in tokens, or in blocks where it was asked by hashes."""
+    """Part of a prompt that a publisher has, from its start: in tokens, or in blocks for lookups by hashes."""
 
     primary: int
     """In GPU memory."""
     secondary: int
-    """There or in host memory."""
+    """In GPU or host memory."""
     storage: int
     """At any level."""
 
 
 class PrefixIndex:
-    """Which publisher has which blocks. Belongs to one thread at a time.
+    """Index of blocks by publisher. Belongs to one thread at a time.
 
     A publisher is a rank of a worker. Where `rank` is None, events are of the rank that their batch names, or 0, and
-    all else is about all ranks of the worker.
+    other calls apply to all ranks of the worker.
     """
 
     def __init__(self) -> None:
         self._tree = ContentTree()
         self._sources: Sources = {}
         self.ignored_batches = 0
-        """Of ranks that nobody has (`RANKS_MAX`)."""
+        """Batches with an impossible rank (`RANKS_MAX`)."""
 
-    # -- what is told
+    # -- updates
 
     def apply(self, worker: Hashable, batch: VLLMBatch, rank: int | None = None) -> None:
-        """Take in one batch of a worker's events; it is ignored if its rank is none (`RANKS_MAX`)."""
+        """Apply one batch of a worker's events; it is ignored if its rank is impossible (`RANKS_MAX`)."""
         told = (batch.rank or 0) if rank is None else rank
         if 0 <= told < RANKS_MAX:
             self._source(worker, told).take(batch.events)
@@ -68,10 +68,10 @@ class PrefixIndex:
             self.ignored_batches += 1
 
     def fold(self, worker: Hashable, report: Report, rank: int | None = None) -> None:
-        """Take in what a subscriber reports (`events.subscribe.continuity`).
+        """Apply a subscriber's report (`events.subscribe.continuity`).
 
-        Who has started anew has nothing any more. After batches that are missed for good the publisher's blocks are
-        kept: most are right. `Counts.missed_batches` says so.
+        A restarted publisher has no blocks any more. After batches that are missed for good the publisher's blocks are
+        kept: most are right. `Counts.missed_batches` counts these.
         """
         if isinstance(report, Received):
             self.apply(worker, report.batch, rank)
@@ -80,7 +80,7 @@ class PrefixIndex:
             _take_report(source, report)
 
     def remove_worker(self, worker: Hashable, rank: int | None = None) -> None:
-        """Forget a worker, and all that was counted of it."""
+        """Forget a worker, with its counters."""
         for source in self._of(worker, rank):
             source.forget()
             del self._sources[source.publisher]
@@ -90,7 +90,7 @@ class PrefixIndex:
         self._tree = ContentTree()
         self._sources.clear()
 
-    # -- what is asked
+    # -- queries
 
     def match(
         self,
@@ -100,15 +100,12 @@ class PrefixIndex:
         salt: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
     ) -> dict[WorkerRank, Overlap]:
-        """What publishers have of a prompt, in tokens; who has nothing of it is left out.
+        """Look up the overlap of each publisher with a prompt, in tokens; publishers without any are left out.
 
-        Args:
-            tokens: token ids, or these as int32 in little-endian bytes.
-            lora: the adapter, by the name that events have; its number where they have none.
-            salt: the cache salt, as events tell it (publishers of this software: its SHA-256 in hex, unless they were
-                told ``salts=plain``).
-            extra_keys: per block, what its hash covers besides, such as images, as events tell it; without adapter
-                and salt.
+        Args: tokens: token ids, or these as int32 in little-endian bytes. lora: the adapter, by its name in events; its
+        number where they have none. salt: the cache salt as in events (publishers of this software: its SHA-256 in hex,
+        unless configured with ``salts=plain``). extra_keys: per block, what its hash covers besides, such as images, as
+        events tell it; without adapter and salt.
 
         Raises InvalidTokens.
         """
@@ -118,7 +115,7 @@ class PrefixIndex:
         for size, root in self._tree.roots.get(lora, {}).items():
             extras = _extras(len(packed) // size, salt, extra_keys)
             runs = list(path(root, packed, extras))
-            # Who has anything of a prompt has something of its first run, or something behind it.
+            # A publisher with anything of a prompt has something of its first run, or something after it.
             for holder in runs[0][0].holders if runs else ():
                 source = self._sources[holder.publisher]
                 plane = source.only_plane
@@ -132,9 +129,9 @@ class PrefixIndex:
         return overlaps
 
     def match_hashes(self, hashes: Sequence[Hash]) -> dict[WorkerRank, Overlap]:
-        """The same for a prompt given by its blocks' hashes, in blocks; these must be hashes of each publisher's own.
+        """Look up a prompt given by its blocks' hashes, in blocks; these must be hashes of each publisher's own.
 
-        Knows also of blocks of which nobody has said what they hold.
+        Also covers blocks with unpublished content.
         """
         overlaps: dict[WorkerRank, Overlap] = {}
         for source in self._sources.values():
@@ -147,27 +144,27 @@ class PrefixIndex:
 
     @property
     def publishers(self) -> list[WorkerRank]:
-        """All that were heard of."""
+        """All publishers seen."""
         return [source.publisher for source in self._sources.values()]
 
     def counts(self, worker: Hashable, rank: int = 0) -> Counts:
-        """What a publisher has sent; zeros if it was not heard of."""
+        """Return the counters of a publisher; zeros for an unknown one."""
         source = self._sources.get((worker, rank))
         return Counts() if source is None else source.counts
 
     def resident(self, worker: Hashable, rank: int = 0) -> tuple[int, int, int]:
-        """How many blocks a publisher has in GPU memory, in host memory, and elsewhere, over all groups."""
+        """Count the blocks of a publisher in GPU memory, in host memory, and elsewhere, over all groups."""
         source = self._sources.get((worker, rank))
         return (0, 0, 0) if source is None else source.resident()
 
-    # -- itself
+    # -- persistence and checks
 
     def check(self) -> None:
         """Prove the laws of the structure; slow, for tests. Raises InvariantViolated."""
         snapshot.prove(self._tree, self._sources)
 
     def save(self, path: Path | str) -> None:
-        """Write everything to a file, which takes the place of an older one when it is complete and on disk.
+        """Write everything to a file, which replaces an older one when it is complete and on disk.
 
         Raises Unsupported for a worker whose id is not made of None, bool, int, float, str, bytes and tuples,
         UnsafeFile and OSError.
@@ -176,9 +173,9 @@ class PrefixIndex:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """What `save` has written. Raises SnapshotError and OSError.
+        """Load a file written by `save`. Raises SnapshotError and OSError.
 
-        What publishers have said since is missing: continue each feed where it was, or have it replayed.
+        Later events are missing: continue each feed where it was, or replay it.
         """
         index = cls()
         snapshot.load(Path(path), index._tree, index._sources)

@@ -1,4 +1,4 @@
-"""Who tells events, and what of it was odd."""
+"""Publishers of events, and counters of their anomalies."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from typing import NamedTuple
 import msgspec
 
 RANKS_MAX = 1024
-"""Batches of higher ranks are ignored: nobody has as many, and what is noted of a rank takes memory."""
+"""Batches of this rank and above are ignored: no worker has as many, and each rank takes memory."""
 
 
 class WorkerRank(NamedTuple):
-    """Who tells events."""
+    """Publisher of events."""
 
     worker: Hashable
     rank: int
-    """Of data parallelism: each rank has a cache of its own."""
+    """Rank of data parallelism, each of which has a cache of its own."""
 
 
 class Counts(msgspec.Struct):
-    """Counters of one publisher, from when the index first heard of it."""
+    """Counters of one publisher, from its first event on."""
 
     batches: int = 0
     events: int = 0
     unknown_events: int = 0
-    """Of a type that is not known here."""
+    """Events of an unknown type."""
     ignored_events: int = 0
-    """About blocks that lie elsewhere (`locality`), or about groups whose kind of attention is not followed."""
+    """Events about blocks that lie elsewhere (`locality`), or about groups with another kind of attention than those
+    followed."""
     orphans: int = 0
-    """Stores behind a block that is not known. Their blocks count under their names only."""
+    """Stores after an unknown block. Their blocks count under their names only."""
     untold: int = 0
-    """Stores that do not say which tokens are in which block, as notices about lower levels do. Likewise."""
+    """Stores without the tokens of each block, as notices about lower levels. Their blocks count under their names
+    only."""
     contradictions: int = 0
-    """Names that were given to another content while they were in use; the newer one holds."""
+    """Names that were given to another content while in use; the newer one holds."""
     aliases: int = 0
     """Blocks that were given a second name."""
     repeated_stores: int = 0
-    """Blocks that were stored where they were already."""
+    """Blocks that were stored again at the same place."""
     unknown_removals: int = 0
-    """Blocks that were removed from where they were not."""
+    """Blocks that were removed from a place without them."""
     missed_batches: int = 0
-    """Batches that are lost: what is known of the publisher may be wrong since."""
+    """Lost batches: the known state of the publisher may be wrong since."""
     recovered_batches: int = 0
     restated: int = 0
-    """Times that the publisher told its whole state in place of what was missed."""
+    """Times that the publisher sent its whole state in place of missed batches."""
     restarts: int = 0

@@ -1,7 +1,7 @@
-"""An index in a file, and the proof that what is read from it is one.
+"""An index in a file, and a proof of the consistency of what is read from it.
 
 A header with version, length and digest is followed by one msgpack value. A file is written under another name, made
-durable, and renamed then: it is whole, or what was there before.
+durable, and then renamed: it is whole, or the previous one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvcache.prefixes.tree import (
 
 
 class _Seen:
-    """What the tree says that a holder has: its names, and how many of them are in each plane."""
+    """A holder according to the tree: its names, and their number in each plane."""
 
     def __init__(self) -> None:
         self.names: dict[Hash, Holding | Aliases] = {}
         self.resident: Counter[Plane] = Counter()
 
     def name(self, name: Hash, holding: Holding | Aliases) -> None:
-        """A name that is kept there."""
+        """Count a name that is kept there."""
         _law(name not in self.names, "a name stands for two contents")
         self.names[name] = holding
 
@@ -162,7 +162,7 @@ def _law(holds: bool, law: str) -> None:
 _MAGIC = b"kvprefix"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIQ32s")
-"""Magic, version, bytes behind the header, their SHA-256."""
+"""Magic, version, bytes after the header, their SHA-256."""
 
 
 class _SavedHolding(msgspec.Struct, array_like=True):
@@ -174,13 +174,13 @@ class _SavedHolding(msgspec.Struct, array_like=True):
 
 class _SavedRun(msgspec.Struct, array_like=True):
     parent: int
-    """The number of the run above, in the order of the file; -1: the root."""
+    """Number of the run above, in the order of the file; -1: the root."""
     adapter: Adapter
     block_bytes: int
     extra: bytes
     tokens: bytes
     holders: dict[int, _SavedHolding]
-    """By the number of the holder, in the order of the file."""
+    """Holdings by the number of the holder, in the order of the file."""
 
 
 class _SavedHolder(msgspec.Struct, array_like=True):

@@ -1,10 +1,10 @@
 """One publisher: its attention groups, and its blocks, folded from its events.
 
 A name (a hash, to us an opaque number or bytes) stands for the content under which its publisher stored it. It is
-remembered while its block is at any level, or something known stands after the block: later events go on from there.
-A second name of a block is remembered only while the block is at a level under that very name: a publisher could give
-any number of them to one block. What is stored after a second name that is gone is known by its names only.
-A name without a known content is *loose*: it is somewhere, and what it holds was never published.
+remembered while its block is at any level, or something known follows the block: later events continue from there. A
+second name of a block is remembered only while the block is at a level under that very name: a publisher could give any
+number of them to one block. Blocks stored after a second name that is gone are known by their names only. A name
+without a known content is *loose*: its block is somewhere, but its content was never published.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class StoredContents(msgspec.Struct, frozen=True, gc=False):
     tokens: bytes
     """int32 each."""
     extras: list[bytes] | None
-    """Per block, what its hash covers beside adapter and tokens; None: nothing."""
+    """Other inputs of each block's hash than adapter and tokens; None: nothing."""
 
 
 def contents_of(event: BlockStored, blocks: int) -> StoredContents | None:
-    """What is in the first blocks of a store; None if it does not say."""
+    """Return the content of the first blocks of a store; None if the event has none."""
     count = blocks * event.block_size
     try:
         tokens = _packer(count)(*event.token_ids[:count])
@@ -71,9 +71,9 @@ def contents_of(event: BlockStored, blocks: int) -> StoredContents | None:
 def pack_extras(
     extras: Sequence[Sequence[Any] | None], adapter: str | None, salt: str | None
 ) -> list[bytes] | None:
-    """What hashes cover besides tokens and adapter, block by block; None if that is nothing in any of them.
+    """Pack the inputs of hashes other than tokens and adapter, block by block; None if there are none.
 
-    `salt` is that of the prompt: publishers tell it apart, or as the first block's last extra key, or both.
+    `salt` is that of the prompt: publishers send it separately, or as the first block's last extra key, or both.
     """
     rows = [[key for key in keys or () if adapter is None or key != adapter] for keys in extras]
     if salt is not None and rows and salt not in rows[0]:
@@ -92,7 +92,7 @@ _SLIDING = ("sliding_window", "sliding_window_mla")
 
 
 class PublishedGroup:
-    """The blocks that one kind of layers shares."""
+    """Blocks that one kind of layers shares."""
 
     __slots__ = ("block_size", "followed", "holder", "index", "kind", "window")
 
@@ -103,24 +103,24 @@ class PublishedGroup:
         """Tokens that it attends to; None: all."""
         full = kind in _FULL or (kind is None and not index)
         self.followed = window is None if full else kind in _SLIDING and window is not None and window > 0
-        """Whether its blocks are known here. What others need in order to serve a prefix is not."""
+        """True if its blocks are followed here. The needs of other kinds in order to serve a prefix are not known."""
         self.block_size = 0
-        """Tokens of a block; 0 before any event told."""
+        """Tokens of a block; 0 before any event with that."""
         self.holder = holder
 
     @property
     def planes(self) -> range:
-        """Those of its levels."""
+        """Planes of its levels."""
         return range(self.index * LEVELS, self.index * LEVELS + LEVELS)
 
     def is_like(self, kind: str, window: int | None) -> bool:
-        """Whether it is of that kind."""
+        """True if it has this kind and window."""
         return self.kind == kind and self.window == window
 
     def servable(self, mask: int, blocks: int) -> int:
-        """The most blocks up to so many that it can serve where its blocks are those in `mask`.
+        """Largest number of blocks, at most `blocks`, that it can serve if its blocks are those in `mask`.
 
-        All of them with full attention; else those that the window sees from behind the last one.
+        With full attention that takes all of them; else those inside the window after the last one.
         """
         if self.window is None:
             return min(blocks, leading(mask))
@@ -130,20 +130,20 @@ class PublishedGroup:
             missing = ~mask & ((1 << blocks) - (1 << first)) if first < blocks else 0
             if not missing:
                 break
-            # Whatever ends behind the last block that is missing needs it, too.
+            # Any prefix that ends after the last missing block needs that block, too.
             blocks = missing.bit_length() - 1
         return blocks
 
 
 def leading(mask: int) -> int:
-    """How many of the lowest bits are set without a break."""
+    """Count the lowest bits that are set without a gap."""
     return (mask ^ (mask + 1)).bit_length() - 1
 
 
 def servable(
     groups: Sequence[PublishedGroup], rows: Mapping[Plane, int], stop: int, *, in_tokens: bool
 ) -> list[int]:
-    """The longest prefix that all groups can serve from level 0, from levels 0 and 1, and from all.
+    """Compute the longest prefix that all groups can serve from level 0, from levels 0 and 1, and from all.
 
     `rows` are the blocks of the prompt in each plane. The prompt and the result are in tokens, or in blocks of which
     all groups have the same.
@@ -162,7 +162,7 @@ def servable(
 
 
 class Holder:
-    """One publisher's blocks of one size."""
+    """Blocks of one publisher with one size."""
 
     __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "publisher", "resident", "tree")
 
@@ -171,21 +171,21 @@ class Holder:
         self.counts = counts
         self.tree = tree
         self.block_bytes = block_bytes
-        """Of a block's tokens; 0: nobody has said what these blocks hold."""
+        """Bytes of a block's tokens; 0: the content of these blocks is unpublished."""
         self.names: dict[Hash, Holding | Aliases] = {}
         self.loose: dict[Hash, int] = {}
-        """Names without a content to the planes that they are in, as bits."""
+        """Loose names to the planes that they are in, as bits."""
         self.resident: dict[Plane, int] = {}
-        """Names in each plane."""
+        """Number of names in each plane."""
         self._suspects: list[Holding] = []
-        """Where a name was taken away in the middle of a store."""
+        """Holdings that lost a name in the middle of a store."""
 
     # -- stores
 
     def store(
         self, parent: Hash | None, hashes: Sequence[Hash], contents: StoredContents, plane: Plane
     ) -> None:
-        """Blocks with known contents are there now, behind `parent` or (None) at the start of a prompt."""
+        """Store blocks with known contents after `parent` or (None) at the start of a prompt."""
         node: ContentNode | None = None
         at = 0
         if parent is not None:
@@ -206,7 +206,7 @@ class Holder:
                 return
             at = holding.place(parent) + 1
         if len(set(hashes)) < len(hashes):
-            # One name cannot stand for two contents.
+            # A name cannot have two contents.
             self.counts.contradictions += 1
             self.store_by_name(tuple(dict.fromkeys(hashes)), plane)
             return
@@ -215,7 +215,7 @@ class Holder:
         self._store_behind(node, at, hashes, contents, plane)
 
     def store_by_name(self, hashes: Sequence[Hash], plane: Plane) -> None:
-        """Blocks are there now of which nobody has said what they hold, but perhaps earlier."""
+        """Store blocks without published content, which an earlier event may have published."""
         bit, repeated = 1 << plane, 0
         for name in hashes:
             holding = self.names.get(name)
@@ -230,7 +230,7 @@ class Holder:
         self._count(plane, len(hashes) - repeated)
 
     def adopt(self, other: Holder, planes: Sequence[Plane]) -> None:
-        """Take over the loose names of these planes: it has become known of how many tokens their blocks are."""
+        """Take over the loose names of these planes, after the block size of their group has become known."""
         for plane in planes:
             told = [name for name, there in other.loose.items() if there >> plane & 1]
             for name in told:
@@ -238,7 +238,7 @@ class Holder:
             self.store_by_name(told, plane)
 
     def _grows(self, holding: Holding, parent: Hash, hashes: Sequence[Hash]) -> bool:
-        """Whether blocks behind `parent` just make its run longer; if so, their names are taken."""
+        """Claim the names and return True if blocks after `parent` just extend its run."""
         run, size = holding.run, len(holding.names)
         return (
             holding.names[-1] == parent
@@ -248,7 +248,7 @@ class Holder:
         )
 
     def _claim(self, hashes: Sequence[Hash], holding: Holding) -> bool:
-        """Let names stand for blocks of a holding; False, and nothing has changed, unless all are new and different."""
+        """Assign names to blocks of a holding; returns False, with no change, unless all are new and different."""
         names = self.names
         if not names.keys().isdisjoint(hashes) or (self.loose and any(map(self.loose.get, hashes))):
             return False
@@ -261,7 +261,7 @@ class Holder:
         return False
 
     def _append(self, holding: Holding, hashes: Sequence[Hash], plane: Plane) -> None:
-        """Names that were claimed, for blocks right behind the last one that has one."""
+        """Append claimed names, for blocks right after the last one that has one."""
         count, masks = len(hashes), holding.masks
         masks[plane] = masks.get(plane, 0) | (((1 << count) - 1) << len(holding.names))
         holding.names += hashes
@@ -270,7 +270,7 @@ class Holder:
     def _store_behind(
         self, node: ContentNode, at: int, hashes: Sequence[Hash], contents: StoredContents, plane: Plane
     ) -> None:
-        """Store behind the first `at` blocks of a node: along what is in the tree, and beside it what is not."""
+        """Store after the first `at` blocks of a node: along existing runs, and new runs for the rest."""
         done, count, size, extras = 0, len(hashes), self.block_bytes, contents.extras
         while done < count:
             if at < node.size:
@@ -297,7 +297,7 @@ class Holder:
     def _new_blocks(
         self, node: ContentNode, extra: bytes, contents: StoredContents, begin: int, end: int
     ) -> tuple[ContentRun, int, int]:
-        """Put blocks that are not in the tree at the end of a node; returns run, place, and how many fitted."""
+        """Append new blocks to the end of a node; returns run, place, and the number that fitted."""
         tokens = contents.tokens[begin * self.block_bytes : end * self.block_bytes]
         if isinstance(node, ContentRun) and not (node.children or extra) and node.size < RUN_BLOCKS_MAX:
             at = node.size
@@ -309,7 +309,7 @@ class Holder:
         return run, 0, run.size
 
     def _name(self, run: ContentRun, at: int, hashes: Sequence[Hash], plane: Plane) -> None:
-        """Name consecutive blocks of a run, all of which are there now."""
+        """Name consecutive blocks of a run, all of which are present now."""
         holding = run.holders.get(self)
         if holding is None:
             holding = run.holders[self] = Holding(run)
@@ -329,7 +329,7 @@ class Holder:
     def _name_one(self, first: Holding, at: int, name: Hash, plane: Plane) -> None:
         known = self.names.get(name)
         if known is not None and (known.run is not first.run or known.place(name) != at):
-            # It was the name of something else. Its publisher must know what it holds now.
+            # It was the name of something else. Its publisher decides about its present content.
             self.counts.contradictions += 1
             self._take_name(known, name)
             known = None
@@ -342,7 +342,7 @@ class Holder:
         self._count(plane, added)
 
     def _add_name(self, first: Holding, at: int, name: Hash) -> Holding | Aliases:
-        """Let a name stand for a block, as its first one if it has none; returns what keeps it."""
+        """Assign a name to a block, as its first one if it has none; returns what keeps it."""
         names = first.names
         names += [None] * (at + 1 - len(names))
         if names[at] is None:
@@ -356,7 +356,7 @@ class Holder:
     # -- removals
 
     def remove(self, hashes: Sequence[Hash], plane: Plane) -> None:
-        """Blocks are not there any more."""
+        """Remove blocks from a plane."""
         at, names = 0, self.names
         while at < len(hashes):
             name = hashes[at]
@@ -370,7 +370,7 @@ class Holder:
                 at += 1
                 continue
             last = holding.place(name)
-            # Leaves go first: mostly the next ones are the blocks before it.
+            # Leaves are removed first: mostly the next ones are the blocks before it.
             most = min(last + 1, len(hashes) - at)
             count = _common(holding.names[last - most + 1 : last + 1][::-1], hashes[at : at + most])
             gone = holding.unmark(plane, last - count + 1, count)
@@ -391,7 +391,7 @@ class Holder:
             self._trim(aliases.first)
 
     def leave(self, plane: Plane) -> None:
-        """No block is in this plane any more."""
+        """Remove all blocks from a plane."""
         for holding in set(self.names.values()):
             self.remove(holding.in_plane(plane)[::-1], plane)
         self.remove([name for name, planes in self.loose.items() if planes >> plane & 1], plane)
@@ -408,7 +408,7 @@ class Holder:
             self.loose[name] = planes ^ (1 << plane)
 
     def _take_name(self, holding: Holding | Aliases, name: Hash) -> None:
-        """A name does not stand for this block any more, wherever that was."""
+        """Remove a name from this block in all planes."""
         if isinstance(holding, Aliases):
             self._suspects.append(holding.first)
             for plane in planes_of(holding.names[name][1]):
@@ -428,7 +428,7 @@ class Holder:
         self._suspects.clear()
 
     def _trim(self, first: Holding) -> None:
-        """Forget the end of a run of which nothing is left anywhere, and so on towards the root."""
+        """Forget the end of a run that has no names any more, and so on towards the root."""
         while not first.children:
             end, run = first.end(), first.run
             if end == len(first.names):
@@ -451,7 +451,7 @@ class Holder:
         """Forget everything."""
         runs: set[ContentRun] = set()
         for holding in set(self.names.values()):
-            # What is above may have no name left.
+            # The parents may have no name left.
             above: ContentNode = holding.run
             while isinstance(above, ContentRun) and above not in runs:
                 runs.add(above)
@@ -459,16 +459,16 @@ class Holder:
         for run in runs:
             del run.holders[self]
         for run in runs:
-            # Where others have something below, this is for whoever comes last.
+            # If others have something below, the last of them does this.
             self.tree.shrink(run)
         self.names.clear()
         self.loose.clear()
         self.resident.clear()
 
-    # -- for the tree, and for who asks
+    # -- for the tree, and for queries
 
     def split(self, holding: Holding, at: int, upper: ContentRun) -> None:
-        """The first `at` blocks of a run belong to `upper` now; this is what we have of the run."""
+        """Assign the first `at` blocks of a run to `upper`; `holding` is our part of the run."""
         run = holding.run
         if len(holding.names) <= at:
             del run.holders[self]
@@ -484,7 +484,7 @@ class Holder:
         above.children = 1
 
     def rows(self, hashes: Sequence[Hash], *, to_the_end: bool) -> dict[Plane, int]:
-        """Which of these names are in each plane, bit by bit; unless `to_the_end`, as far as they are known."""
+        """Return a bit mask per plane of these names; unless `to_the_end`, up to the first unknown one."""
         found: dict[Plane, int] = {}
         at = 0
         while at < len(hashes):
@@ -519,20 +519,20 @@ class Holder:
 
 
 def _common(names: Sequence[Hash | None], hashes: Sequence[Hash]) -> int:
-    """How many of the first hashes are the first names."""
+    """Count the leading hashes that equal the leading names."""
     if list(names) == list(hashes):
         return len(hashes)
     return next(at for at, pair in enumerate(zip(names, hashes, strict=True)) if pair[0] != pair[1])
 
 
 GROUPS_MAX = 64
-"""Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
+"""Groups with this number and above are ignored: no engine has as many, and each group takes memory."""
 PLANES_MAX = GROUPS_MAX * LEVELS
 _HERE = (None, "LOCAL")
 
 
 class PublisherState:
-    """What one publisher has told."""
+    """State of one publisher."""
 
     __slots__ = ("counts", "followed", "groups", "holders", "publisher", "tree")
 
@@ -542,12 +542,12 @@ class PublisherState:
         self.counts = Counts()
         self.groups: dict[int, PublishedGroup] = {}
         self.followed: list[PublishedGroup] = []
-        """Those whose blocks are known."""
+        """Groups with known blocks."""
         self.holders: dict[int, Holder] = {}
-        """By tokens per block."""
+        """Holders by tokens per block."""
 
     def take(self, events: Sequence[VLLMEvent]) -> None:
-        """Take in the events of one batch."""
+        """Apply the events of one batch."""
         self.counts.batches += 1
         self.counts.events += len(events)
         for event in events:
@@ -561,12 +561,12 @@ class PublisherState:
                 self.counts.unknown_events += 1
 
     def clear(self) -> None:
-        """Nothing is resident any more."""
+        """Remove all resident blocks."""
         for holder in self.holders.values():
             holder.clear()
 
     def forget(self) -> None:
-        """Nothing that was told holds any more."""
+        """Forget everything published."""
         self.clear()
         self.groups.clear()
         self.followed.clear()
@@ -574,7 +574,7 @@ class PublisherState:
 
     @property
     def only_plane(self) -> Plane | None:
-        """The GPU memory of the only group, if it has full attention, and blocks nowhere else. So it is mostly."""
+        """GPU memory plane of the only group, if it has full attention, and blocks nowhere else: the usual case."""
         if len(self.followed) != 1:
             return None
         group = self.followed[0]
@@ -583,7 +583,7 @@ class PublisherState:
         return plane if group.window is None and plane in resident and len(resident) == 1 else None
 
     def resident(self) -> tuple[int, int, int]:
-        """Blocks by level, over all groups."""
+        """Number of blocks by level, over all groups."""
         blocks = [0] * LEVELS
         for holder in self.holders.values():
             for plane, count in holder.resident.items():
@@ -591,7 +591,7 @@ class PublisherState:
         return blocks[0], blocks[1], blocks[2]
 
     def holder(self, block_size: int) -> Holder:
-        """The blocks of that many tokens."""
+        """Return the holder of blocks with this number of tokens."""
         holder = self.holders.get(block_size)
         if holder is None:
             holder = self.holders[block_size] = Holder(
@@ -600,7 +600,7 @@ class PublisherState:
         return holder
 
     def add_group(self, index: int, kind: str | None, window: int | None, block_size: int) -> PublishedGroup:
-        """A group that was not known, or not like that."""
+        """Add a group that is new, or has changed."""
         group = self.groups[index] = PublishedGroup(index, kind, window, self.holder(block_size))
         group.block_size = block_size
         self.followed = [each for each in self.groups.values() if each.followed]
@@ -609,7 +609,7 @@ class PublisherState:
     def _store(self, event: BlockStored) -> None:
         kind = event.kv_cache_spec_kind
         group = self.groups.get(event.group_idx or 0)
-        # Notices about lower levels do not say what kind of group they are about.
+        # Notices about lower levels do not include the kind of their group.
         if group is None or (
             kind is not None and not group.is_like(kind, event.kv_cache_spec_sliding_window)
         ):
@@ -642,7 +642,7 @@ class PublisherState:
             group.holder.remove(event.block_hashes, group.index * LEVELS + _level(event.medium))
 
     def _new_group(self, event: BlockStored, group: PublishedGroup | None) -> PublishedGroup | None:
-        """The group that an event is about, which is new or not what it was; None: nobody has such a one."""
+        """Return the group of an event, which is new or has changed; None: it is impossible."""
         index = event.group_idx or 0
         if not 0 <= index < GROUPS_MAX:
             return None
@@ -654,7 +654,7 @@ class PublisherState:
         return changed
 
     def _learn_size(self, group: PublishedGroup, size: int) -> bool:
-        """Whether a group's blocks have that size, as far as was told before."""
+        """True if a group's blocks have that size, according to all events so far."""
         if group.block_size:
             return False
         group.block_size = size
@@ -664,10 +664,10 @@ class PublisherState:
 
 
 def _blocks_told(group: PublishedGroup, hashes: int, tokens: int, size: int) -> int:
-    """How many of a store's blocks it gives the tokens of.
+    """Count the blocks of a store that come with their tokens.
 
-    Where blocks are left out, as from sliding windows, nothing says which tokens are whose. With full attention none
-    are, so tokens that are too few lack at the end.
+    If blocks are left out, as from sliding windows, tokens cannot be assigned to blocks. With full attention none are,
+    so if tokens are too few, the last ones are missing.
     """
     if tokens == hashes * size:
         return hashes if size > 0 else 0
@@ -678,4 +678,4 @@ _level = lru_cache(maxsize=64)(level_of)
 
 
 Sources = dict[tuple[Hashable, int], PublisherState]
-"""By worker and rank."""
+"""Publishers by worker and rank."""

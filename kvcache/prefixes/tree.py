@@ -1,11 +1,11 @@
-"""The contents of blocks as one tree for all publishers, and who has which of them.
+"""Contents of blocks as one tree for all publishers, and the publishers that hold each of them.
 
-As in `kvcache.fold.prefix_tree`, a *run* is consecutive blocks of one prefix. Here it says what the blocks hold and
-nothing else, for all publishers; what each of these has of it is a *holding*. Runs are split where prefixes diverge,
-and grow at the end. Children are found by the content of their whole first block: whatever matches was compared.
+As in `kvcache.fold.prefix_tree`, a *run* is consecutive blocks of one prefix. Here it is the content of the blocks
+alone, for all publishers; the part that a publisher has is a *holding*. Runs are split where prefixes diverge, and grow
+at the end. Children are found by the content of their whole first block, so a match is exact.
 
-What a block's hash covers besides tokens (images, a salt) is its *extra*, empty for nearly all. Only the first block
-of a run can have one.
+The inputs of a block's hash other than tokens (images, a salt) are its *extra*, empty for nearly all. Only the first
+block of a run can have one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Plane = int
 
 
 class Owner(Protocol):
-    """Who has blocks."""
+    """Owner of blocks."""
 
     publisher: WorkerRank
 
     def split(self, holding: Holding, at: int, upper: ContentRun) -> None:
-        """The first `at` blocks of a run belong to `upper` now; `holding` is what this owner has of the run."""
+        """Assign the first `at` blocks of a run to `upper`; `holding` is this owner's part of the run."""
 
 
 class ContentNode:
-    """What runs hang below: a root, or a run."""
+    """Parent of runs: a root, or a run."""
 
     __slots__ = ("children", "size")
 
     def __init__(self, size: int) -> None:
         self.children: dict[bytes, ContentRun] = {}
-        """By tokens and extra of their first block."""
+        """Children by tokens and extra of their first block."""
         self.size = size
         """Blocks of its own; 0 for a root, and for a run that is not in the tree any more."""
 
@@ -57,7 +57,7 @@ class ContentRoot(ContentNode):
 
 
 class ContentRun(ContentNode):
-    """Consecutive blocks of one prefix, at least one of which somebody has, or has something behind it."""
+    """Consecutive blocks of one prefix, of which someone holds at least one, or a block after them."""
 
     __slots__ = ("extra", "holders", "key", "parent", "tokens")
 
@@ -69,11 +69,11 @@ class ContentRun(ContentNode):
         self.tokens = tokens
         """int32 each."""
         self.holders: dict[Owner, Holding] = {}
-        """Who has something of it, or of what is behind it, and what."""
+        """Holdings of the run, or of blocks after it, by owner."""
 
 
 class Holding:
-    """The names that one publisher has given to blocks of a run, and at which levels of which groups these are.
+    """Names that one publisher has given to blocks of a run, with the levels and groups of these.
 
     A publisher may have several names for one content (hashes may cover what no event tells). The first name of each
     block is here, the others are in `more`.
@@ -84,21 +84,21 @@ class Holding:
     def __init__(self, run: ContentRun) -> None:
         self.run = run
         self.names: list[Hash | None] = []
-        """By place in the run; None has none. They reach as far as anything known does."""
+        """Names by place in the run; None has none. They end with the last known block."""
         self.masks: dict[Plane, int] = {}
-        """Bit i of a plane's mask: the block named `names[i]` is there. None is 0."""
+        """Bit i of a plane's mask: the block named `names[i]` is present. None is 0."""
         self.children = 0
-        """Runs right below this one of which the same publisher has something."""
+        """Number of child runs of which the same publisher holds something."""
         self.more: Aliases | None = None
 
     def place(self, name: Hash) -> int:
-        """Where in the run a name stands."""
+        """Return the place of a name in the run."""
         names = self.names
-        # Mostly it is the last one: what is removed goes leaf first, and what is stored continues.
+        # Mostly the last one: removal starts at leaves, and stores continue.
         return len(names) - 1 if names[-1] == name else names.index(name)
 
     def there(self) -> dict[Plane, int]:
-        """By plane, which blocks of the run are there under any name."""
+        """Masks by plane of the blocks present under any name."""
         if self.more is None:
             return self.masks
         union = dict(self.more.masks)
@@ -107,28 +107,28 @@ class Holding:
         return union
 
     def end(self) -> int:
-        """Blocks of the run up to the last one that is anywhere."""
+        """Blocks of the run up to the last one that is at any level."""
         masks = self.there()
         return max([mask.bit_length() for mask in masks.values()], default=0)
 
     def in_plane(self, plane: Plane) -> list[Hash]:
-        """The names of blocks that are there."""
+        """Return the names of blocks present in a plane."""
         mask = self.masks.get(plane, 0)
         return [name for at, name in enumerate(self.names) if name is not None and mask >> at & 1]
 
     def mark_name(self, name: Hash, plane: Plane) -> int:
-        """Note that one block is there; returns 1 if it was not."""
+        """Mark one block as present; returns 1 if it was not."""
         return self.mark(plane, self.place(name), 1)
 
     def mark(self, plane: Plane, at: int, count: int) -> int:
-        """Note that `count` blocks are there; returns how many of them were not."""
+        """Mark `count` blocks as present; returns how many of them were not."""
         before = self.masks.get(plane, 0)
         bits = ((1 << count) - 1) << at
         self.masks[plane] = before | bits
         return count - (before & bits).bit_count()
 
     def unmark(self, plane: Plane, at: int, count: int) -> int:
-        """Note that `count` blocks are not there any more; returns how many of them were."""
+        """Mark `count` blocks as absent; returns how many of them were present."""
         before = self.masks.get(plane, 0)
         bits = before & (((1 << count) - 1) << at)
         if bits == before:
@@ -138,7 +138,7 @@ class Holding:
         return bits.bit_count()
 
     def cut(self, at: int, upper: ContentRun) -> Holding:
-        """Give what stands before `at` to a holding of another run; returns that one."""
+        """Split off the part before `at` as a holding of another run; returns that one."""
         above = Holding(upper)
         above.names = self.names[:at]
         del self.names[:at]
@@ -152,7 +152,7 @@ class Holding:
         return above
 
     def add_alias(self, name: Hash, place: int, planes: int = 0) -> Aliases:
-        """One more name of a block, which is in these planes; returns what keeps it."""
+        """Add another name of a block, which is in these planes; returns what keeps it."""
         if self.more is None:
             self.more = Aliases(self)
         self.more.names[name] = place, 0
@@ -162,7 +162,7 @@ class Holding:
 
 
 class Aliases:
-    """The further names that a publisher has given to blocks of a run; there is any number of them for each block.
+    """Further names that a publisher has given to blocks of a run; there is any number of them for each block.
 
     Each is kept only while its block is in some plane under that name.
     """
@@ -172,27 +172,27 @@ class Aliases:
     def __init__(self, first: Holding) -> None:
         self.first = first
         self.names: dict[Hash, tuple[int, int]] = {}
-        """Each name's place in the run, and its planes as bits."""
+        """Place in the run of each name, and its planes as bits."""
         self.masks: dict[Plane, int] = {}
-        """Bit i of a plane's mask: some alias of block i is there. None is 0."""
+        """Bit i of a plane's mask: some alias of block i is present. None is 0."""
         self._counts: dict[tuple[Plane, int], int] = {}
-        """How many aliases of a block are in a plane."""
+        """Number of aliases of a block in a plane."""
 
     @property
     def run(self) -> ContentRun:
-        """Whose blocks they name."""
+        """Run of the named blocks."""
         return self.first.run
 
     def place(self, name: Hash) -> int:
-        """Where in the run a name stands."""
+        """Return the place of a name in the run."""
         return self.names[name][0]
 
     def in_plane(self, plane: Plane) -> list[Hash]:
-        """The names of blocks that are there."""
+        """Return the names of blocks present in a plane."""
         return [name for name, (_, planes) in self.names.items() if planes >> plane & 1]
 
     def mark_name(self, name: Hash, plane: Plane) -> int:
-        """Note that one block is there; returns 1 if it was not."""
+        """Mark one block as present; returns 1 if it was not."""
         place, planes = self.names[name]
         if planes >> plane & 1:
             return 0
@@ -202,7 +202,7 @@ class Aliases:
         return 1
 
     def unmark_name(self, name: Hash, plane: Plane) -> int:
-        """Note that one block is not there any more; returns 1 if it was. One that is nowhere has lost the name."""
+        """Mark one block as absent; returns 1 if it was present. A name without any plane is dropped."""
         place, planes = self.names[name]
         if not planes >> plane & 1:
             return 0
@@ -224,7 +224,7 @@ class Aliases:
 
 
 def planes_of(bits: int) -> Iterator[Plane]:
-    """The planes that stand in a set of bits."""
+    """Yield the planes in a set of bits."""
     while bits:
         plane = bits.bit_length() - 1
         yield plane
@@ -232,20 +232,20 @@ def planes_of(bits: int) -> Iterator[Plane]:
 
 
 RUN_BLOCKS_MAX = 512
-"""Blocks of the longest run: what is done to a run at once is bounded."""
+"""Most blocks of a run, which bounds the cost of operations on one."""
 
 
 class ContentTree:
-    """Roots and runs, and the operations that change their shape but not who has which block."""
+    """Roots and runs, and the operations that change their shape but not who holds which block."""
 
     __slots__ = ("roots",)
 
     def __init__(self) -> None:
         self.roots: dict[Adapter, dict[int, ContentRoot]] = {}
-        """By adapter, then by bytes per block."""
+        """Roots by adapter, then by bytes per block."""
 
     def root(self, adapter: Adapter, block_bytes: int) -> ContentRoot:
-        """The root for an adapter and a size of blocks, made on first use."""
+        """Return the root for an adapter and a block size, made on first use."""
         sizes = self.roots.setdefault(adapter, {})
         root = sizes.get(block_bytes)
         if root is None:
@@ -253,7 +253,7 @@ class ContentTree:
         return root
 
     def drop_unused(self, root: ContentRoot) -> None:
-        """Forget a root that nothing hangs below."""
+        """Forget a root without children."""
         sizes = self.roots.get(root.adapter, {})
         if not root.children and sizes.get(root.block_bytes) is root:
             del sizes[root.block_bytes]
@@ -261,7 +261,7 @@ class ContentTree:
                 del self.roots[root.adapter]
 
     def add(self, parent: ContentNode, extra: bytes, tokens: bytes, block_bytes: int) -> ContentRun:
-        """A new run below a node, with at most `RUN_BLOCKS_MAX` of these blocks."""
+        """Add a run below a node, with at most `RUN_BLOCKS_MAX` of these blocks."""
         content = bytearray(tokens[: RUN_BLOCKS_MAX * block_bytes])
         key = tokens[:block_bytes] + extra
         invariant(key not in parent.children, "a sibling with the same first block exists")
@@ -283,9 +283,9 @@ class ContentTree:
         return upper
 
     def shrink(self, run: ContentRun) -> None:
-        """Drop the content at the end of a run that nobody has any more; the run, too, if that is all of it.
+        """Drop the content at the end of a run that has no holder any more; the run, too, if that is all of it.
 
-        Goes on with what is above a run that went.
+        Continues with the parent of a dropped run.
         """
         node: ContentNode = run
         while isinstance(node, ContentRun):
@@ -305,7 +305,7 @@ class ContentTree:
         self.drop_unused(node)
 
     def runs(self) -> Iterator[tuple[ContentRoot, ContentRun]]:
-        """All runs, parents before children, with the roots that they hang below."""
+        """Yield all runs, parents before children, with their roots."""
         for sizes in self.roots.values():
             for root in sizes.values():
                 stack = list(root.children.values())
@@ -316,7 +316,7 @@ class ContentTree:
 
 
 def common_blocks(run: ContentRun, at: int, tokens: bytes, begin: int, stop: int) -> int:
-    """How many blocks of a run, from `at` on, have the same tokens as the blocks from `begin` up to `stop`."""
+    """Count the blocks of a run, from `at` on, with the same tokens as the blocks from `begin` up to `stop`."""
     block_bytes = len(run.tokens) // run.size
     most = min(run.size - at, stop - begin)
     start = begin * block_bytes
@@ -324,7 +324,7 @@ def common_blocks(run: ContentRun, at: int, tokens: bytes, begin: int, stop: int
     if not at and most == run.size and tokens.startswith(own, start):
         return most
     ours, base = 0, at * block_bytes
-    # Up to `ours` they agree, from `most` on nobody knows.
+    # Up to `ours` they agree, from `most` on it is unknown.
     while ours < most:
         middle = (ours + most + 1) // 2
         first, last = ours * block_bytes, middle * block_bytes
@@ -336,20 +336,20 @@ def common_blocks(run: ContentRun, at: int, tokens: bytes, begin: int, stop: int
 
 
 def next_extra(extras: Sequence[bytes] | None, begin: int, blocks: int) -> int:
-    """The first block from `begin` on that has an extra, or how many blocks there are."""
+    """Return the first block from `begin` on that has an extra, or the number of blocks."""
     if extras is None:
         return blocks
     return next((at for at in range(begin, blocks) if extras[at]), blocks)
 
 
 Rows = dict[Plane, int]
-"""Which blocks of a prompt are in each plane, bit by bit."""
+"""Bit masks of a prompt's blocks, by plane."""
 Step = tuple[ContentRun, int, int]
-"""A run along a prompt, the blocks of the prompt before it, and how many blocks of the run the prompt has."""
+"""A run along a prompt, the blocks of the prompt before it, and the number of blocks of the run that match."""
 
 
 def path(root: ContentRoot, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[Step]:
-    """The runs along a prompt."""
+    """Yield the runs along a prompt."""
     size = root.block_bytes
     blocks, at = len(tokens) // size, 0
     node: ContentNode = root
@@ -366,7 +366,7 @@ def path(root: ContentRoot, tokens: bytes, extras: Sequence[bytes] | None) -> It
 
 
 def rows_of(holder: Owner, runs: Sequence[Step]) -> Rows:
-    """Which blocks of a prompt a holder has, in each plane."""
+    """Return the blocks of a prompt that a holder has, in each plane."""
     rows: Rows = {}
     for run, start, take in runs:
         holding = run.holders.get(holder)
@@ -379,14 +379,14 @@ def rows_of(holder: Owner, runs: Sequence[Step]) -> Rows:
 
 
 def leading_blocks(holder: Owner, runs: Sequence[Step], plane: Plane) -> int:
-    """How many blocks a holder has in a plane from the start of a prompt on."""
+    """Count the leading blocks of a prompt that a holder has in a plane."""
     found = 0
     for run, _, take in runs:
         holding = run.holders.get(holder)
         if holding is None:
             break
         mask = (holding.masks if holding.more is None else holding.there()).get(plane, 0)
-        # As `groups.leading` has it; this is where routers spend their time.
+        # Inlined `leading`: routers spend their time here.
         count = (mask ^ (mask + 1)).bit_length() - 1
         if count < take:
             return found + count
