@@ -59,7 +59,7 @@ _HOMES = {
     "Retention": "kvcache.inputs",
     "RetentionRange": "kvcache.inputs",
 }
-"""The module of each name; a name that is missing here is a module itself."""
+"""Module of each name; a name that is missing here is a module itself."""
 
 _FOREIGN = """\
 kvcache needs its own package `{name}`, but `import {name}` {found}.
@@ -73,20 +73,20 @@ _MARK = 'KVCACHE_PACKAGE = "kvcache"'
 
 def _require_own(name: str) -> None:
     """Refuse to work with another distribution's package of the same name, before it does harm."""
-    # Found, not imported: what needs neither should not wait for it.
+    # Found, not imported: callers that need neither should not wait for it.
     spec = find_spec(name)
     if spec is None or not spec.origin or spec.loader is None:
         found = "finds nothing" if spec is None else "found a directory without code"
         raise ImportError(_FOREIGN.format(name=name, found=found))
     source = getattr(spec.loader, "get_source", lambda _: None)(name)
     marked = getattr(import_module(name), "KVCACHE_PACKAGE", None) if source is None else _MARK in source
-    # The mark tells files that were overwritten in place, the path a copy of ours from another installation.
+    # The mark reveals files that were overwritten in place, the path a copy of ours from another installation.
     if not marked or _site(spec.origin) != _site(__file__):
         raise ImportError(_FOREIGN.format(name=name, found=f"found {spec.origin}"))
 
 
 def _site(file: str) -> Path:
-    """The directory in which a package's directory lies."""
+    """Return the parent directory of a package's directory."""
     return Path(file).resolve().parent.parent
 
 

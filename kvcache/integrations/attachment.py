@@ -1,6 +1,6 @@
-"""Between an engine's methods and a recording of them: it is called whenever they are, until anything goes wrong.
+"""Attachment of a recording to an engine's methods: it is called along with them, until the first error.
 
-Whatever it raises never reaches the engine: it is detached for good, and the engine's methods are its own again.
+Its errors never reach the engine: they detach it for good and restore the engine's methods.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ _LONGEST_NAME = 512
 
 
 def told(error: BaseException) -> str:
-    """What to say of an error: other texts than our own may quote tokens."""
+    """Describe an error; texts other than our own may quote tokens."""
     return str(error) if isinstance(error, FieldsError) else type_and_place(error)
 
 
 def as_utf8(text: str) -> str:
-    """As UTF-8 can have it."""
+    """Return the text without anything that UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def request_name(request_id: str, longest: int = _LONGEST_NAME) -> str:
-    """What a log calls a request, or a session: its id or, as clients choose it, the beginning of a very long one."""
+    """Name of a request, or a session, in a log: its id or, as clients choose it, the beginning of a very long one."""
     name = as_utf8(request_id)
     return name if len(name) <= longest else f"{name[:longest]}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 class EngineRecording(Protocol):
-    """Makes calls of a `Recorder` of what an engine does."""
+    """Converts the actions of an engine to calls of a `Recorder`."""
 
     recorder: Recorder
 
     def stepped(self, *_: Any) -> None:
-        """Record what is left of a step, at its end."""
+        """Record the rest of a step, at its end."""
 
 
 class Attachment:
-    """Has a recording called by an engine's methods, until the first error or the engine's end.
+    """Recording attached to an engine's methods, until the first error or the engine's end.
 
-    `log`: what its recorder writes. `logger` gets one warning if it detaches.
+    `log`: the log of its recorder. `logger` gets one warning if it detaches.
     """
 
     def __init__(self, recording: EngineRecording, log: LogWriter | None, logger: logging.Logger) -> None:
         self.recorder, self.attached = recording.recorder, True
-        """Whether it still records."""
+        """True while it records."""
         self._recording, self._log, self._logger = recording, log, logger
         self._pid = os.getpid()
         self._wrapped: list[tuple[Any, str, Any]] = []
 
     def follow(self, owner: Any, name: str, record: Callable[..., None]) -> None:
-        """Call `record` with the result and the arguments whenever a method has returned."""
+        """Call `record` with the result and the arguments after each call of a method."""
         method = getattr(owner, name)
 
         def followed(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class Attachment:
         self.wrap(owner, name, followed)
 
     def precede(self, owner: Any, name: str, record: Callable[..., None]) -> None:
-        """Call `record` with the arguments whenever a method is called, before it does anything."""
+        """Call `record` with the arguments before each call of a method."""
         method = getattr(owner, name)
 
         def preceded(*args: Any, **kwargs: Any) -> Any:
@@ -104,16 +104,16 @@ class Attachment:
         self._end()
 
     def release(self) -> None:
-        """The engine's methods are its own again."""
+        """Restore the engine's methods."""
         self.attached = False
         for owner, name, wrapped in self._wrapped:
-            # Who has wrapped it since keeps a function that does nothing more.
+            # A later wrapper keeps a function that does nothing more.
             if vars(owner).get(name) is wrapped:
                 delattr(owner, name)
         self._wrapped.clear()
 
     def close(self) -> None:
-        """End the log in good order. Closing twice is harmless, and so it is in a forked process."""
+        """Close the log. Closing twice is harmless, and so it is in a forked process."""
         if os.getpid() != self._pid or not self.attached:
             return
         self.call(self._recording.stepped)
@@ -123,7 +123,7 @@ class Attachment:
             self._end()
 
     def close_at_end(self) -> None:
-        """Close when the process ends, also by a signal that nobody else handles."""
+        """Close when the process ends, also by a signal without another handler."""
         atexit.register(self.close)
         alone = threading.current_thread() is threading.main_thread()
         if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

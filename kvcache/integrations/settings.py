@@ -1,4 +1,4 @@
-"""What of an engine is to be recorded, and where: from the environment, and from vLLM's `--additional-config`."""
+"""Settings of an engine's recording: from the environment, and from vLLM's `--additional-config`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvcache.errors import ConfigError
 
 _KEYS = ("log", "sinks", "settings")
 _SETTINGS = ("log", "model", "model_variant", "checkpoint_spacing")
-"""The others are decided by the engine."""
+"""Settings that are not decided by the engine."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for."""
+    """Requested recording."""
 
     log: Path | None
     sinks: tuple[str, ...]
     settings: Mapping[str, Any]
-    """As a file of settings would have them."""
+    """Settings as in a file."""
 
     def config(self, **decided: Any) -> KVCacheConfig:
-        """The settings, with those that the engine has decided. Raises ConfigError."""
-        # Others that the environment has are of caches that are not the engine's.
+        """Combine the settings with those that the engine has decided. Raises ConfigError."""
+        # Other settings in the environment are for caches other than the engine's.
         env = {name: value for name, value in os.environ.items() if name.startswith("KVCACHE_LOG__")}
         return KVCacheConfig.load(env=env, **{**self.settings, **decided})
 
 
 def wanted(given: object, directory: str | None, rank: int | None) -> Wanted:
-    """Read what is given under "kvcache", and in the variable. Raises ConfigError.
+    """Read the settings under "kvcache", and in the variable. Raises ConfigError.
 
     `rank`: of a data-parallel engine, each of which has a directory of its own.
     """

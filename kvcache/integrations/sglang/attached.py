@@ -1,4 +1,4 @@
-"""A recorder beside a scheduler of SGLang and its prefix cache."""
+"""A recorder attached to a scheduler of SGLang and its prefix cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvcache.integrations.sglang.recording import SGLangRecording
 from kvcache.record.outputs import open_log
 
 KNOWN = ("0.5.23",)
-"""Releases whose calls are known."""
+"""Supported releases."""
 ATTACHED = "_kvcache_attached"
 _ALLOCATORS = ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator")
 _log = logging.getLogger("sglang.kvcache")
 
 
 def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], None] | None:
-    """Record what a scheduler decides from now on; what cannot be recorded is refused by a warning. Never raises.
+    """Record a scheduler's decisions from now on; an unsupported one is refused by a warning. Never raises.
 
-    Returns what is to be called with each request for which there is no room.
+    Returns a callback for each request without room.
     """
     try:
         version = str(importlib.import_module("sglang").__version__)
@@ -71,7 +71,7 @@ def _refuse(scheduler: Any) -> None:
 
 
 def _open(scheduler: Any, asked: Wanted, engine: str) -> Callable[[Any], None]:
-    """Open what is asked for, and listen."""
+    """Open log and sinks as requested, and attach."""
     config, cache = _config(asked, scheduler), scheduler.tree_cache
     log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
     with ExitStack() as failed:

@@ -1,7 +1,7 @@
-"""What SGLang's entry point `sglang.srt.plugins` calls, in each of its processes: it asks for two of SGLang's hooks.
+"""Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes: it registers two hooks.
 
-Without a variable that says what to record, it does nothing, and nothing else of this library is imported. Nothing here
-raises.
+Without a variable that requests a recording, it does nothing, and nothing else of this library is imported. Nothing
+here raises.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import os
 from typing import Any
 
 VARIABLE = "KVCACHE_LOG"
-"""The directory of the log."""
+"""Directory of the log."""
 SINKS = "KVCACHE_SINKS"
-"""URLs of sinks, with spaces between them."""
+"""URLs of sinks, separated by spaces."""
 REFUSED = "_kvcache_refused"
-"""The attribute of a recorded cache that is called with a request for which there is no room."""
+"""Attribute of a recorded cache that is called with each request without room."""
 _MANAGERS = "sglang.srt.managers"
 _log = logging.getLogger("sglang.kvcache")
 
 
 def register() -> None:
-    """Have the scheduler recorded that this process makes, if it is to be."""
+    """Record the scheduler of this process, if requested."""
     try:
         if not os.environ.get(VARIABLE, "").strip() and not os.environ.get(SINKS, "").strip():
             return
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _made(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
-    """`Scheduler.__init__` has returned."""
+    """Attach to a scheduler after `Scheduler.__init__`."""
     try:
         from kvcache.integrations.sglang.attached import attach
 
@@ -47,7 +47,7 @@ def _made(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
 
 
 def _tried(result: Any, adder: Any, request: Any, *_: Any, **__: Any) -> None:
-    """`PrefillAdder.add_one_req` has returned: whether a request can be admitted."""
+    """Record the outcome of `PrefillAdder.add_one_req`: a request is admitted or not."""
     refused = vars(adder.tree_cache).get(REFUSED)
     if refused is not None and result.name == "NO_TOKEN":
         refused(request)

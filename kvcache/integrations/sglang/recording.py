@@ -1,11 +1,11 @@
-"""What SGLang's scheduler and its prefix cache do becomes calls of a `Recorder`.
+"""Conversion of the actions of SGLang's scheduler and prefix cache to calls of a `Recorder`.
 
 A block of the log is a page of SGLang's, by default one token. SGLang caches a request's pages when a chunk of its
 prompt is computed and when it ends, keeps one copy of equal pages, and gives the request that copy. Pages for tokens to
-come are seen in the request's row at the next call of any kind; what was evicted for them is told before.
+come are seen in the request's row at the next call of any kind; evictions for them are recorded before.
 
 With a hierarchical cache a page can be on the device and in host memory at once. In the log it is in one level: on the
-device as long as it is there.
+device while it is there.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from kvcache.errors import Unsupported
 from kvcache.integrations.attachment import request_name
 
 _FULL = 0
-"""The number of SGLang's component for full attention."""
+"""Number of SGLang's component for full attention."""
 
 
 class _SGLangRequest:
-    """What was told of a running request."""
+    """Recorded part of a running request."""
 
     __slots__ = ("name", "pages", "prompt", "req", "stored", "told")
 
     def __init__(self, req: Any, name: str, pages: list[int]) -> None:
         self.req, self.name = req, name
         self.pages, self.stored = pages, len(pages)
-        """Its pages, and how many of them are cached."""
+        """Its pages, and the number of cached ones."""
         self.told = len(req.output_ids)
-        """Sampled tokens that were told."""
+        """Number of recorded sampled tokens."""
         self.prompt = len(req.origin_input_ids) + self.told
-        """Tokens when it was admitted, until all of them are being computed."""
+        """Tokens at its admission, until all of them are being computed."""
 
 
 class SGLangRecording:
-    """Tells a recorder what SGLang has just done. Whatever it raises, the recorder must not be used any further."""
+    """Recording of SGLang. After any error its recorder must not be used any further."""
 
     def __init__(self, recorder: Recorder, cache: Any) -> None:
         self.recorder = recorder
         self._cache, self._size = cache, recorder.config.tokens_per_block
         self._rows = cache.req_to_token_pool
         self._cached = bytearray(recorder.state.groups[0].levels[PRIMARY].size + 1)
-        """By page on the device, whether it was told that something is cached there."""
+        """By page on the device, 1 if it is recorded as cached."""
         self._below: set[int] = set()
-        """Pages in host memory of which that was told."""
+        """Pages in host memory that are recorded as cached."""
         self._running: dict[str, _SGLangRequest] = {}
         self._happened: list[tuple[Any, Any]] = []
-        """What is told at the next call: indices of tokens on the device and in host memory, of which the second are
-        copies of the first; or those that left the device, or host memory, with None for the other."""
+        """Changes to record at the next call: indices of tokens on the device and in host memory, of which the second
+        are copies of the first; or those that left the device, or host memory, with None for the other."""
         self._host_of: dict[int, int] = {}
-        """By page on the device, the page in host memory that holds the same."""
+        """Page in host memory by the page on the device with the same content."""
         self._device_of: dict[int, int] = {}
-        """The other way round."""
+        """Page on the device by the page in host memory with the same content."""
 
-    # -- what SGLang calls: the result first, then the arguments
+    # -- called by SGLang: the result first, then the arguments
 
     def extended(self, _: None, req: Any) -> None:
-        """`maybe_hand_to_session` has returned, the last that is called for each request of a batch of prompts."""
+        """`maybe_hand_to_session` has returned, the last call for each request of a batch of prompts."""
         if req.beam_group is not None:
             raise Unsupported("beam search", "record without it")
         running = self._running.get(req.rid)
@@ -80,7 +80,7 @@ class SGLangRecording:
         self._settle()
 
     def inserted(self, _: None, req: Any, **__: Any) -> None:
-        """`checkpoint_into_tree` has returned: what a request has computed is cached, by its own pages or others."""
+        """`checkpoint_into_tree` has returned: the computed part of a request is cached, in its own pages or others."""
         running = self._running.get(req.rid)
         if running is None:
             return
@@ -101,7 +101,7 @@ class SGLangRecording:
         running.stored = last
 
     def released(self, req: Any, **__: Any) -> None:
-        """`on_release` is called: a request has finished, was aborted, or makes room and comes again."""
+        """`on_release` is called: a request has finished, was aborted, or makes room and returns later."""
         running = self._running.get(req.rid)
         if running is None:
             return
@@ -116,8 +116,8 @@ class SGLangRecording:
             self.recorder.flush()
 
     def freed(self, device: Any, host: Any) -> None:
-        """`_free_values` is called, with what has left the tree by component."""
-        # What is only in host memory continues what was on the device.
+        """`_free_values` is called, with the values that have left the tree, by component."""
+        # Pages in host memory only continue pages on the device.
         self._happened += [(None, each) for each in host.get(_FULL, ())]
         self._happened += [(each, None) for each in device.get(_FULL, ())]
 
@@ -154,12 +154,12 @@ class SGLangRecording:
             room = allocator.available_size() + self._cache.full_evictable_size()
             self.recorder.refused(request_name(req.rid), needed, room // size)
 
-    # -- how it is told
+    # -- recording
 
     def _admit(self, req: Any) -> None:
         name, size = request_name(req.rid), self._size
         if self.recorder.config.secondary_blocks:
-            # What it has found may be loaded to where something else was until now.
+            # The pages that it has found may be loaded to where other content was until now.
             self._settle()
         hit = self._row(req, 0, req.prefix_len // size)
         cached, host_of = self._cached, self._host_of
@@ -184,7 +184,7 @@ class SGLangRecording:
         self._running[req.rid] = running = _SGLangRequest(req, name, hit[:loaded])
         self._settle()
         if loaded < len(hit):
-            # They are in the tree, where others of this step may have found them, too.
+            # They are in the tree, where other requests of this step may have found them, too.
             self._store(running, len(hit))
 
     def _store(self, running: _SGLangRequest, last: int) -> None:
@@ -200,7 +200,7 @@ class SGLangRecording:
             self._cached[page] = 1
 
     def _settle(self) -> None:
-        """Tell what has gone and which pages were given to requests since the last call."""
+        """Record evictions, and pages given to requests, since the last call."""
         size, by_one, by_more = self._size, list[_SGLangRequest](), list[_SGLangRequest]()
         for running in self._running.values():
             new = -(-running.req.kv.kv_allocated_len // size) - len(running.pages)
@@ -222,7 +222,7 @@ class SGLangRecording:
                 running.pages.append(page)
 
     def _tell_gone(self, needed_by: str | None) -> None:
-        """Tell what has left the device and host memory, perhaps for a request."""
+        """Record everything that has left the device and host memory, perhaps for a request."""
         happened, self._happened = self._happened, []
         pages, copies, last = list[int](), list[int](), ""
         for what, page, copy in self._one_by_one(happened):
@@ -240,7 +240,7 @@ class SGLangRecording:
             self.recorder.evicted(pages, needed_by, level=what)  # type: ignore[arg-type]
 
     def _one_by_one(self, happened: list[tuple[Any, Any]]) -> Iterator[tuple[str, int, int]]:
-        """What that is for each page: where it is gone, or "moved" and to which page."""
+        """Yield the change of each page: the level that it left, or "moved" and the target page."""
         for device, host in happened:
             if device is not None and host is not None:
                 for page, copy in zip(self._pages(device), self._pages(host), strict=True):
@@ -262,7 +262,7 @@ class SGLangRecording:
                         yield "secondary", copy, -1
 
     def _append(self, requests: list[_SGLangRequest]) -> None:
-        """Tell the tokens that these requests have got."""
+        """Record the new tokens of these requests."""
         names, tokens, counts = list[str](), array("q"), list[int]()
         for running in requests:
             new = running.req.output_ids[running.told :]
@@ -275,7 +275,7 @@ class SGLangRecording:
             self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
 
     def _row(self, req: Any, first: int, last: int) -> list[int]:
-        """The pages that a request has at these places."""
+        """Return the pages of a request at these places."""
         size = self._size
         return self._pages(self._rows.req_to_token[req.kv.req_pool_idx, first * size : last * size])
 
@@ -285,6 +285,6 @@ class SGLangRecording:
 
 
 def _salt(req: Any) -> str | None:
-    """What keeps a request's pages apart from others, but for its LoRA adapter."""
+    """Return the key that separates a request's pages from others, except for its LoRA adapter."""
     key = (req.extra_key or "").removesuffix(req.lora_id or "")
     return repr((key, req.cache_salt)) if key else req.cache_salt

@@ -1,4 +1,4 @@
-"""A cache for Hugging Face Transformers, whose prefixes are reused by later calls of ``generate``.
+"""A cache for Hugging Face Transformers that later calls of ``generate`` reuse.
 
     cache = PagedCache.for_model(model, primary_bytes="1GiB")
     model.generate(**inputs, past_key_values=cache.request(inputs["input_ids"], inputs["attention_mask"]))
@@ -20,7 +20,7 @@ except ImportError as error:
     ) from error
 
 OLDEST = (4, 56)
-"""The first release whose `Cache` is made of layers that can be given."""
+"""First release with a `Cache` of custom layers."""
 
 
 def refuse_old(version: str) -> None:

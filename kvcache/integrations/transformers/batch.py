@@ -26,7 +26,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 
 TENSORS = frozenset(("input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep"))
-"""Arguments of a forward pass of which K and V depend as the cache expects, or not at all."""
+"""Arguments of a forward pass that K and V depend on as the cache expects, or not at all."""
 
 
 class Batch:
@@ -36,26 +36,26 @@ class Batch:
         self.manager, self.rows, self._copies, self._name = manager, rows, copies, name
         self.names = [f"{name}/{row}" for row in range(len(rows.columns))]
         self._given = len(self.names)
-        """Names so far."""
+        """Number of names so far."""
         self._kv = {
             layer: (group.window, PagedKV(*pools.kv(layer), manager.config.kv_layout))
             for group in pools.layout.groups
             for layer in group.layers
         }
         self.past = 0
-        """Columns that are there."""
+        """Number of present columns."""
         self.computed: list[int] = []
-        """Tokens of each row whose K and V are there."""
+        """Number of tokens with K and V of each row."""
         self._promised = 0
-        """Tokens to come that have slots."""
+        """Number of tokens to come that have slots."""
         self.step: Step | None = None
-        """The forward pass that has begun, and has not been completed."""
+        """Forward pass that has begun, and has not been completed."""
         self.closed = self.abandoned = False
 
-    # -- the beginning and the end
+    # -- begin and end
 
     def admit(self, promised: int, options: Mapping[str, Any]) -> None:
-        """Admit all rows or none, with slots for so many more tokens each. Raises as `add_sequences` does."""
+        """Admit all rows or none, with slots for `promised` more tokens each. Raises as `add_sequences` does."""
         prompts = self.rows.prompts()
         requests = [Request(*each, **options) for each in zip(self.names, prompts, strict=True)]
         admitted = self.manager.add_sequences(requests)
@@ -66,7 +66,7 @@ class Batch:
             self.close()
             raise
         self.computed = [each.reused_tokens for each in admitted]
-        # A row that reuses more than others computes some tokens once more, and what it computes is not written.
+        # A row that reuses more than others recomputes some tokens, which are not written.
         self.past = min(pad + reused for pad, reused in zip(self.rows.pads, self.computed, strict=True))
 
     def _reserve(self) -> None:
@@ -74,10 +74,10 @@ class Batch:
             self.manager.reserve(self.names, [self._promised] * len(self.names))
 
     def close(self) -> None:
-        """End the sequences: what was computed stays reusable. Twice is harmless."""
+        """End the sequences: computed blocks stay reusable. Twice is harmless."""
         if self.closed:
             return
-        with suppress(ManagerClosed):  # it has let go of them
+        with suppress(ManagerClosed):  # it has released them
             self._remove(self.names, "finished" if self.step is None else "aborted")
             self.closed = True
             self.manager.flush()
@@ -85,12 +85,12 @@ class Batch:
 
     def _remove(self, names: list[str], why: str) -> None:
         for name in names:
-            with suppress(UnknownRequest):  # somebody has told the manager
+            with suppress(UnknownRequest):  # removed through the manager
                 self.manager.remove_sequence(name, why=why)
         self._copies.forget(names)
 
     def abandon(self) -> None:
-        """Nobody holds the request any more: close it now if that is possible, or else let the cache do it."""
+        """Close now if possible, or else let the cache do it: the request was dropped."""
         self.abandoned = True
         with suppress(ManagerBusy, WrongThread):
             self.close()
@@ -98,11 +98,10 @@ class Batch:
     # -- a forward pass
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
-        """A forward pass is about to begin: have slots for it, and copies started. Raises before anything is computed.
+        """Begin a forward pass: reserve slots for it, and start copies. Raises before anything is computed.
 
-        `arguments` are the model's. A pass that failed can be tried again: nothing of it was taken as computed. Raises
-        `OutOfBlocks`, `PromptTooLong`, and `UsageError` for a pass that is not of
-        these rows.
+        `arguments` are the model's. A pass that failed can be tried again: none of it counts as computed. Raises
+        `OutOfBlocks`, `PromptTooLong`, and `UsageError` for a pass that is not of these rows.
         """
         self._refuse_ended()
         _refuse_gradients()
@@ -126,7 +125,7 @@ class Batch:
         columns: list[list[int]] = fed.tolist()
         self._refuse_other_tokens(columns, self.past)
         self._refuse_other_places(arguments, stop)
-        self._copies.start()  # what admission or branches asked for: tokens come behind it
+        self._copies.start()  # requested by admission or forks: tokens come after it
         self._append([row[max(self.rows.width - self.past, 0) :] for row in columns])
         self._copies.start()
         self._copies.refuse_lost(self.names)
@@ -136,11 +135,11 @@ class Batch:
         )
 
     def _append(self, columns: list[list[int]]) -> None:
-        """Tokens that are not of the prompt: sampled ones, or those of a next turn."""
+        """Append tokens after the prompt: sampled ones, or those of a next turn."""
         count = len(columns[0])
         if not count:
             return
-        # All but the last one count as computed, so that several are a draft until they are.
+        # All but the last one count as computed, so several are a draft until they are.
         self.manager.add_tokens(
             self.names, [token for row in columns for token in row], [count] * len(columns), draft=count > 1
         )
@@ -149,7 +148,7 @@ class Batch:
         self._reserve()
 
     def begun(self) -> Step:
-        """The forward pass that goes on. Raises `UsageError` if there is none."""
+        """Return the forward pass in progress. Raises `UsageError` if there is none."""
         if self.step is None:
             raise UsageError(
                 "a forward pass began that the cache did not hear of: call the very model that the cache was made for, "
@@ -160,18 +159,18 @@ class Batch:
     def exchange(
         self, layer: int, first_column: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's K and V of the pass go to the cache, and those of all columns from one on come back."""
+        """Write a layer's K and V of the pass to the cache, and return those of all columns from `first_column` on."""
         step = self.begun()
         window, kv = self._kv[layer]
         places = step.places(window, first_column, kv.key.device)
         return step.exchange(layer, kv, places, key, value)
 
     def complete(self) -> None:
-        """The forward pass is done: what it computed becomes reusable."""
+        """Complete the forward pass: computed blocks become reusable."""
         step = self.step
         assert step is not None
         step.refuse_incomplete(len(self._kv))
-        self._copies.refuse_lost(self.names)  # before any of it is taken as computed
+        self._copies.refuse_lost(self.names)  # before any of it counts as computed
         for name, before, end in zip(self.names, self.computed, step.span.ends, strict=True):
             if end > before:
                 self.manager.store_context_blocks(name, end)
@@ -179,7 +178,7 @@ class Batch:
         self.manager.flush()
 
     def select(self, chosen: list[int]) -> None:
-        """Go on with these rows in the place of all, some of them several times, as beam search does.
+        """Continue with these rows in place of all, some of them several times, as beam search does.
 
         Raises `OutOfBlocks`, which ends the request.
         """
@@ -208,7 +207,7 @@ class Batch:
         self._given += 1
         return name
 
-    # -- what is refused
+    # -- refusals
 
     def _refuse_ended(self) -> None:
         if self.closed:
@@ -217,8 +216,7 @@ class Batch:
     def refuse_other_prompts(self, ids: Any, mask: Any) -> None:
         """Raise `UsageError` if ``generate`` is about to begin with other tokens than the rows have.
 
-        `ids` are all columns, or the last ones where `mask` has more. What cannot be compared is left to the forward
-        pass.
+        `ids` are all columns, or the last ones where `mask` has more. Anything else is compared in the forward pass.
         """
         self._refuse_ended()
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not len(ids):
@@ -238,7 +236,7 @@ class Batch:
             self._refuse_other_tokens(columns, stop - ids.shape[1])
 
     def _refuse_other_tokens(self, columns: list[list[int]], start: int) -> None:
-        """Compare the columns from `start` on with what is known of them."""
+        """Compare the columns from `start` on with the known ones."""
         for row, pad, fed in zip(self.rows.columns, self.rows.pads, columns, strict=True):
             first = max(pad - start, 0)
             known = row[start + first : start + len(fed)]

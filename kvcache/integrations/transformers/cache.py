@@ -1,4 +1,4 @@
-"""The cache of one model, which lives as long as the model is used."""
+"""The cache of one model, with the lifetime of the model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class PagedCache:
     """K and V of one model's prompts and answers, in the blocks of a `KVCacheManager`, for all calls of ``generate``.
 
-    `for_model` makes it. `manager` tells what is in it (`stats`, `match`), and must not be told anything: the
-    requests are the cache's. All of it belongs to the thread that made it.
+    `for_model` makes it. `manager` is for queries of its content (`stats`, `match`), not for commands: the requests are
+    the cache's. All of it belongs to the thread that made it.
     """
 
     def __init__(self, model: PreTrainedModel, manager: KVCacheManager, pools: Pools) -> None:
-        """On a manager of one's own and its pools. Raises `ConfigError` where the model needs others."""
+        """Create a cache on an own manager and its pools. Raises `ConfigError` if the model needs others."""
         model = plain(model)
         shape = ModelShape.of(model)
         shape.refuse_other(manager.config)
@@ -56,12 +56,12 @@ class PagedCache:
         sinks: Items[str | Sink | SinkRunner] = (),
         **settings: Any,
     ) -> Self:
-        """A cache on the model's device, with layers, heads, windows and type as the model has them.
+        """Create a cache on the model's device, with the layers, heads, windows and type of the model.
 
-        `settings` are those of `KVCacheConfig` that say how much is kept and how: `primary_bytes`,
-        `host_cache_size`, `tokens_per_block`, ... `max_sequence_length` is by default what the model has
-        positions for. `log` and `sinks` are those of `KVCacheManager`. Raises `ConfigError`, `NotEnoughMemory`, and
-        `Unsupported` for models that keep something else than K and V of all tokens, or of a window.
+        `settings` are those of `KVCacheConfig` for the size of the cache and the like: `primary_bytes`,
+        `host_cache_size`, `tokens_per_block`, ... `max_sequence_length` is by default the number of positions of the
+        model. `log` and `sinks` are those of `KVCacheManager`. Raises `ConfigError`, `NotEnoughMemory`, and
+        `Unsupported` for models that keep anything other than K and V of all tokens, or of a window.
         """
         shape = ModelShape.of(plain(model))
         config = sized(shape.settings(settings), shape.device)
@@ -80,14 +80,13 @@ class PagedCache:
         copies: int = 1,
         **options: Any,
     ) -> PagedRequest:
-        """What ``generate`` takes as ``past_key_values`` for these prompts, which reuses what is cached of them.
+        """Return the ``past_key_values`` for ``generate`` with these prompts, which reuse their cached part.
 
-        `input_ids` and `attention_mask` are those that ``generate`` gets, padded on the left. `copies` is how many rows
-        it makes of each prompt: its ``num_beams`` or ``num_return_sequences``. With `max_new_tokens` there are slots
-        for all of the answers, or `OutOfBlocks` is raised here; without, slots are taken token by token, and a forward
-        pass for which there are none raises it before it begins. `options` are those of `kvcache.Request`
-        (`cache_salt`, `lora_name`, `retention`, ...), for all rows. Raises `PromptTooLong`, and
-        `UsageError` for what cannot be a batch of prompts.
+        `input_ids` and `attention_mask` are those of ``generate``, padded on the left. `copies` is the number of rows
+        per prompt: its ``num_beams`` or ``num_return_sequences``. With `max_new_tokens` there are slots for all of the
+        answers, or `OutOfBlocks` is raised here; without, slots are taken token by token, and a forward pass without
+        enough raises it before it begins. `options` are those of `kvcache.Request` (`cache_salt`, `lora_name`,
+        `retention`, ...), for all rows. Raises `PromptTooLong`, and `UsageError` for what cannot be a batch of prompts.
         """
         self._sweep()
         if options.get("reserve_tokens") is not None:
@@ -102,7 +101,7 @@ class PagedCache:
                 f"each answer needs a block of its own, and the cache has {blocks:,}: give fewer copies"
             )
         rows.select([row for row in range(len(rows.columns)) for _ in range(number)])
-        # The last token of an answer is sampled, and computed by nobody.
+        # The last token of an answer is sampled, but never computed.
         promised = 0 if max_new_tokens is None else checked_natural(max_new_tokens, "max_new_tokens") - 1
         batch = Batch(self.manager, self._pools, self._copies, str(next(self._numbers)), rows)
         batch.admit(promised, options)
@@ -110,7 +109,7 @@ class PagedCache:
         return PagedRequest(self._model, batch, self._windows)
 
     def _sweep(self) -> None:
-        """Close what nobody holds any more and could not be closed at once, as in another thread."""
+        """Close dropped requests that could not be closed at once, as in another thread."""
         for batch in self._open:
             if batch.abandoned:
                 batch.close()
@@ -126,7 +125,7 @@ class PagedCache:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            # What `generate` asks for first, if it is given this instead of a request.
+            # First attribute that `generate` reads, if it is given this instead of a request.
             raise AttributeError(
                 f"PagedCache has no {name}: generate takes past_key_values=cache.request(input_ids, attention_mask)"
             )

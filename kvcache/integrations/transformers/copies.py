@@ -1,4 +1,4 @@
-"""Copies between host memory and the device, and whom a failed one concerns."""
+"""Copies between host memory and the device, and the requests affected by a failed one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from kvcache.manager import KVCacheManager
 
 
 class Copies:
-    """Those of all requests of a cache: one `poll` tells of everybody's."""
+    """Copies of all requests of a cache: one `poll` returns those of all."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._lost = set[object]()
 
     def start(self) -> None:
-        """Start what was asked for; what the current stream of the device is given from now on waits for it."""
+        """Start the requested copies; later work on the current stream of the device waits for them."""
         ticket = self._manager.start_transfers()
         if ticket is not None:
             ticket.wait_on()
 
     def refuse_lost(self, names: Iterable[str]) -> None:
-        """Raise `ComputationLost` if a failed copy took what one of these had reused or computed."""
+        """Raise `ComputationLost` if a failed copy took tokens that one of these had reused or computed."""
         self._lost.update(name for name, _ in self._manager.poll().cut)
         for name in names:
             if name in self._lost:
                 raise ComputationLost(name, 0, stuck=True)
 
     def forget(self, names: Iterable[str]) -> None:
-        """These have ended."""
+        """Forget ended requests."""
         self._lost.difference_update(names)

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` is given as ``past_key_values``."""
+"""The ``past_key_values`` of a call of ``generate``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.integrations.transformers.batch import Batch
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of a request. Keeps nothing itself.
 
-    `torch.compile` leaves its methods, and the hooks, to Python: what they do depends on what is cached.
+    `torch.compile` leaves its methods, and the hooks, to Python: they depend on the cached part.
     """
 
     is_compileable = False
@@ -32,34 +32,36 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, *_: Any) -> None:
-        """There is nothing to be made."""
+        """Do nothing."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep K and V of the columns of a forward pass; returns those of all that the layer's mask covers."""
+        """Write K and V of the columns of a forward pass; returns those of all columns that the layer's mask covers."""
         return self._batch.exchange(self._number, self._first_column(), key_states, value_states)
 
     def _first_column(self) -> int:
-        """The first one that a query may see; the mask begins with it."""
+        """First column that a query may see; the mask begins with it."""
         return 0 if self._window is None else max(self._batch.past - self._window + 1, 0)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        """How many columns `update` will return, and the first of them. `query`: the number of new ones, or these."""
+        """Return the number of columns that `update` will return, and the first of them. `query`: the number of new
+        ones, or these.
+        """
         new = query.shape[0] if isinstance(query, torch.Tensor) else int(query)
-        self._batch.begun()  # masks come before layers: what is wrong is said before anything is computed
+        self._batch.begun()  # masks come before layers: errors are raised before anything is computed
         first = self._first_column()
         return self._batch.past + new - first, first
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, *_: Any) -> int:
-        """Columns that are there: reused ones before the first forward pass."""
+        """Number of present columns: reused ones before the first forward pass."""
         return self._batch.past
 
     def get_max_length(self) -> int:
-        """No length that masks would have to know: what does not fit is refused before a forward pass."""
+        """Return no length: longer sequences are refused before a forward pass."""
         return -1 if self._window is None else self._window
 
     get_max_cache_shape = get_max_length  # its name in Transformers 4
@@ -68,30 +70,30 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         raise Unsupported(what, "make a new request, or use the cache that Transformers makes")
 
     def crop(self, tokens: int) -> None:
-        """Raises `Unsupported`: nothing is taken back."""
+        """Raise `Unsupported`: nothing is taken back."""
         if tokens:
             self._refuse("taking tokens back (assisted generation, prompt lookup)")
 
     def activate_past_recording(self) -> None:
-        """Raises `Unsupported`: it announces that tokens will be taken back."""
+        """Raise `Unsupported`: it announces that tokens will be taken back."""
         self._refuse("taking tokens back (assisted generation, prompt lookup)")
 
     def reset(self) -> None:
-        """Raises `Unsupported`: a request is used once."""
+        """Raise `Unsupported`: a request is used once."""
         self._refuse("resetting a request")
 
 
 class PagedRequest(Cache):
     """The rows of one batch in a `PagedCache`, for one call of ``generate``, or forward passes of one's own.
 
-    Closed when nobody holds it any more, by `close`, or as a context manager; what was computed until then stays
-    reusable. A forward pass that fails keeps nothing of its own.
+    Closed when it is dropped, by `close`, or as a context manager; blocks computed until then stay reusable. A forward
+    pass that fails keeps nothing of its own.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[PagedLayer(batch, *each) for each in enumerate(windows)])
         self._batch = batch
-        # They know the batch alone: a request that is dropped shall be gone at once.
+        # They refer to the batch alone: a dropped request shall be collected at once.
         self._hooks = (
             model.register_forward_pre_hook(_begin(batch), with_kwargs=True),
             model.register_forward_hook(_complete(batch), with_kwargs=True),
@@ -100,31 +102,31 @@ class PagedRequest(Cache):
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The sequences of the rows, as the manager and the events name them."""
+        """Request ids of the rows, as in the manager and the events."""
         return tuple(self._batch.names)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Go on with these rows in the place of all, as beam search does. Raises `OutOfBlocks`."""
+        """Continue with these rows in place of all, as beam search does. Raises `OutOfBlocks`."""
         rows = torch.arange(len(self._batch.names))
         self._batch.select(rows[torch.as_tensor(beam_idx).cpu()].tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """The same."""
+        """Continue with these rows in place of all, as `reorder_cache`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with each row several times. Raises `OutOfBlocks`."""
+        """Continue with each row several times. Raises `OutOfBlocks`."""
         rows = range(len(self._batch.names))
         self._batch.select([row for row in rows for _ in range(repeats)])
 
     def __copy__(self) -> NoReturn:
-        """Raises `Unsupported`."""
+        """Raise `Unsupported`."""
         raise Unsupported(
             "copying a request", "make another one of the same tokens: it reuses what is computed"
         )
 
     def __deepcopy__(self, _: Any) -> NoReturn:
-        """Raises `Unsupported`, and so does pickling: the cache would be copied with it."""
+        """Raise `Unsupported`, and so does pickling: the cache would be copied with it."""
         self.__copy__()
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
@@ -141,7 +143,7 @@ class PagedRequest(Cache):
         self.close()
 
     def __del__(self) -> None:
-        # Also of one that was not made to the end.
+        # Also for a partly constructed one.
         if hasattr(self, "_hooks"):
             for hook in self._hooks:
                 if hook is not None:
@@ -150,24 +152,24 @@ class PagedRequest(Cache):
 
 
 class _Generate:
-    """``generate`` of a model, which compares its prompts with those of the request that it is given.
+    """Wrapper of a model's ``generate``, which compares its prompts with those of the request that it is given.
 
-    It stands in the place of the model's own while a request exists: forward passes see only the columns that are not
-    cached, and the cache no tokens at all.
+    It replaces the model's own while a request exists: forward passes see only the columns that are not cached, and the
+    cache no tokens at all.
     """
 
-    _lock = RLock()  # requests may be dropped in any thread, also by a collection that comes in between
+    _lock = RLock()  # requests may be dropped in any thread, also by a collection in between
 
     def __init__(self, model: Any) -> None:
         self._model, self._generate = model, model.generate
         self._replaced = "generate" in vars(model)
         self._users = 0
-        # Without its attributes: what was wrapped around another one of these (functools.wraps) has that one's.
+        # Without its attributes: anything wrapped around another one of these (functools.wraps) has that one's.
         update_wrapper(self, self._generate, updated=())
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """The one that stands there, or a new one; None for a model without ``generate``. `remove` it once."""
+        """Return the existing wrapper, or a new one; None for a model without ``generate``. `remove` it once."""
         with cls._lock:
             if not hasattr(model, "generate"):
                 return None
@@ -178,7 +180,7 @@ class _Generate:
             return found
 
     def remove(self) -> None:
-        """One of its users has ended."""
+        """Remove one of its users."""
         with self._lock:
             self._users -= 1
             if self._users or vars(self._model).get("generate") is not self:
@@ -200,12 +202,12 @@ class _Generate:
 
 
 def _named(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """Return the arguments of a call by their names."""
     return {**dict(zip(signature(call).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
 def _request(arguments: dict[str, Any]) -> PagedRequest | None:
-    # From 5.24 on the argument is called otherwise.
+    # From 5.24 on the argument has another name.
     for name in ("cache", "past_key_values"):
         if isinstance(past := arguments.get(name), PagedRequest):
             return past

@@ -1,4 +1,4 @@
-"""The prompts of a batch as Transformers pads them, and as the sequences that they are."""
+"""Prompts of a batch, padded as in Transformers, and as sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcache.errors import UsageError
 
 
 class Rows:
-    """Columns of tokens: a row has `pads` columns that mean nothing, then its tokens."""
+    """Columns of tokens: a row has `pads` columns of padding, then its tokens."""
 
     def __init__(self, input_ids: Any, attention_mask: Any) -> None:
-        """Raises `UsageError` for anything but token ids, padded on the left if at all."""
+        """Raise `UsageError` for anything but token ids, padded on the left if at all."""
         ids = _matrix(input_ids, "input_ids")
         self.columns: list[list[int]] = ids.tolist()
         self.width = ids.shape[1]
@@ -31,29 +31,29 @@ class Rows:
             raise UsageError("a prompt has no token: attention_mask hides all of a row")
 
     def prompts(self) -> list[list[int]]:
-        """The tokens of each row."""
+        """Tokens of each row."""
         return [row[pad:] for row, pad in zip(self.columns, self.pads, strict=True)]
 
     def agree(self, mask: torch.Tensor) -> bool:
-        """Whether a mask, which may have more columns, hides what is padded and nothing else."""
+        """True if a mask, which may have more columns, hides the padding and nothing else."""
         return bool(torch.equal((mask != 0).cpu(), self.seen(0, mask.shape[1])))
 
     def seen(self, start: int, stop: int) -> torch.Tensor:
-        """Which of these columns have a token, [rows, columns]."""
+        """Mask of the columns with a token, [rows, columns]."""
         return self.positions(start, stop) >= 0
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
-        """Which token of its row each column has, [rows, columns]; below 0 where it has none."""
+        """Index of each column's token in its row, [rows, columns]; below 0 for padding."""
         return torch.arange(start, stop) - torch.tensor(self.pads)[:, None]
 
     def append(self, columns: list[list[int]]) -> None:
-        """More tokens of each row."""
+        """Append tokens to each row."""
         for row, more in zip(self.columns, columns, strict=True):
             row.extend(more)
         self.width = len(self.columns[0])
 
     def select(self, rows: list[int]) -> None:
-        """Take these rows in the place of all."""
+        """Replace all rows by these."""
         self.columns = [list(self.columns[row]) for row in rows]
         self.pads = [self.pads[row] for row in rows]
 

@@ -1,4 +1,4 @@
-"""What a model keeps of each token, read off the model: layers, heads, windows, type and device."""
+"""Shape of a model's K and V, read off the model: layers, heads, windows, type and device."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from kvcache.layout import Layout
 
 INSTEAD = "use the cache that Transformers makes for this model"
 SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype", "max_attention_window")
-"""The settings that the model decides."""
+"""Settings that the model decides."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 class ModelShape(NamedTuple):
-    """What the settings of a cache take from a model."""
+    """Settings of a cache that a model decides."""
 
     num_kv_heads: int
     head_dim: int
     dtype: str
     windows: tuple[int | None, ...]
-    """Of each layer in tokens; None: it attends to everything."""
+    """Window of each layer in tokens; None: it attends to everything."""
     longest: int | None
-    """Tokens that the model has positions for, if it says so."""
+    """Number of positions of the model, if it has that."""
     steady: int | None
-    """Tokens up to which K of a token does not depend on those behind it; None: it never does."""
+    """Number of tokens up to which K of a token does not depend on later ones; None: it never does."""
     device: torch.device
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShape:
-        """Raises `Unsupported` for models whose layers keep something else than K and V of all heads alike."""
+        """Read the shape of a model. Raises `Unsupported` for layers that keep anything other than K and V of all heads
+        alike.
+        """
         if not isinstance(model, PreTrainedModel):
             raise UsageError(f"model must be a model of Transformers, not {type(model).__name__}")
         if model.config.is_encoder_decoder:
@@ -61,7 +63,7 @@ class ModelShape(NamedTuple):
         )
 
     def settings(self, given: dict[str, Any]) -> KVCacheConfig:
-        """The settings of a cache for it, with what a caller gives. Raises `ConfigError`."""
+        """Build the settings of a cache for it from those of a caller. Raises `ConfigError`."""
         if twice := [name for name in SHAPE if name in given]:
             raise ConfigError([f"{name}: the model decides it; leave it out" for name in twice])
         longest = given.get("max_sequence_length", self.longest)
@@ -73,13 +75,13 @@ class ModelShape(NamedTuple):
             "max_attention_window": tuple(window or longest for window in self.windows),
         }
         if longest is None:
-            shape.pop("max_attention_window")  # the missing length is what is wrong
+            shape.pop("max_attention_window")  # the missing length is the error
         else:
             shape["max_sequence_length"] = longest
         return KVCacheConfig(**{**shape, **given})
 
     def refuse_other(self, config: KVCacheConfig) -> None:
-        """Raise `ConfigError` for a cache that would keep something else than what the model computes."""
+        """Raise `ConfigError` for a cache with another shape than the model's K and V."""
         own, heads = [self.num_kv_heads] * len(self.windows), config.num_kv_heads
         has = (config.num_layers, config.head_dim, config.kv_factor, config.dtype)
         if has != (len(own), self.head_dim, 2, self.dtype) or heads not in (self.num_kv_heads, tuple(own)):
@@ -93,7 +95,7 @@ class ModelShape(NamedTuple):
             )
 
     def refuse_cut(self, layout: Layout) -> None:
-        """Raise `ConfigError` where a layer would see less than its window: memory may be short."""
+        """Raise `ConfigError` if a layer would see less than its window: memory may be short."""
         for group in layout.groups:
             wide = [self.windows[layer] for layer in group.layers]
             widest = None if None in wide else max(window or 0 for window in wide)
@@ -104,10 +106,10 @@ class ModelShape(NamedTuple):
 
 
 def _of_all_layers(config: Any, name: str) -> int | None:
-    """A size of all layers; None if the config does not have it. Raises `Unsupported` where they differ."""
+    """Return a size of all layers; None if the config does not have it. Raises `Unsupported` if they differ."""
     try:
         size = getattr(config, name, None)
-    except RuntimeError:  # what Transformers raises for a size that its layers have each for itself
+    except RuntimeError:  # raised by Transformers for a size that its layers have separately
         size = []
     if isinstance(size, list | tuple):
         raise Unsupported(f"a model whose layers differ in {name}", INSTEAD)
@@ -115,20 +117,20 @@ def _of_all_layers(config: Any, name: str) -> int | None:
 
 
 def _kv_heads(config: Any) -> int | None:
-    """Of every layer; None: as many as of queries."""
+    """Return the KV heads of every layer; None: as many as query heads."""
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1  # Falcon does not tell it in another way
+        return 1  # Falcon has no other sign of it
     return _of_all_layers(config, "num_key_value_heads")
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """A model, without what `torch.compile` has put around it."""
+    """Unwrap a model from `torch.compile`."""
     found: PreTrainedModel = getattr(model, "_orig_mod", model)
     return found
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """As Transformers' own cache has them for this model."""
+    """Return the windows of Transformers' own cache for this model."""
     if {"chunked_attention"} & set(getattr(config, "layer_types", None) or ()):
         raise Unsupported("chunked attention", INSTEAD)
     layers = DynamicCache(config=config).layers
@@ -146,7 +148,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _steady_length(config: Any) -> int | None:
-    """Where rotary embeddings of this model begin to depend on the longest row of a batch, in tokens."""
+    """Return the length from which on rotary embeddings depend on the longest row of a batch, in tokens."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     lengths = []
     for rope in (
@@ -155,7 +157,7 @@ def _steady_length(config: Any) -> int | None:
     ):  # one, or one per kind of layer
         kind = rope.get("rope_type", rope.get("type")) or ""
         if kind == "longrope":
-            # Releases differ in where they look for it; the least is right in all of them.
+            # Releases differ in where they read it; the least is right in all of them.
             places = (
                 rope.get("original_max_position_embeddings"),
                 getattr(config, "original_max_position_embeddings", None),

@@ -1,7 +1,7 @@
-"""What one forward pass writes to the pools, and what it reads there.
+"""Writes and reads of one forward pass in the pools.
 
 Transformers wants K and V of a layer as [rows, heads, columns, dim], with the columns of the pass at the end. A row's
-column is a token of its sequence, or padding, of which nothing is kept and zeros are read.
+column is a token of its sequence, or padding, which is not written and read as zeros.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvcache.manager import KVCacheManager
 
 
 class Places(NamedTuple):
-    """In the layers of one window."""
+    """Places in the layers of one window."""
 
     writes: torch.Tensor
-    """Slots of what is written, int64 [tokens]."""
+    """Slots to write, int64 [tokens]."""
     reads: torch.Tensor
-    """Slots of all columns that the layers are given, int64 [rows, columns]."""
+    """Slots of all columns that the layers read, int64 [rows, columns]."""
     blank: torch.Tensor | None
-    """Which of these are padding, or behind what a sliding window still holds, bool [rows, columns]; None: none are.
-    They are masked, but what is masked is multiplied by 0, which NaN and what is infinite survive."""
+    """Mask of padding, or of columns before the blocks that a sliding window still holds, bool [rows, columns]; None:
+    none are. They are masked, but masked values are multiplied by 0, which NaN and infinities survive."""
 
 
 class Span(NamedTuple):
-    """The columns that a pass computes, and the tokens of each row that it writes."""
+    """Columns that a pass computes, and the tokens of each row that it writes."""
 
     start: int
     stop: int
     begins: list[int]
-    """The first token of each row that is not there yet."""
+    """First missing token of each row."""
     ends: list[int]
 
 
@@ -46,12 +46,12 @@ class Step:
         positions = rows.positions(span.start, span.stop)
         written = positions >= torch.tensor(span.begins)[:, None]
         self._written = None if bool(written.all()) else written
-        """Which columns are written; None: all."""
+        """Mask of the columns to write; None: all."""
         self._places: dict[tuple[int, int], Places] = {}
         self._layers = set[int]()
 
     def places(self, window: int, first_column: int, device: torch.device) -> Places:
-        """Where the layers of a window write, and read the columns from `first_column` on."""
+        """Return the places that the layers of a window write, and those of the columns from `first_column` on."""
         found = self._places.get((window, first_column))
         if found is None:
             found = self._places[window, first_column] = self._place(window, first_column, device)
@@ -89,7 +89,7 @@ class Step:
         return found[0], found[1]
 
     def _flat(self, states: torch.Tensor) -> torch.Tensor:
-        """What is written, [tokens, heads, dim]."""
+        """Select the tokens to write, [tokens, heads, dim]."""
         columns = states.transpose(1, 2)
         return columns.flatten(0, 1) if self._written is None else columns[self._written.to(columns.device)]
 
@@ -105,7 +105,7 @@ class Step:
             )
 
     def refuse_incomplete(self, num_layers: int) -> None:
-        """Raise `UsageError` if a layer has given nothing."""
+        """Raise `UsageError` if a layer has written nothing."""
         if len(self._layers) != num_layers:
             raise UsageError(
                 f"only {len(self._layers)} of {num_layers} layers gave K and V: nothing of this forward pass is kept; "

@@ -1,4 +1,4 @@
-"""A log of what a stock vLLM decides about its KV cache, made by a plugin that vLLM finds by itself.
+"""A log of the KV cache decisions of a stock vLLM, made by a plugin that vLLM finds by itself.
 
     KVCACHE_LOG=DIR vllm serve MODEL
 

@@ -1,4 +1,4 @@
-"""A recorder beside a scheduler of vLLM: wrapped methods tell it what happens, until anything goes wrong."""
+"""A recorder attached to a scheduler of vLLM by wrapped methods, until the first error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvcache.integrations.vllm.recording import Recording
 from kvcache.record.outputs import open_log
 
 KNOWN = ("0.32", "0.33")
-"""Releases whose calls are known."""
+"""Supported releases."""
 _ATTACHED = "_kvcache_attached"
 _log = logging.getLogger("vllm.kvcache")
 
 
 def attach(scheduler: Any, given: object, directory: str | None) -> None:
-    """Record what a scheduler decides from now on; what cannot be recorded is refused by a warning. Never raises."""
+    """Record a scheduler's decisions from now on; an unsupported one is refused by a warning. Never raises."""
     try:
         version = _known_version()
         manager = scheduler.kv_cache_manager
@@ -51,15 +51,15 @@ def _known_version() -> str:
 
 
 def _rank(parallel: Any) -> int | None:
-    """The data-parallel rank; None: there is one engine."""
-    # vLLM tells ranks that need not wait for each other that each is alone.
+    """Return the data-parallel rank; None: there is one engine."""
+    # vLLM configures ranks that need not wait for each other as if each were alone.
     of_several = multiprocessing.current_process().name.startswith("EngineCore_DP")
     rank = int(parallel.data_parallel_index)
     return rank if rank or of_several or parallel.data_parallel_size > 1 else None
 
 
 def _recorded_group(manager: Any) -> int:
-    """The group of layers that is recorded. Raises `Unsupported` where that is none."""
+    """Return the number of the recorded group of layers. Raises `Unsupported` if there is none."""
     managers = manager.coordinator.single_type_managers
     kinds = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     full = [at for at, each in enumerate(managers) if type(each) is kinds.FullAttentionManager]
@@ -78,7 +78,7 @@ def _recorded_group(manager: Any) -> int:
 
 
 def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
-    """Open what is asked for, and listen."""
+    """Open log and sinks as requested, and attach."""
     config, names = _config(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
     others = layer_groups(scheduler, group)
     if others and names is None:
@@ -116,7 +116,7 @@ def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
     manager = scheduler.kv_cache_manager
     return asked.config(
         tokens_per_block=manager.coordinator.single_type_managers[group].block_size,
-        # Block 0 is never given out.
+        # Block 0 is never allocated.
         primary_blocks=manager.block_pool.num_gpu_blocks - 1,
         max_sequence_length=scheduler.max_model_len,
         num_layers=len(scheduler.kv_cache_config.kv_cache_groups[group].layer_names) or 1,
@@ -125,14 +125,14 @@ def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
 
 
 def _name_bytes(config: Any) -> int | None:
-    """How long vLLM's own names of blocks are; None: longer or shorter than a log's can be."""
+    """Return the length of vLLM's own names of blocks; None: unsupported in a log."""
     hashing = importlib.import_module("vllm.utils.hashing")
     size = len(hashing.get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(0))
     return size if size in NAMED_BY_ENGINE else None
 
 
 def _listen(attachment: Attachment, scheduler: Any, recording: Recording, *, in_groups: bool) -> None:
-    """Have what the recording is about recorded as it happens."""
+    """Attach each method of a recording to the calls that it records."""
     manager, follow, precede = scheduler.kv_cache_manager, attachment.follow, attachment.precede
     follow(manager.block_pool, "get_new_blocks", recording.taken)
     if in_groups:
@@ -157,12 +157,12 @@ def _listen(attachment: Attachment, scheduler: Any, recording: Recording, *, in_
 
 
 def _follow_allocations(attachment: Attachment, manager: Any, record: Callable[..., None]) -> None:
-    """Follow the method that is called for each request in each step; mostly it gives nothing."""
+    """Follow the method that is called for each request in each step; mostly it allocates nothing."""
     method, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
 
     def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(request, *args, **kwargs)
-        # Blocks for what is loaded from outside are not in the result.
+        # Blocks for tokens loaded from outside are not in the result.
         if result is not nothing or kwargs.get("num_external_computed_tokens"):
             attachment.call(record, result, request, *args, **kwargs)
         return result
@@ -171,7 +171,7 @@ def _follow_allocations(attachment: Attachment, manager: Any, record: Callable[.
 
 
 def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> None:
-    """Let a method of a class close first what is attached."""
+    """Close the attachment before a method of a class runs."""
     method = getattr(owner, name, None)
     if method is None or getattr(method, "kvcache", False):
         return

@@ -1,7 +1,7 @@
-"""VLLM's other groups of layers beside the recorded one: sliding windows, chunks, states of Mamba layers.
+"""VLLM's other groups of layers than the recorded one: sliding windows, chunks, states of Mamba layers.
 
-All groups take blocks from one pool, and each evicts what any of them has named. What a request has in a group follows
-from its table, looked at after each call.
+All groups take blocks from one pool, and each evicts blocks that any of them has named. The blocks of a request in a
+group follow from its table, read after each call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvcache.errors import Unsupported
 from kvcache.record.mirror import Kind
 
 HASH_END = 4
-"""Bytes at the end of a name that are the number of its group."""
+"""Bytes at the end of a name with the number of its group."""
 
 
 def layer_groups(scheduler: Any, full: int) -> list[LayerGroup]:
-    """What the groups are but the one with the number `full`, in vLLM's order. Raises `Unsupported`."""
+    """Return the groups other than number `full`, in vLLM's order. Raises `Unsupported`."""
     manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
     if len(groups) > 1 and getattr(scheduler, "connector", None) is not None:
         raise Unsupported("a KV connector for layers of several kinds", "go without the connector")
@@ -49,7 +49,7 @@ def _layer_group(each: Any, pool: Any, layers: int) -> LayerGroup:
 
 
 class FurtherGroup:
-    """One further group: vLLM's manager of it, and what was told of its tables and names."""
+    """One further group: vLLM's manager of it, and the recorded tables and names."""
 
     def __init__(self, number: int, manager: Any) -> None:
         self.number, self.manager = number, manager
@@ -58,12 +58,12 @@ class FurtherGroup:
         kinds = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
         self.leaves_in_order = not isinstance(manager, kinds.RSWAManager | kinds.MambaManager)
         self.tables: dict[str, dict[int, int]] = {}
-        """By request and index: a block."""
+        """Block by request and index."""
         self.lengths: dict[str, int] = {}
-        """By request: entries of its table that were looked at."""
+        """Number of table entries already read, by request."""
 
     def left(self, name: str) -> list[int]:
-        """Indices at which a request has not got any more what it had."""
+        """Return the indices of blocks that a request has no longer."""
         known = self.tables.get(name)
         if not known:
             return []
@@ -78,7 +78,7 @@ class FurtherGroup:
         return gone
 
     def taken(self, name: str) -> dict[int, int]:
-        """Blocks that a request has got, by index."""
+        """Return the new blocks of a request, by index."""
         table, known = self.manager.req_to_blocks.get(name, ()), self.tables.setdefault(name, {})
         first = self.lengths.get(name, 0)
         new = {
@@ -91,6 +91,6 @@ class FurtherGroup:
         return new
 
     def end(self, name: str) -> None:
-        """A request has none any more."""
+        """Forget an ended request."""
         self.tables.pop(name, None)
         self.lengths.pop(name, None)

@@ -1,8 +1,8 @@
-"""What vLLM's entry point `vllm.general_plugins` calls, in each of its processes: it looks when a scheduler is made.
+"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes: it hooks the making of schedulers.
 
-A server that ends waits for a recorded engine's process, which closes its log meanwhile.
+A stopping server waits for a recorded engine's process, which closes its log meanwhile.
 
-Only if there are settings for it, anything else of this library is imported. Nothing here raises.
+The rest of this library is imported only with settings for it. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "KVCACHE_LOG"
-"""The directory of the log."""
+"""Directory of the log."""
 KEY = "kvcache"
-"""Of vLLM's `--additional-config`: a dict of settings, or false."""
+"""Key in vLLM's `--additional-config`: a dict of settings, or false."""
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ENGINES = "vllm.v1.engine.utils"
 _CORE = "vllm.v1.engine.core"
@@ -31,27 +31,27 @@ _log = logging.getLogger("vllm.kvcache")
 
 
 def register() -> None:
-    """Have schedulers recorded that this process makes from now on, if they are to be."""
+    """Record the schedulers that this process makes from now on, if requested."""
     try:
         for name, hook in ((_SCHEDULER, _hook), (_ENGINES, _hook_engines), (_CORE, _hook_core)):
             module = sys.modules.get(name)
             if module is not None:
                 hook(module)
             elif not any(isinstance(each, _WhenImported) and each.name == name for each in sys.meta_path):
-                # Most of vLLM's processes need neither, and do not wait for the modules to load.
+                # Most of vLLM's processes need neither, and do not wait for the imports.
                 sys.meta_path.insert(0, _WhenImported(name, hook))
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Hooks a module as soon as it is imported."""
+    """Import hook for a module."""
 
     def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
         self.name, self._hook = name, hook
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Let the others find it, and go on when it is executed."""
+        """Delegate to the other finders, and hook the module's execution."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)
@@ -89,7 +89,7 @@ def _hook(module: ModuleType) -> None:
 
 
 def _hook_core(module: ModuleType) -> None:
-    """Have an engine warn whose scheduler is not derived from vLLM's, and so is not recorded."""
+    """Warn in an engine with a scheduler that is not derived from vLLM's, and so is not recorded."""
     core: Any = getattr(module, "EngineCore", None)
     if core is None or getattr(core.__init__, "kvcache", False):
         return
@@ -109,7 +109,7 @@ def _hook_core(module: ModuleType) -> None:
 
 
 def _hook_engines(module: ModuleType) -> None:
-    """Let engine processes close their logs: a server would kill them in the moment in which it asks them to end."""
+    """Let engine processes close their logs: a server would kill them at once after requesting their end."""
     manager: Any = getattr(module, "CoreEngineProcManager", None)
     seconds = getattr(module, "get_engine_process_shutdown_timeout", None)
     if manager is None or seconds is None or getattr(manager.__init__, "kvcache", False):
@@ -125,7 +125,7 @@ def _hook_engines(module: ModuleType) -> None:
     @wraps(shutdown)
     def shut_down(self: Any, timeout: float | None = None) -> None:
         if timeout == 0 and getattr(self, _WAITS, False) and seconds(0, 0) == 0:
-            timeout = None  # vLLM's own: it kills what has not ended after five seconds.
+            timeout = None  # vLLM's own: it kills processes that have not ended after five seconds
         shutdown(self, timeout)
 
     make.kvcache = True  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _hook_engines(module: ModuleType) -> None:
 
 
 def _asked(config: Any) -> tuple[object, str | None] | None:
-    """What the configuration has for us, and the variable; None: nothing is to be recorded."""
+    """Return the settings in the configuration, and the variable; None: no recording is requested."""
     further = getattr(config, "additional_config", None)
     given = further.get(KEY) if isinstance(further, dict) else None
     directory = os.environ.get(VARIABLE, "").strip()
@@ -143,7 +143,7 @@ def _asked(config: Any) -> tuple[object, str | None] | None:
 
 
 def _look(scheduler: Any) -> None:
-    """Record a scheduler that has just been made, if there are settings for it."""
+    """Record a new scheduler, if there are settings for it."""
     try:
         asked = _asked(getattr(scheduler, "vllm_config", None))
         if asked is None:

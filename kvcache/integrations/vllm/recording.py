@@ -1,11 +1,11 @@
-"""What vLLM's scheduler and KV cache manager do becomes calls of a `Recorder`.
+"""Conversion of the actions of vLLM's scheduler and KV cache manager to calls of a `Recorder`.
 
 vLLM names a block when it is scheduled to be filled, and others can hit it from then on. It keeps copies of equal
 blocks. Of a model with several groups of layers one is recorded, of layers with full attention; its blocks come from
 a pool that all groups share, so that other groups' allocations evict its blocks, too.
 
-Most of what happens is a token for each running request, so that is looked at once a step, and not when vLLM schedules
-it: names and tokens are told at the step's end, or before something else depends on them.
+Most changes are a token for each running request, so these are collected once a step, and not when vLLM schedules them:
+names and tokens are recorded at the step's end, or before something else depends on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STOPS = {
     "FINISHED_ERROR": "error",
     "FINISHED_REPETITION": "repetition",
 }
-"""Its finish reasons, by the status of a request."""
+"""Finish reasons by the status of a request."""
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
 _LONGEST_SESSION = 191
@@ -37,7 +37,7 @@ _id_of = attrgetter("block_id")
 
 
 class _RecordedRequest:
-    """What was told of a running request."""
+    """Recorded part of a running request."""
 
     __slots__ = (
         "computed",
@@ -57,75 +57,75 @@ class _RecordedRequest:
         self.name = request_name(request.request_id)
         """Its id in the log."""
         self.prompt = prompt
-        """Tokens when it was admitted."""
+        """Tokens at its admission."""
         self.table, self.computed = table, computed
         self.stored = len(table)
         """Leading blocks that others can find."""
         self.external, self.loaded_to = external, computed + external
-        """Tokens from outside, and where they end."""
+        """Tokens from outside, and their end."""
         self.loads = False
-        """Whether they are awaited, and nothing is scheduled before they are there."""
+        """True if they are awaited, and nothing is scheduled before they are there."""
 
 
 class Recording:
-    """Tells a recorder what vLLM has just done. Whatever it raises, the recorder must not be used any further."""
+    """Recording of vLLM. After any error its recorder must not be used any further."""
 
     def __init__(self, recorder: Recorder, manager: Any, group: int, *, named: bool) -> None:
         self.recorder = recorder
         self._group = group
         self._manager, blocks = manager, manager.coordinator.single_type_managers[group]
         self._named: dict[str, int] = blocks.num_cached_block
-        """By request, how many blocks vLLM has named."""
+        """Number of blocks that vLLM has named, by request."""
         self._tables: dict[str, list[Any]] = blocks.req_to_blocks
         self._pool = manager.block_pool
         self._size: int = blocks.block_size
         self._hashes_per_block: int = self._size // self._pool.hash_block_size if named else 0
         self._cached = bytearray(self._pool.num_gpu_blocks)
-        """By block id, whether it was told that something is cached there."""
+        """By block id, 1 if it is recorded as cached."""
         self._evicted: list[int] = []
-        """What the allocation in progress has evicted."""
+        """Blocks evicted by the allocation in progress."""
         self._evictions: list[tuple[list[int], str]] = []
-        """What was evicted for a request, which is not told yet."""
+        """Blocks evicted for a request, not yet recorded."""
         self._running: dict[str, _RecordedRequest] = {}
         self._prefilling: dict[str, _RecordedRequest] = {}
-        """Those of which not all is computed that they had when they were admitted."""
+        """Requests that have not computed all tokens of their admission."""
         self._loading: dict[str, _RecordedRequest] = {}
-        """Those with tokens from outside."""
+        """Requests with tokens from outside."""
         self._continuing: _RecordedRequest | None = None
-        """The session that is getting further input."""
+        """Session that is getting further input."""
         self._counts = [0, 0]
-        """Tokens that vLLM has looked up, and those of them that it has found, but for the statistics that it keeps."""
+        """Tokens that vLLM has looked up, and found, except those in its present statistics."""
         self._names: list[str] = []
         self._outputs: list[list[int]] = []
-        """In the order of the running requests, vLLM's lists of what they have given."""
+        """VLLM's lists of outputs, in the order of the running requests."""
         self._told: list[int] = []
-        """Of each, how much was told."""
+        """Recorded number of outputs of each."""
         self._grown: dict[str, int] = {}
-        """Requests that have got one block more, which is not told yet."""
+        """Requests with one more block, not yet recorded."""
         self._adapters: dict[str, str] = {}
-        """Of each LoRA adapter, the path under which its name was seen first."""
+        """Path under which the name of each LoRA adapter was seen first."""
         self._begin_groups(manager.coordinator.single_type_managers)
 
     def _begin_groups(self, managers: Any) -> None:
-        """What is noted of further groups; nothing where there are none."""
+        """Initialise the records of further groups, if any."""
         others = [each for at, each in enumerate(managers) if at != self._group]
         self._groups = [FurtherGroup(at, each) for at, each in enumerate(others, 1)]
         self._by_hash = {each.hash_end: each for each in self._groups}
         self._naming: str | None = None
-        """The request in which names are being given."""
+        """Request that blocks are being named for."""
         self._given: set[tuple[int, int, bytes]] = set()
-        """Names that are given, by group and block."""
+        """Present names, by group and block."""
         self._new_names: dict[str, dict[tuple[int, int, bytes], int]] = {}
-        """By request: positions by group, block and name, which are not told yet."""
+        """New names by request: positions by group, block and name, not yet recorded."""
         self._unnamed: dict[tuple[int, int, bytes], None] = {}
-        """Likewise names that were taken away."""
+        """Removed names, not yet recorded."""
         self._current: str | None = None
-        """The request in whose call this happens."""
+        """Request of the call in progress."""
 
-    # -- what vLLM calls: the result first, then the arguments
+    # -- called by vLLM: the result first, then the arguments
 
     def taken(self, blocks: Any, *_: Any) -> None:
-        """`BlockPool.get_new_blocks` has returned: what was cached in these blocks is evicted."""
+        """`BlockPool.get_new_blocks` has returned: the cached content of these blocks is evicted."""
         cached = self._cached
         gone = [block.block_id for block in blocks if cached[block.block_id]]
         for block in gone:
@@ -145,7 +145,7 @@ class Recording:
         *_: Any,
         **__: Any,
     ) -> None:
-        """`KVCacheManager.allocate_slots` has returned, and no empty result."""
+        """`KVCacheManager.allocate_slots` has returned, with a result that is not empty."""
         running = self._running.get(request.request_id)
         if blocks is None:
             if running is None:
@@ -178,7 +178,7 @@ class Recording:
             self._store(running)
 
     def allocated_in_groups(self, blocks: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        """As `allocated`, perhaps an empty result, where there are further groups."""
+        """As `allocated`, perhaps with an empty result, if there are further groups."""
         key, is_new = request.request_id, request.request_id not in self._running
         if not is_new:
             self._tell_left(key)
@@ -202,7 +202,7 @@ class Recording:
         running = self._running.get(request.request_id)
         if running is None:
             return
-        # What is awaited still may come if it is aborted, and does not if it goes on.
+        # Awaited tokens still may come if it is aborted, and do not if it continues.
         running.loads = running.loads and request.is_finished()
         self._settle_request(running)
         for group in self._groups:
@@ -218,7 +218,7 @@ class Recording:
     def continuing(self, request: Any, *_: Any) -> None:
         """`Scheduler._update_request_as_session` is called: a session gets further input.
 
-        In a log that is a request of its own, which reuses what the session has kept.
+        In a log that is a request of its own, which reuses the blocks of the session.
         """
         self._continuing = running = self._running.get(request.request_id)
         if running is not None:
@@ -226,7 +226,9 @@ class Recording:
             self._end(running, _FINISHED)
 
     def continued(self, _: Any, request: Any, *__: Any) -> None:
-        """It has returned: the last token that was sampled is gone, and the input is a part of the prompt."""
+        """`Scheduler._update_request_as_session` has returned: the last sampled token is gone, and the input is part of
+        the prompt.
+        """
         was, self._continuing = self._continuing, None
         if was is None:
             return
@@ -237,7 +239,7 @@ class Recording:
         running = _RecordedRequest(request, prompt, table[:kept], computed, 0)
         if was.stored == _NEVER:
             running.stored = _NEVER
-        # vLLM looks nothing up, and does not count it.
+        # VLLM does no lookup, and does not count it.
         self._counts[0] += prompt
         self._counts[1] += computed
         self._record_admission(running, resumed=False)
@@ -261,7 +263,7 @@ class Recording:
             self._given.clear()
 
     def unnamed(self, _: Any, blocks: Any) -> None:
-        """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, though requests may hold them."""
+        """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, but requests may hold them."""
         self._tell_grown()
         self._store_all()
         lost = set(self.recorder.invalidated([block for block in sorted(blocks) if self._cached[block]]))
@@ -269,7 +271,7 @@ class Recording:
             self._cached[block] = 0
         for running in self._running.values():
             if not lost.isdisjoint(running.table[: running.stored]):
-                # What vLLM names of it from now on continues what cannot be found.
+                # Blocks that vLLM names from now on continue ones that cannot be found.
                 running.stored = _NEVER
 
     def counted(self, stats: Any, *_: Any) -> None:
@@ -301,7 +303,7 @@ class Recording:
             )
         self.recorder.flush()
 
-    # -- what it calls where there are further groups
+    # -- called by vLLM with further groups
 
     def naming(self, request: Any, *_: Any, **__: Any) -> None:
         """`BlockPool.cache_full_blocks` or `cache_partial_block` is called."""
@@ -335,11 +337,11 @@ class Recording:
         self.settle(request.request_id)
         self._current = request.request_id
 
-    # -- how it is told
+    # -- recording
 
     def _refuse(self, request: Any, num_new_tokens: int, hit: int, hit_blocks: Any) -> None:
         found = self._hit(hit, hit_blocks)
-        # What is found and held by nobody counts as free as long as the request has not got it.
+        # Found blocks without a holder count as free until the request has them.
         held = sum(1 for block in found if block.ref_cnt)
         needed = -(-max(hit + num_new_tokens, request.num_tokens) // self._size) - held
         self.recorder.refused(request_name(request.request_id), needed, self._pool.get_num_free_blocks())
@@ -348,11 +350,11 @@ class Recording:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
 
     def _admit(self, request: Any, found: Any, external: int) -> _RecordedRequest:
-        # What was named in this step can be hit in it.
+        # Blocks named in this step can be hit in it.
         self._tell_grown()
         self._store_all()
         reused = [block.block_id for block in found]
-        # Of a prompt that is loaded as a whole the last token is computed again.
+        # The last token of a fully loaded prompt is recomputed.
         external = min(external, request.num_tokens - 1 - len(reused) * self._size)
         if request.skip_reading_prefix_cache:
             # vLLM does not count it.
@@ -380,7 +382,7 @@ class Recording:
         self._look_anew()
 
     def _settle_request(self, running: _RecordedRequest) -> None:
-        """Record what is not recorded yet of a request which is about to end."""
+        """Record the remaining changes of a request that is about to end."""
         self._tell_grown()
         if running.external and not running.loads:
             self._arrive(running)
@@ -396,7 +398,7 @@ class Recording:
         self.recorder.ended(running.name, why, stop=stop)  # type: ignore[arg-type]
 
     def _embeddings(self, request: Any) -> list[MultimodalItem]:
-        """What stands for a prompt that is given as embeddings: an item for each block of it."""
+        """Return the items of a prompt given as embeddings: one for each block of it."""
         embeddings, size = request.prompt_embeds, self._size
         if embeddings is None:
             return []
@@ -413,7 +415,7 @@ class Recording:
         return as_utf8(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
 
     def _look_anew(self) -> None:
-        """Others are running than before."""
+        """Reset for other running requests than before."""
         told = dict(zip(self._names, self._told, strict=True))
         self._names = [each.name for each in self._running.values()]
         self._outputs = [each.request._output_token_ids for each in self._running.values()]
@@ -423,7 +425,7 @@ class Recording:
         ]
 
     def _arrive(self, running: _RecordedRequest) -> None:
-        """Look whether what was to be loaded is there: vLLM sets a request back to where something is missing."""
+        """Check if the tokens to be loaded are there: vLLM sets a request back to where one is missing."""
         if running.loads and running.request.status.name == _LOADING:
             return
         running.loads = False
@@ -434,7 +436,7 @@ class Recording:
             self.recorder.not_loaded(running.name, missing)
 
     def _compute(self, running: _RecordedRequest, upto: int) -> None:
-        """So many tokens of a prompt are computed when what is scheduled has run."""
+        """Record that the first `upto` tokens of a prompt are computed after the scheduled step."""
         upto = min(upto, running.prompt)
         if upto > running.computed:
             running.computed = upto
@@ -443,7 +445,7 @@ class Recording:
             del self._prefilling[running.id]
 
     def _tell_grown(self) -> None:
-        """Record what was evicted, and the blocks that were given one by one."""
+        """Record evictions, and single allocated blocks."""
         self._tell_evicted()
         if self._grown:
             grown, self._grown = self._grown, {}
@@ -459,7 +461,7 @@ class Recording:
         self._evictions.clear()
 
     def _waits_for(self, hits: Any) -> int | None:
-        """The group in which the last block of a hit is only being computed by this step."""
+        """Return the group in which the last block of a hit is only computed by this step."""
         for group in self._groups if hits is not None else ():
             found = hits.blocks[group.vllm_group]
             if found and found[-1].block_hash in getattr(group.manager, "cached_blocks_this_step", ()):
@@ -486,7 +488,7 @@ class Recording:
                     self.recorder.taken(name, rows, blocks, group=group.number, reused=again)
 
     def _tell_unnamed(self) -> None:
-        """Tell of names that were taken away; if that was for a request that is being admitted, once it is."""
+        """Record removed names; those for a request that is being admitted, once it is."""
         if not self._unnamed or (self._current is not None and self._current not in self._running):
             return
         rows, self._unnamed = self._unnamed, {}
@@ -498,7 +500,7 @@ class Recording:
                 self.recorder.unnamed(blocks, keys, needed_by, group=group.number)
 
     def settle(self, key: str, *_: Any, **__: Any) -> None:
-        """`KVCacheManager.remove_skipped_blocks` is called: what the request has named it may leave."""
+        """`KVCacheManager.remove_skipped_blocks` is called: the request may leave blocks that it has named."""
         if self._new_names.get(key) and key in self._running:
             self._append([self._names.index(self._running[key].name)])
             self._tell_names(key)
@@ -517,7 +519,7 @@ class Recording:
                 self.recorder.named(name, blocks, keys, positions, group=group.number)  # type: ignore[arg-type]
 
     def _append(self, grown: list[int]) -> None:
-        """Tell the tokens that these of the running requests have got."""
+        """Record the new tokens of these running requests."""
         names, tokens, counts = list[str](), list[int](), list[int]()
         for at in grown:
             new = self._outputs[at][self._told[at] :]
@@ -530,7 +532,7 @@ class Recording:
             self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
 
     def _store_all(self) -> None:
-        """Tell what vLLM has named."""
+        """Record the blocks that vLLM has named."""
         named = self._named
         due = [each for each in self._running.values() if named.get(each.id, 0) > each.stored]
         row = [each for each in due if named[each.id] == each.stored + 1 and each.id not in self._prefilling]
@@ -542,22 +544,22 @@ class Recording:
         for each in due:
             self._store(each)
         self._tell_unnamed()
-        # Those of a request which is being admitted come later.
+        # Those of a request that is being admitted come later.
         for key in self._new_names.keys() & self._running.keys():
             self._tell_names(key)
 
     def _store(self, running: _RecordedRequest) -> None:
-        """Tell what vLLM has named of a request."""
+        """Record the blocks that vLLM has named for a request."""
         last = self._named.get(running.id, 0)
         if last > running.stored:
             keys = self._keys(running, last) if self._hashes_per_block else None
             self.recorder.stored(running.name, last, keys)
             self._stored(running, last)
-        if self._current is None:  # else it has not been told yet what it names
+        if self._current is None:  # otherwise its names are not recorded yet
             self._tell_names(running.id)
 
     def _keys(self, running: _RecordedRequest, last: int) -> bytes:
-        """VLLM's names of the blocks that were not told yet; each is that of the last hash of a block."""
+        """Return vLLM's names of the unrecorded blocks; each is that of the last hash of a block."""
         step = self._hashes_per_block
         if not step:
             return b""
@@ -570,13 +572,13 @@ class Recording:
 
 
 def _digest(tensor: Any) -> bytes:
-    """Hash the bytes of a tensor, of whatever type its numbers are."""
+    """Hash the bytes of a tensor of any type."""
     plain = tensor.detach().flatten().cpu().contiguous()
     return hashlib.sha256(plain.view(importlib.import_module("torch").uint8).numpy().data).digest()
 
 
 def _items(features: Any) -> list[MultimodalItem]:
-    """Images and the like, which vLLM knows by texts. Those that overlap are one, as a video and its sound."""
+    """Return images and the like, which vLLM identifies by texts. Overlapping ones are joined, as video and sound."""
     found: list[MultimodalItem] = []
     for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
         begin, length = feature.mm_position.offset, feature.mm_position.length
