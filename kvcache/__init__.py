@@ -1,4 +1,4 @@
-"""A paged KV cache manager for LLM inference engines whose only way to change is to emit an event.
+"""A paged KV cache manager for LLM inference engines, changed only by emitting events.
 
 Everything below is imported on first use, so that programs that only read logs need neither torch nor the time
 to load it. `errors` and `replay` are modules: ``kvcache.replay.replay(directory)``.

@@ -15,7 +15,7 @@
     │   ├── StaleTables
     │   ├── ComputationLost
     │   ├── ManagerClosed
-    │   ├── Contradiction     what an engine tells a `Recorder` cannot be true
+    │   ├── Contradiction     an engine's call to a `Recorder` contradicts earlier ones
     │   ├── SnapshotError     a file is no saved prefix index that can be read
     │   └── Unsupported
     ├── CapacityError         there is no room; nothing has changed, less or later may work
@@ -74,8 +74,8 @@ class UsageError(KVCacheError):
 class ConfigError(UsageError, ValueError):
     """A configuration cannot be used.
 
-    `problems` holds one line per problem, `source` says where the settings came from (empty: the code).
-    It is a ValueError as well, so that pydantic reports it as the problem of the field it is nested in.
+    `problems` holds one line per problem, `source` is the origin of the settings (empty: the code). It is a ValueError
+    as well, so that pydantic reports it as the problem of the field it is nested in.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
@@ -220,7 +220,7 @@ class Contradiction(UsageError):
 
 @dataclass(eq=False, repr=False)
 class Unsupported(UsageError):
-    """A combination that this library does not offer. `what` names it, `instead` says what to do."""
+    """A combination that this library does not offer. `what` names it, `instead` the remedy."""
 
     what: str
     instead: str
@@ -238,8 +238,8 @@ _NO_SNAPSHOT = {
 class SnapshotError(UsageError):
     """A file cannot be read as a prefix index.
 
-    `problem`: ``foreign``, something else is in the file; ``newer``, in a format that this software does not know;
-    ``damaged``. `detail` is the format's version, or the fault.
+    `problem`: ``foreign``, something else is in the file; ``newer``, in a later format; ``damaged``. `detail` is the
+    format's version, or the fault.
     """
 
     path: Path
@@ -258,8 +258,8 @@ class CapacityError(KVCacheError):
 class OutOfBlocks(CapacityError):
     """Too few primary blocks are blank or can be evicted.
 
-    `index` is the first request of the batch (or sequence of the step) that does not fit; `needed` and
-    `available` count blocks, one entry per group, whose `windows` are in tokens. `settings` names what to raise.
+    `index` is the first request of the batch (or sequence of the step) that does not fit; `needed` and `available`
+    count blocks, one entry per group; `windows` are those of the groups, in tokens. `settings` are the ones to raise.
     """
 
     index: int
@@ -300,8 +300,8 @@ class PinsExceeded(CapacityError):
 class PromptTooLong(CapacityError):
     """A prompt, or a sequence, exceeds the longest that can ever be held; both in tokens.
 
-    `window` is the attention window, in tokens, whose primary blocks hold no more; 0: it is an encoder's input;
-    None: `max_sequence_length` is the limit, or there is only one window. `settings` names what to raise.
+    `window` is the attention window, in tokens, that limits the length by its primary blocks; 0: it is an encoder's
+    input; None: `max_sequence_length` is the limit, or there is only one window. `settings` are the ones to raise.
     """
 
     length: int

@@ -184,7 +184,7 @@ def listed(values: Any, what: str) -> list[Any]:
         if not isinstance(values, str | bytes | bytearray):
             return list(values)
     except UsageError:
-        raise  # from whoever made the items, as by a call that is not allowed meanwhile
+        raise  # from the maker of the items, as by a call that is not allowed meanwhile
     except Exception:  # noqa: BLE001
         raise UsageError(f"{what} must be a list, not {type(values).__name__}") from None
     raise UsageError(f"{what} must be a list, not one {type(values).__name__}")

@@ -449,8 +449,8 @@ class KVCacheManager(EventSourced):
         """Make full blocks of the first `num_computed_tokens` tokens reusable, after the engine has written their K/V.
 
         If another sequence has stored the same blocks meanwhile, this one's table refers to those from now on
-        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
-        copies have not been started: nothing can have been computed from them.
+        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence with
+        copies that have not been started: nothing can have been computed from them.
         """
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
         sequence = self._running.sequence(request_id)

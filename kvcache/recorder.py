@@ -238,7 +238,7 @@ class Recorder(EventSourced):
 
     @exclusive
     def refused(self, request_id: RequestId, needed: int, available: int | None = None) -> None:
-        """Record that a request was not admitted for want of room: it needed `needed` blocks.
+        """Record that a request was refused for lack of room: it needed `needed` blocks.
 
         `available` is the number of available blocks; None: that of the mirror, where each content counts once. The
         events have only the first refusal of a request until it is admitted.

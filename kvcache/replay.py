@@ -142,7 +142,7 @@ def fitting(seq: int) -> Iterator[None]:
     try:
         yield
     except InvariantViolated as error:
-        # Its own text asks for a bug report, but here the log may be forged.
+        # Its own text requests a bug report, but here the log may be forged.
         raise Unreplayable(seq, error.law) from error
     except InternalError as error:
         raise Unreplayable(seq, str(error)) from error

@@ -472,7 +472,8 @@ class BlockManager:
     def fork(self, parent: Sequence, request_id: RequestId) -> StoreResult:
         """Branch a sequence, after storing what it has computed; returns the changes to its tables.
 
-        The branch holds what is computed, and gets copies of its own of the block computed in part and those after it.
+        The branch holds the computed blocks, and gets copies of its own of the block computed in part and those after
+        it.
         """
         first = parent.computed // self._state.tokens_per_block
         needed = len(self._own_blocks(parent, parent.num_tokens, first))
@@ -597,7 +598,7 @@ class BlockManager:
 
     @cached_property
     def _pinned(self) -> list[npt.NDArray[np.int64]]:
-        """Number of pins per window and slot, so that a pin costs what it holds, regardless of the number of pins."""
+        """Number of pins per window and slot, so that the cost of a pin does not depend on the number of pins."""
         return self._count_pins()
 
     def _count_pins(self) -> list[npt.NDArray[np.int64]]:

@@ -6,10 +6,10 @@ an exported state decides alike. Both have the same queries:
 | | with full attention | in a sliding window |
 |---|---|---|
 | evicts | the last blocks of a *leaf*: an unreferenced run without a child in its level | any unreferenced block |
-| `next(level, spares)` | the run whose last block goes next | the place that goes next |
-| `lowest(level, count)` | the runs that go next, and how many blocks of each | the places that go next |
-| `precedes(one, other)` | whether one goes first | whether one goes first |
-| `check()` | that nothing was missed | that nothing was missed |
+| `next(level, spares)` | the run that ends with the next victim | the place of the next victim |
+| `lowest(level, count)` | the runs that go next, and the number of blocks of each | the places that go next |
+| `precedes(one, other)` | True if `one` goes first | True if `one` goes first |
+| `check()` | verifies that nothing was missed | verifies that nothing was missed |
 
 In a tree an eviction makes candidates, for the run above becomes a leaf; in a sliding window none changes the others.
 """
@@ -43,7 +43,7 @@ class EvictionOrder(Watcher, ABC):
     """Order of the next victims; built from the state of one window, and updated with its changes from then on."""
 
     needs_names = False
-    """True if it needs keys of runs, by which it tells contents apart."""
+    """True if it needs keys of runs, by which it compares contents."""
 
     @abstractmethod
     def __init__(self, group: FullGroup) -> None: ...

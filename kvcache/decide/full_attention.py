@@ -183,11 +183,11 @@ class FullAttentionManager(WindowManager):
 
         It comes to the same where each victim would go down, and find room:
 
-        - without secondary every victim is dropped, in the order of `lowest`; - every victim's priority is high enough
-        for secondary, so none is dropped; - what secondary must drop for them goes before the *first* victim in the
-        order. One by one, a victim evicts what is lower than itself, and later victims are no lower than the first. Nor
-        can a victim that has just come down be chosen: it is no lower than the first, and something lower is still
-        there.
+        - without secondary every victim is dropped, in the order of `lowest`;
+        - every victim's priority is high enough for secondary, so none is dropped;
+        - what secondary must drop for them goes before the *first* victim in the order. One by one, a victim evicts
+          what is lower than itself, and later victims are no lower than the first. Nor can a victim that has just come
+          down be chosen: it is no lower than the first, and something lower is still there.
 
         Runs that are chosen are leaves of their levels, and where the last block of one goes and its parent becomes a
         leaf whose turn comes before the next, `lowest` ends there. O(blocks evicted + runs · log runs).

@@ -219,7 +219,7 @@ class Upkeep:
         return bool(state.symbols.pages) and state.symbols.crowded
 
     def run(self) -> None:
-        """Expire what is over; record a checkpoint once enough blocks have changed; drop unused symbols."""
+        """Emit due expiries; record a checkpoint once enough blocks have changed; drop unused symbols."""
         state = self._state
         if self.expiry.due:
             self.expiry.expire()

@@ -263,7 +263,7 @@ class WindowManager(ABC):
     | an admission: emit | `with_names_before`, `free_up`, `copy_partial`, `allocate`, `onboard`, `restate` |
     | new tokens | `free_up`, `allocate`, `store_filled`, `store` |
     | forks and rewinds | `first_to_leave`, `source_of_own`, `copy_blocks`, `freed_by`, `released_by` |
-    | questions of schedulers | `blocks_to_grow`, `blocks_to_complete` |
+    | queries of schedulers | `blocks_to_grow`, `blocks_to_complete` |
     """
 
     group: AnyGroup

@@ -57,9 +57,9 @@ _TEXTS = {
 class SecondaryFileError(UsageError):
     """The file of `secondary_path` cannot be used; nothing of it was changed.
 
-    `problem`: ``foreign``, something else is there; ``newer``, in a format that this software does not know;
-    ``damaged``; ``of another cache``; ``locked``, another cache has it open; ``unavailable``, the system refuses.
-    `detail` is the format's version, the fault or difference, the process that has it open, or the system's reason.
+    `problem`: ``foreign``, something else is there; ``newer``, in a later format; ``damaged``; ``of another cache``;
+    ``locked``, another cache has it open; ``unavailable``, the system refuses. `detail` is the format's version, the
+    fault or difference, the process that has it open, or the system's reason.
     """
 
     path: Path

@@ -1,8 +1,8 @@
 """Copies follow events: moves in the events are copied here, and their arrival is reported back.
 
-Deciding never waits for bytes. While events are published the engine only notes the copies they ask for; `start`
-arranges all of them in as few batches as their order allows and submits these; `poll` returns the transfers that have
-landed or failed, so that the manager can emit events, after which it calls `recorded`.
+Deciding never waits for bytes. While events are published the engine only notes the requested copies; `start` arranges
+all of them in as few batches as their order allows and submits these; `poll` returns the transfers that have landed or
+failed, so that the manager can emit events, after which it calls `recorded`.
 
 A ticket that raises anything at all has failed, and so has a batch that the copier refuses: it is then unknown if the
 bytes will ever come. With it fail all copies noted before that was recorded, since they may read its targets: those not

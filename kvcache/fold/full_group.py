@@ -173,7 +173,7 @@ class FullGroup(Group):
     def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
         """Drop one reference to the path that ends at `node`, except `above` and the part before it.
 
-        Two sequences share [a b], one of them goes on with [c] and ends with stamp 9::
+        Two sequences share [a b], one of them continues with [c] and ends with stamp 9::
 
             [a b] refs 2    =>    [a b] refs 1
                |                     |
@@ -287,7 +287,7 @@ class FullGroup(Group):
         priority: int,
         duration: int,
     ) -> None:
-        """`BlocksFilled`: cache the next block of each of these sequences, after what it alone has cached."""
+        """`BlocksFilled`: cache the next block of each of these sequences, after its own cached path."""
         index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
         block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):

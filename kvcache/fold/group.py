@@ -39,7 +39,7 @@ def last_reversed(slots: array[int], count: int) -> array[int]:
 
 
 def indexes(places: array[int]) -> npt.NDArray[np.intp]:
-    """Convert places to numpy indexes once, rather than anew for every column."""
+    """Convert places to numpy indexes once, rather than again for every column."""
     return np.frombuffer(places, np.int32).astype(np.intp)
 
 

@@ -281,8 +281,8 @@ class PrefixTree:
             run [c d]
 
         Invariant: the lower run keeps its id and its end; slots of the upper one have another owner, which the caller
-        notes. Nobody refers to the end of the upper run: a sequence that ended there would have given it one reference
-        more than the child has. Complexity: O(blocks of both).
+        notes. Nothing refers to the end of the upper run: a sequence that ended there would have added a reference that
+        the child does not have. Complexity: O(blocks of both).
         """
         upper = run.parent
         assert isinstance(upper, Run)

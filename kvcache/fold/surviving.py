@@ -54,7 +54,7 @@ class Survey:
     verified: int = 0
     """Surviving: their bytes are right."""
     in_flight: int = 0
-    """Their copies were not known to have landed."""
+    """Their copies had not landed, according to the events."""
     changed: int = 0
     """Their bytes differ from what was copied, or no checksum is known."""
     unreachable: int = 0

@@ -102,10 +102,12 @@ class PrefixIndex:
     ) -> dict[WorkerRank, Overlap]:
         """Look up the overlap of each publisher with a prompt, in tokens; publishers without any are left out.
 
-        Args: tokens: token ids, or these as int32 in little-endian bytes. lora: the adapter, by its name in events; its
-        number where they have none. salt: the cache salt as in events (publishers of this software: its SHA-256 in hex,
-        unless configured with ``salts=plain``). extra_keys: per block, what its hash covers besides, such as images, as
-        events tell it; without adapter and salt.
+        Args:
+            tokens: token ids, or these as int32 in little-endian bytes.
+            lora: the adapter, by its name in events; its number where they have none.
+            salt: the cache salt as in events (publishers of this software: its SHA-256 in hex, unless configured with
+                ``salts=plain``).
+            extra_keys: the other inputs of each block's hash, such as images, as in events; without adapter and salt.
 
         Raises InvalidTokens.
         """
@@ -166,7 +168,7 @@ class PrefixIndex:
     def save(self, path: Path | str) -> None:
         """Write everything to a file, which replaces an older one when it is complete and on disk.
 
-        Raises Unsupported for a worker whose id is not made of None, bool, int, float, str, bytes and tuples,
+        Raises Unsupported for a worker's id that is not made of None, bool, int, float, str, bytes and tuples,
         UnsafeFile and OSError.
         """
         snapshot.save(Path(path), self._tree, self._sources)

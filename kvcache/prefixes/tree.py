@@ -75,8 +75,8 @@ class ContentRun(ContentNode):
 class Holding:
     """Names that one publisher has given to blocks of a run, with the levels and groups of these.
 
-    A publisher may have several names for one content (hashes may cover what no event tells). The first name of each
-    block is here, the others are in `more`.
+    A publisher may have several names for one content (hashes may cover inputs that no event contains). The first name
+    of each block is here, the others are in `more`.
     """
 
     __slots__ = ("children", "masks", "more", "names", "run")

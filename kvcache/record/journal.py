@@ -183,7 +183,7 @@ class Journal:
 class EventSourced:
     """A cache that changes by events alone: one way to begin, to end a step and to close, for managers and recorders.
 
-    One thread makes all calls, except those that say otherwise.
+    One thread makes all calls, except those documented otherwise.
     """
 
     state: CacheState
@@ -390,7 +390,7 @@ class EventSourced:
 
 
 def checked_wait(wait: Any, must: str, *, per_second: int = 1) -> float:
-    """Validate a wait from 0 to the longest one, in seconds. Raises `UsageError`, stating what it `must` be."""
+    """Validate a wait from 0 to the longest one, in seconds. Raises `UsageError` with `must`, its requirement."""
     number: Any = wait if isinstance(wait, Real) else None
     # NaN satisfies neither comparison.
     if number is not None and (number <= 0 or number > 0):

@@ -147,7 +147,7 @@ class SGLangRecording:
         self.recorder.flush()
 
     def refused(self, req: Any) -> None:
-        """A request was not admitted for want of room."""
+        """A request was refused for lack of room."""
         if req.rid not in self._running:
             allocator, size = self._cache.token_to_kv_pool_allocator, self._size
             needed = -(-(len(req.full_untruncated_fill_ids) - req.prefix_len) // size)

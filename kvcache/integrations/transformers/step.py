@@ -1,6 +1,6 @@
 """Writes and reads of one forward pass in the pools.
 
-Transformers wants K and V of a layer as [rows, heads, columns, dim], with the columns of the pass at the end. A row's
+Transformers needs K and V of a layer as [rows, heads, columns, dim], with the columns of the pass at the end. A row's
 column is a token of its sequence, or padding, which is not written and read as zeros.
 """
 

@@ -207,7 +207,7 @@ class Recording:
         self._settle_request(running)
         for group in self._groups:
             group.end(running.id)
-        # It is preempted before its status says so.
+        # It is preempted before its status changes.
         status = request.status.name
         bad, stop = status in _BAD_ENDS, _STOPS.get(status)
         self._end(running, _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED, stop)
