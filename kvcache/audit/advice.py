@@ -364,15 +364,24 @@ def _tenant(found: Observed, timeout: float) -> Said:
         return losses
     tenants = losses.tenants
     if len(tenants) < 2:
-        return Advice("tenant", False, 0, {"tenants": len(tenants)})
-    tenant = max(tenants, key=lambda each: tenants[each].lost)
-    own = tenants[tenant]
+        return Advice("tenant", False, 0, {"tenants": len(tenants), "by": next(iter(tenants.values())).by})
+    # One that suffers is named before those that lose a larger part of few tokens.
+    return max((_of_tenant(found, losses, each) for each in tenants), key=_suffering)
+
+
+def _suffering(advice: Advice) -> tuple[bool, float, int]:
+    return advice.worth, advice.about["lost_rate"], advice.about["lost_tokens"]
+
+
+def _of_tenant(found: Observed, losses: LossCounter, tenant: str) -> Advice:
+    own = losses.tenants[tenant]
     others = found.prompt_tokens - own.prompt_tokens
-    rate, usual = own.lost / own.prompt_tokens, (losses.lost_tokens - own.lost) / max(others, 1)
+    rate = own.lost / max(own.prompt_tokens, 1)
+    usual = (losses.lost_tokens - own.lost) / max(others, 1)
     taken = own.lost - own.lost_to[tenant]
-    taker = max(own.lost_to, key=lambda each: own.lost_to[each] if each != tenant else -1, default=None)
+    taker = max(own.lost_to, key=lambda each: own.lost_to[each] if each != tenant else -1) if taken else None
     about = {
-        "tenants": len(tenants),
+        "tenants": len(losses.tenants),
         "tenant": tenant,
         "by": own.by,
         "requests": own.requests,

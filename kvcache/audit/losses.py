@@ -91,7 +91,7 @@ class TenantLosses:
     """What evictions cost the requests of one tenant."""
 
     by: str
-    """What tells it apart: ``tenant``, ``salt`` or ``lora``."""
+    """What tells it apart: ``tenant``, ``model``, ``salt`` or ``lora``."""
     requests: int = 0
     prompt_tokens: int = 0
     lost: int = 0
@@ -127,12 +127,13 @@ class RunningHeld:
 
 
 def tenant_of(admission: ExplainedAdmission) -> tuple[str, str]:
-    """The label ``tenant`` of a request or, where it has none, its salt and LoRA adapter in words; and by which of
-    these `kvcache audit --by` tells such tenants apart.
+    """The label ``tenant`` of a request or else its label ``model`` or, where it has neither, its salt and LoRA adapter
+    in words; and by which of these `kvcache audit --by` tells such tenants apart.
     """
-    named, namespace = (admission.origin.labels or {}).get("tenant"), admission.namespace
-    if named is not None:
-        return named, "tenant"
+    labels, namespace = admission.origin.labels or {}, admission.namespace
+    for by in ("tenant", "model"):
+        if by in labels:
+            return labels[by], by
     by = "salt" if namespace.salt_digest is not None else "lora"
     return namespace_in_words(namespace) or "none", by
 

@@ -306,14 +306,14 @@ class Page:
         return said, self.command("replay", "--at", about["seq"])
 
     def tenant(self, advice: Advice) -> Said:
-        """On who loses most."""
-        about = advice.about
+        """On who loses the largest part."""
+        about, proof = advice.about, self.command("audit", "--by", advice.about["by"])
         if about["tenants"] < 2:
-            return "there is only one", self.command("audit")
+            return "there is only one", proof
         if not about["lost_tokens"]:
-            return "none loses anything to evictions", self.command("audit")
-        if not about["lost_tokens"]:
-            return "none loses anything to evictions", self.command("audit")
+            return "none loses anything to evictions", proof
+        if about["lost_rate"] <= about["others_lost_rate"]:
+            return f"all lose {share(about['lost_rate'])} of their prompt tokens to evictions", proof
         said = (
             f"{printable(about['tenant'])} loses {share(about['lost_rate'])} of its prompt tokens to evictions, the "
             f"others {share(about['others_lost_rate'])}; {count(about['lost_to_others_tokens'], 'token')} made room "
@@ -321,7 +321,7 @@ class Page:
         )
         if about["taker"] is not None:
             said += f", most of them for {printable(about['taker'])}"
-        return said, self.command("audit", "--by", about["by"])
+        return said, proof
 
     def words(self, advice: Advice) -> Said:
         """What is said of this, and the command that proves it."""

@@ -117,6 +117,17 @@ class TestPage:
         assert re.search(rf"quiet +.x1bloud +[\d,]+ +{lost:,}\n", proof.out)
         assert "\x1b" not in out
 
+    def test_tenants_that_lose_alike(self, kvcache: Kvcache, small: Path, tmp_path: Path) -> None:
+        """None is named, and the command shows each of them."""
+        requests = [
+            asked._replace(label="ab"[number % 2]) for number, asked in enumerate(round_robin(200, 20))
+        ]
+        page = kvcache("advise", serve(tmp_path / "log", requests, primary_blocks=100)).out
+        assert re.search(
+            r"tenants +all lose [\d.]+ % of their prompt tokens to evictions\n.* --by tenant\n", page
+        )
+        assert re.search(r"tenants +there is only one\n.* --by lora\n", kvcache("advise", small).out)
+
     def test_running_requests(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """They come first, and no pin is advised."""
         log = serve(tmp_path / "log", round_robin(200, 20), primary_blocks=95, running=8)
@@ -213,7 +224,8 @@ class TestTraces:
                 commands[name]
             )
             assert kvcache(*commands[name], "-q").code == 0
-        audit = json.loads(kvcache(*commands["audit"], "--json", "-q").out)
+        whole = [word for word in commands["audit"] if word not in ("--by", "lora")]
+        audit = json.loads(kvcache(*whole, "--json", "-q").out)
         assert audit["evictions"]["recomputed_tokens"] == of["lost_tokens"] > 0
         assert audit["reused_tokens"] == of["reused_tokens"]
 

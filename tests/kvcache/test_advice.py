@@ -16,6 +16,7 @@ from kvcache.workload.traces import TracePrompts
 from tests.support.logs.served import (
     SIZE,
     Asked,
+    Texts,
     round_robin,
     serve,
     two_tenants,
@@ -327,7 +328,31 @@ class TestTenant:
     def test_there_is_one(self, tmp_path: Path) -> None:
         """Nobody to compare with."""
         told = Told(tmp_path, round_robin(200, 20), primary_blocks=100)
-        assert told.of["tenant"].about == {"tenants": 1}
+        assert told.of["tenant"].about == {"tenants": 1, "by": "lora"}
+
+    @pytest.mark.parametrize("by", ["tenant", "model"])
+    def test_who_loses_the_largest_part(self, tmp_path: Path, by: str) -> None:
+        """Not who loses most tokens: of three, the largest one also asks for what is new. Salts are not looked at."""
+        texts = Texts(7)
+        lines = round_robin(300, 20)
+        names = [("small", "middle", "large", "large")[number % 4] for number in range(300)]
+        requests = [
+            asked._replace(
+                tokens=texts.fresh(len(asked.tokens)) if number % 8 == 3 else asked.tokens,
+                **{"label" if by == "tenant" else "model": name},
+            )
+            for number, (asked, name) in enumerate(zip(lines, names, strict=True))
+        ]
+        told = Told(tmp_path, requests, primary_blocks=100)
+        lost, asked = Counter[str](), Counter[str]()
+        for name, request, tokens in zip(names, requests, told.lost(), strict=True):
+            lost[name] += tokens
+            asked[name] += len(request.tokens)
+        parts = {name: lost[name] / asked[name] for name in lost}
+        assert max(lost, key=lost.__getitem__) == "large" == min(parts, key=parts.__getitem__)
+        about = told.of["tenant"].about
+        assert (about["tenant"], about["by"]) == (max(parts, key=parts.__getitem__), by)
+        assert about["lost_rate"] == max(parts.values()) > about["others_lost_rate"]
 
 
 class TestTooShort:

@@ -27,6 +27,8 @@ class Asked(NamedTuple):
     """After the one before."""
     label: str | None = None
     """The tenant as a label."""
+    model: str | None = None
+    """The model as a label."""
 
 
 def serve(log: Path, requests: Iterable[Asked], *, running: int = 1, **settings: Any) -> Path:
@@ -46,7 +48,8 @@ def serve(log: Path, requests: Iterable[Asked], *, running: int = 1, **settings:
     with KVCacheManager(config, log=log, substitutes=stamps) as manager:
         for number, asked in enumerate(requests):
             now += asked.seconds
-            labels = None if asked.label is None else {"tenant": asked.label}
+            given = {"tenant": asked.label, "model": asked.model}
+            labels = {name: value for name, value in given.items() if value is not None} or None
             if len(ages) == running:
                 manager.remove_sequence(ages.popleft())
             while True:
