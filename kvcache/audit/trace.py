@@ -1,7 +1,8 @@
 """A log as a trace that others may get: lengths, times, and numbers that say which prompts begin alike.
 
 The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key nobody can find out whether a text
-that they know was among the prompts, and traces with different keys cannot be joined.
+that they know was among the prompts, and traces with different keys cannot be joined. Sessions, agents, tenants and
+models have pseudonyms by the same key.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ _BEGINS: dict[TraceForm, bytes] = {"mooncake": b'{"timestamp":', "bailian": b'{"
 _MASK = 2**64 - 1
 
 
-class MooncakeLine(msgspec.Struct):
-    """One admission. `timestamp` is in milliseconds since the first."""
+class MooncakeLine(msgspec.Struct, omit_defaults=True):
+    """One admission. `timestamp` is in milliseconds since the first; names are pseudonyms, but `stop` is as it was."""
 
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
+    session_id: str | None = None
+    agent: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    stop: str | None = None
 
 
 class BailianLine(msgspec.Struct):
-    """One admission, as a chat of one turn: logs know no sessions. `timestamp` is in seconds since the first."""
+    """One admission: a turn of its session, or else a chat of one turn. `timestamp` is in seconds since the first."""
 
     chat_id: int
     parent_chat_id: int
@@ -56,6 +62,7 @@ class _Admission:
     ts: int
     prompt: LoggedPrompt
     output: int | None = None
+    stop: str | None = None
 
 
 class TraceWriter:
@@ -73,6 +80,8 @@ class TraceWriter:
             raise UsageError(f"a key of {len(key)} bytes can be guessed: take {KEY_BYTES}")
         self._prompts, self._form, self._key = prompts, form, key
         self.lines = 0
+        self._turns: dict[str | None, tuple[int, int]] = {}
+        """By session, its last line and how many it has."""
 
     def write(self, path: Path, *, force: bool = False) -> None:
         """Write all lines to a new file; `force` replaces an earlier trace. Raises what `replacing` raises."""
@@ -94,6 +103,7 @@ class TraceWriter:
                 waiting.append(admission)
             for event in batch.events:
                 if isinstance(event, SequenceRemoved) and event.handle in running:
+                    running[event.handle].stop = event.stop
                     self._end(running.pop(event.handle), event.num_tokens)
                 elif isinstance(event, Gap | EpochStarted):
                     for handle in running.keys() - self._prompts.state.sequences.keys():
@@ -115,9 +125,19 @@ class TraceWriter:
         self.lines += 1
         lengths = event.num_tokens, admission.output or 0
         ts = max(0, admission.ts)
-        if self._form == "mooncake":
-            return MooncakeLine(ts // 10**6, *lengths, hashes)
-        return BailianLine(self.lines, -1, ts // 10**6 / 1000, *lengths, "text", 1, hashes)
+        if self._form == "bailian":
+            before, turns = self._turns.get(event.session, (-1, 0))
+            if event.session is not None:
+                self._turns[event.session] = self.lines, turns + 1
+            return BailianLine(self.lines, before, ts // 10**6 / 1000, *lengths, "text", turns + 1, hashes)
+        labels = event.labels or {}
+        names = {name: self._pseudonym(name, labels.get(name)) for name in ("agent", "tenant", "model")}
+        session = self._pseudonym("session", event.session)
+        return MooncakeLine(ts // 10**6, *lengths, hashes, session, **names, stop=admission.stop)
+
+    def _pseudonym(self, kind: str, name: str | None) -> str | None:
+        """Equal for equal names of one kind."""
+        return None if name is None else f"{self._hash(f'{kind}={name}'.encode()):016x}"
 
     def _hash(self, content: bytes) -> int:
         return int.from_bytes(hmac.digest(self._key, content, "sha256")[:8], "big") >> 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.manager import Substitutes
 from kvcache.workload.traces import read_trace
 from tests.support.commands import Kvcache, run_log
+from tests.support.logs.agents import agents_lines
 
 SIZE = 4
 
@@ -107,6 +109,85 @@ def test_the_curve_of_a_trace_is_that_of_its_log(kvcache: Kvcache, tmp_path: Pat
     for each in of_trace["sizes"]:
         assert (each["hits"], each["best_hits"]) == sizes[each["blocks"]]
     assert of_trace["sizes"][-1]["hits"] > 0
+
+
+def told_agents(directory: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Sessions with tenants, models and stop reasons, which are given, and a log of them, in the same order."""
+    lines = agents_lines()
+    for number, line in enumerate(lines):
+        model = "zebra" if line["tenant"] == "zeta" else "okapi"
+        line |= {"model": model, "stop": ("tool_use", "end_turn", None)[number % 3]}
+    (directory / "agents").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sizes = ("--tokens-per-block", 64, "--primary-blocks", 100, "--concurrency", 1)
+    return lines, run_log(directory / "log", *sizes, trace=directory / "agents")
+
+
+def partition(names: list[Any]) -> set[frozenset[int]]:
+    """Which places have equal names; what has none is in no part."""
+    parts = defaultdict(list)
+    for place, name in enumerate(names):
+        if name is not None:
+            parts[name].append(place)
+    return set(map(frozenset, parts.values()))
+
+
+@pytest.mark.parametrize("to", ["mooncake", "bailian"])
+def test_sessions_are_kept_but_not_their_names(kvcache: Kvcache, tmp_path: Path, to: str) -> None:
+    """What shares a session, an agent, a tenant or a model does so in the trace that is read back; why outputs ended is
+    as it was. Names are pseudonyms by the key.
+    """
+    given, log = told_agents(tmp_path)
+    exported(kvcache, log, path := tmp_path / "trace", to=to)
+    requests = list(read_trace(path, block_tokens=64))
+    assert len(requests) == len(given) > 50
+    alone = [f"alone {at}" if to == "bailian" else None for at in range(len(given))]
+    sessions = [line["session_id"] or other for line, other in zip(given, alone, strict=True)]
+    assert partition([each.session for each in requests]) == partition(sessions)
+    text = path.read_text()
+    for hidden in ("chat 1", "acme", "zeta", "main", "helper", "zebra", "okapi"):
+        assert hidden not in text
+    hits = curve(kvcache, log)
+    assert curve(kvcache, path, "--trace-block-size", 64) == hits
+    assert hits[0][1] > 0
+    if to == "mooncake":
+        assert [each.stop for each in requests] == [line["stop"] for line in given]
+        for name in ("agent", "tenant", "model"):
+            found = [(each.labels or {}).get(name) for each in requests]
+            assert partition(found) == partition([line[name] for line in given])
+        assert kvcache("audit", path, "--by", "tenant").code == 0
+
+
+def test_turns_of_a_bailian_trace(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A line names the turn before of its session, and says which turn it is."""
+    given, log = told_agents(tmp_path)
+    lines = exported(kvcache, log, tmp_path / "trace", to="bailian")
+    latest, turns = dict[str, int](), defaultdict[str, int](int)
+    for line, was in zip(lines, given, strict=True):
+        session = was["session_id"] or f"alone {line['chat_id']}"
+        turns[session] += 1
+        assert (line["parent_chat_id"], line["turn"]) == (latest.get(session, -1), turns[session])
+        latest[session] = line["chat_id"]
+    assert max(turns.values()) == 6
+
+
+def test_a_key_keeps_pseudonyms(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Traces with one key name a session alike, and those with another do not."""
+    _, log = told_agents(tmp_path)
+    (tmp_path / "key").write_bytes(bytes(32))
+    options = [("--key", tmp_path / "key")] * 2 + [()]
+    one, same, other = (
+        {line.get("session_id") for line in exported(kvcache, log, tmp_path / f"{number}", *each)} - {None}
+        for number, each in enumerate(options)
+    )
+    assert one == same
+    assert not one & other
+
+
+def curve(kvcache: Kvcache, path: Path, *options: Any) -> list[tuple[int, int]]:
+    """Hits by size."""
+    done = kvcache("curve", path, "--json", "--sizes", "50,100,200,400", *options)
+    assert done.code == 0, done.err
+    return [(each["blocks"], each["hits"]) for each in json.loads(done.out)["sizes"]]
 
 
 def test_what_has_no_trace(kvcache: Kvcache, tmp_path: Path) -> None:
