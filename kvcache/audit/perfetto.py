@@ -143,6 +143,11 @@ class _Picture:
             "reused_tokens": row.reused_tokens,
             "output_tokens": row.output_tokens,
             **{reason: tokens for reason, tokens in row.tokens_by_reason.items() if tokens},
+            **{
+                name: said
+                for name in ("session", "labels", "stop")
+                if (said := getattr(row, name)) is not None
+            },
         }
         yield self._slice(_REQUESTS, lane, name, begin, end, args)
         middle = end if computed is None else computed

@@ -213,6 +213,29 @@ def test_clocks_and_ends(kvcache: Kvcache, tmp_path: Path) -> None:
     assert times_of_steps == sorted(times_of_steps)
 
 
+def test_a_request_says_where_it_comes_from(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Its session, its labels and why its output ended, as far as the engine has said them."""
+    config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=40)
+    labels = {"tenant": "acme", "model": "okapi"}
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        manager.add_sequence("a", [77777] * 9, session="chat 1", labels=labels)
+        manager.remove_sequence("a", stop="tool_use")
+        manager.add_sequence("b", [77777] * 9, session="chat 2")
+        manager.add_sequence("c", [77777] * 9)
+    slices = exported(kvcache, tmp_path / "log", tmp_path / "t.json").of("requests")
+    found = {each["args"]["request_id"]: each["args"] for each in slices if each["args"]}
+    said = {
+        name: {key: args[key] for key in ("session", "labels", "stop") if key in args}
+        for name, args in found.items()
+    }
+    assert said == {
+        "a": {"session": "chat 1", "labels": labels, "stop": "tool_use"},
+        "b": {"session": "chat 2"},
+        "c": {},
+    }
+    assert "77777" not in (tmp_path / "t.json").read_text()
+
+
 def test_what_is_refused(kvcache: Kvcache, long: Path, tmp_path: Path) -> None:
     """Another file in its place, a key, and a log without a batch; an earlier one gives way to --force."""
     path = tmp_path / "t.json"
