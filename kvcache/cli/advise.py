@@ -109,9 +109,10 @@ def _observe(args: argparse.Namespace, out: Output) -> Observed:
             )
 
         played = None if args.primary_blocks is None else partial(_play, args, out, source)
-        if played is None and (args.secondary_blocks is not None or args.concurrency is not None):
+        about_a_cache = (args.secondary_blocks, args.concurrency, args.keep_log)
+        if played is None and any(each is not None for each in about_a_cache):
             raise UsageError(
-                "--secondary-blocks and --concurrency are about a cache: give --primary-blocks, too"
+                "--secondary-blocks, --concurrency and --keep-log are about a cache: give --primary-blocks, too"
             )
         return observe_trace(printable(str(args.log)), read, played)
 

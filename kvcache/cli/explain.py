@@ -22,25 +22,32 @@ from kvcache.cli.audit import namespace_json, reasons_json
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick, stamp
 from kvcache.cli.times import Times, UpTo
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.phrases import count, printable, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
-        "Explain one request of a log: when it was refused, admitted and ended, and for each part of its prompt "
-        "whether it was reused, and if not, why. Or the turns of a session: how each prompt continues the one before."
+        "Explain one request of a log or trace: when it was refused, admitted and ended, and for each part of its "
+        "prompt whether it was reused, and if not, why. Or the turns of a session: how each prompt continues the one "
+        "before."
     )
     parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
-    add_shared(parser, "log", "time", "json")
+    add_shared(parser, "time", "json", log=LOG_OR_TRACE)
     which = parser.add_mutually_exclusive_group(required=True)
     option(which, "--request ID", "the request, by the engine's id")
     option(which, "--session ID", "the turns of this session")
+    add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, and tell."""
-    reader = LogReader(args.log)
+    """Read the log once, or that of the trace, and tell."""
+    with as_log(args, out) as served:
+        return _explain(LogReader(served.log), args, out)
+
+
+def _explain(reader: LogReader, args: argparse.Namespace, out: Output) -> int:
     batches = UpTo(reader, None)
     if args.session is not None:
         turns = turns_of(out.watched(batches), args.session)

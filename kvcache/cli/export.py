@@ -19,6 +19,7 @@ from kvcache.audit.trace import KEY_BYTES, TraceForm, TraceWriter
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`kvcache docs export` has every column, and queries; `kvcache docs traces` has the forms of traces. Nothing "
         "is at PATH until all is written."
     )
-    add_shared(parser, "log")
+    add_shared(parser, log=LOG_OR_TRACE)
     option(parser, "--to", "the format", required=True, choices=[*sorted(FORMATS), *_TRACES, _PICTURE])
     option(
         parser,
@@ -54,15 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for a trace: the key of its numbers, at least 16 bytes; traces with one key can be joined (else a new key)",
         type=Path,
     )
+    add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read once, write all tables or the trace, tell how many rows."""
-    if args.to in _TRACES:
-        return _write_trace(args, out)
-    if args.key is not None:
+    """Read the log once, or that of the trace, write all tables or a trace, and tell how many rows."""
+    if args.key is not None and args.to not in _TRACES:
         raise UsageError(f"--key is for traces: {' and '.join(_TRACES)}")
-    reader = LogReader(open_log(args.log).path)
+    with as_log(args, out) as served:
+        return _export(served.log, args, out)
+
+
+def _export(log: Path, args: argparse.Namespace, out: Output) -> int:
+    if args.to in _TRACES:
+        return _write_trace(log, args, out)
+    reader = LogReader(open_log(log).path)
     if args.to == _PICTURE:
         return _write_picture(reader, args, out)
     with leaving_at_sigterm():
@@ -73,10 +80,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _write_trace(args: argparse.Namespace, out: Output) -> int:
+def _write_trace(log: Path, args: argparse.Namespace, out: Output) -> int:
     key = secrets.token_bytes(KEY_BYTES) if args.key is None else args.key.read_bytes()
     with leaving_at_sigterm(), out.progress("exporting") as update:
-        prompts = LoggedPrompts(args.log, update)
+        prompts = LoggedPrompts(log, update)
         writer = TraceWriter(prompts, args.to, key)
         writer.write(args.output, force=args.force)
     out.note_end(prompts.reader.end)

@@ -37,10 +37,13 @@ def _lines(error: Exception) -> list[str]:
 
 
 def _not_a_log(error: NotALog) -> str:
-    """Of a directory of logs, give one of these."""
+    """Of a directory of logs, give one of these; of a file, how a trace becomes a log."""
     from kvcache.cli.audit import logs_in, some_of
 
     with suppress(OSError):
         if inside := logs_in(error.path).logs:
             return f"{error.path} is no log but holds some: give one of them ({some_of(inside)})"
+    if error.path.is_file():
+        made = "of a trace (`kvcache docs traces`) `kvcache audit TRACE --keep-log DIR` makes one"
+        return f"{error}; {made}"
     return str(error)

@@ -1,15 +1,16 @@
-"""Traces for commands that read logs: what a cache would have done is played into a log that does not stay."""
+"""Traces for commands that read logs: what a cache would have done is played into a log, which may be kept."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache.cli.options import add_cache_sizes, add_shared, add_trace_options, seekable
+from kvcache.cli.options import add_cache_sizes, add_shared, add_trace_options, option, seekable
 from kvcache.cli.output import Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.errors import UsageError
@@ -29,6 +30,9 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     add_trace_options(group)
     add_shared(group, "concurrency")
     add_cache_sizes(group)
+    option(
+        group, "--keep-log DIR", "keep the log of that cache, in a directory that is not there yet", type=Path
+    )
     parser.set_defaults(concurrency=None)
 
 
@@ -39,6 +43,7 @@ _OPTIONS = (
     "tokens_per_block",
     "primary_blocks",
     "secondary_blocks",
+    "keep_log",
 )
 
 
@@ -53,25 +58,28 @@ class Served(NamedTuple):
 def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     """Yield the log directory `args.log`, or that of a cache that has served the trace `args.log`.
 
-    The latter is removed at the end. Raises UsageError for options of traces beside a log, and what
-    `kvcache.cli.playing.play_into` raises.
+    The latter is removed at the end, unless `args.keep_log` says where it stays. Raises UsageError for options of
+    traces beside a log, and for a place that is taken; and what `kvcache.cli.playing.play_into` raises.
     """
     if not is_trace(args.log):
         if given := [name for name in _OPTIONS if getattr(args, name) is not None]:
             raise UsageError(f"--{given[0].replace('_', '-')} is for traces, and {args.log} is none")
         yield Served(args.log)
         return
+    kept: Path | None = args.keep_log
+    if kept is not None and (lexists(kept) or not kept.parent.is_dir()):
+        raise UsageError(f"--keep-log {kept}: name a directory that is not there yet, in one that is")
     # Other commands have no use for an engine.
     from kvcache.cli.playing import play_into
 
     with (
         leaving_at_sigterm(),
-        TemporaryDirectory(prefix="kvcache-trace-") as directory,
+        TemporaryDirectory(prefix="kvcache-trace-", dir=None if kept is None else kept.parent) as directory,
         seekable(args.log) as source,
     ):
         log = Path(directory) / ("stdin" if str(args.log) == "-" else args.log.name)
         reported = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
-        yield Served(log, reported)
+        yield Served(log if kept is None else log.rename(kept), reported)
 
 
 def is_trace(path: Path) -> bool:
