@@ -125,7 +125,7 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse
     require_room(config, sizes)
     inputs = (config.model_dump_json(), sizes.digest, concurrency)
     writer = open_log(log, config.log, log_id=sha256(repr(inputs).encode()).digest()[:16])
-    clock, options = StepClock(math.inf), DriveOptions(concurrency=concurrency)
+    clock, options = StepClock(math.inf, start_ns=sizes.start_ns), DriveOptions(concurrency=concurrency)
     times = Substitutes(wall_ns=clock.wall_ns, monotonic_ns=clock.trace_ns)
     with (
         KVCacheManager(config, log=writer, substitutes=times) as manager,

@@ -220,11 +220,11 @@ class _Run:
 
     def __init__(self, args: argparse.Namespace, out: Output, stop: StopSignals) -> None:
         self._args, self._out, self._stop = args, out, stop
-        self._clock = StepClock(parse_speed(args.speed))
-        chats = args.trace is None
+        speed, chats = parse_speed(args.speed), args.trace is None
         self._source = (
             _generated_chats(args.seed, args.limit, stop) if chats else open_trace(args, args.shown, stop)
         )
+        self._clock = StepClock(speed, start_ns=self._source.sizes.start_ns)
         self._config = _config(args, self._source)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
             self._config = _pools_module().sized(self._config)

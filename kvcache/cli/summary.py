@@ -18,10 +18,10 @@ from kvcache.cli.output import Facts, Output, paint, pick
 from kvcache.cli.verification import FeedCheck, Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
-from kvcache.phrases import count, duration, printable, share, size
+from kvcache.phrases import count, duration, iso, printable, share, size
 from kvcache.record.restart import Restored
 from kvcache.stats import Stats
-from kvcache.workload.clock import StepClock
+from kvcache.workload.clock import START_NS, StepClock
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.summary import RunResult
 from kvcache.workload.traces import TraceRequest
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
-_SIMULATED = (
-    "simulated: the trace's, from 2026-01-01 on, a step is at least {} ms (--speed real: the clock's)"
-)
+_SIMULATED = "simulated: the trace's, from {} on, a step is at least {} ms (--speed real: the clock's)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +46,24 @@ class RequestSizes:
     shortest: int
     digest: bytes
     """SHA-256 of the requests."""
+    start_ns: int = START_NS
+    """When the first of them comes, in ns since 1970; of a trace without dates, what a played one shows."""
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> RequestSizes:
         """Add up; ends early if `stop` is set."""
         count = tokens = longest = shortest = 0
-        digest = sha256()
+        digest, start_ns = sha256(), START_NS
         for request in requests:
             length = request.input_length + request.output_length
             longest, shortest = max(longest, length), min(shortest, length) if count else length
+            if not count and request.begin_ms is not None:
+                start_ns = request.begin_ms * 1_000_000
             count, tokens = count + 1, tokens + length
             digest.update(repr(request).encode())
             if stop.is_set():
                 break
-        return cls(count, tokens, longest, shortest, digest.digest())
+        return cls(count, tokens, longest, shortest, digest.digest(), start_ns)
 
     def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
         """Room for `concurrency` requests of average length, and for the longest one."""
@@ -186,7 +188,7 @@ def describe_start(
             ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
             *_caches(layout),
             ("tensors", tensors),
-            *([("time", _SIMULATED.format(clock.step_ms))] * (clock.speed is None)),
+            *([("time", _SIMULATED.format(iso(clock.start_ns)[:10], clock.step_ms))] * (clock.speed is None)),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
         ]
     )

@@ -3,7 +3,8 @@
 A step stands for `step_ms` of the trace's time, whatever it took to compute. Which requests have arrived follows
 from the number of the step, never from how fast this machine is; a speed only adds waiting, so that the
 trace's time does not run ahead of the real one. Without a speed nobody waits for arrivals, but no step is dated
-before those of the requests that it admits: the wall clock shows the trace's own times. At an infinite speed requests
+before those of the requests that it admits: the wall clock shows the trace's own times, from `START_NS` on where the
+trace has no date. At an infinite speed requests
 arrive when the trace says, and no time is spent waiting.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from kvcache.errors import UsageError
 
 START_NS = 1_767_225_600_000_000_000
-"""What the wall clock of an unpaced run shows at the trace's beginning (2026-01-01, UTC)."""
+"""What the wall clock of an unpaced run shows at the beginning of a trace without a date (2026-01-01, UTC)."""
 _MS = 1_000_000
 _FOREVER_NS = 2**62
 """More than a hundred years: what is due later than that never is."""
@@ -43,6 +44,14 @@ class StepClock:
 
     Without a speed, or at an infinite one, it follows the trace's time, so equal runs write equal logs; at any other
     speed it is real.
+
+    Args:
+        speed: Of the trace's time, in times the real one; None: nobody waits.
+        step_ms: What a step takes of the trace's time.
+        start_ns: What the wall clock shows when the trace begins, where it follows the trace; ns since 1970.
+        real_ns: The real wall clock.
+        real_monotonic_ns: The real clock for waiting.
+
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class StepClock:
         speed: float | None = None,
         step_ms: int = 20,
         *,
+        start_ns: int = START_NS,
         real_ns: Callable[[], int] = time.time_ns,
         real_monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -57,6 +67,7 @@ class StepClock:
             raise UsageError("a step takes at least 1 ms")
         self.speed = speed
         self.step_ms = step_ms
+        self.start_ns = start_ns
         self.now_ms = 0
         """Time of the trace."""
         self._real_ns = real_ns
@@ -66,7 +77,7 @@ class StepClock:
     def wall_ns(self) -> int:
         """Return the wall clock's nanoseconds."""
         if self.speed is None or math.isinf(self.speed):
-            return START_NS + self.trace_ns()
+            return self.start_ns + self.trace_ns()
         return self._real_ns()
 
     def trace_ns(self) -> int:

@@ -108,6 +108,8 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens of the prompt, as the service counted them; None: the trace does not say."""
     reported_cached: int | None = None
     """Of these, the tokens that the service had cached."""
+    begin_ms: int | None = None
+    """When the trace starts, in milliseconds since 1970; None: it has no dates."""
 
     @property
     def scope(self) -> str | None:
@@ -173,7 +175,10 @@ def _by_arrival(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
     """In order, and with times from the first one on."""
     ordered = sorted(requests, key=lambda request: request.timestamp)
     for request in ordered:
-        yield msgspec.structs.replace(request, timestamp=request.timestamp - ordered[0].timestamp)
+        begin = ordered[0].timestamp
+        yield msgspec.structs.replace(
+            request, timestamp=request.timestamp - begin, begin_ms=_dated(begin / 1000)
+        )
 
 
 def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -605,7 +610,8 @@ class _AzureLines:
         self._next_id += blocks
         ids = tuple(range(self._next_id - blocks, self._next_id))
         ms = (time - self._begin).total_seconds() * 1000
-        return TraceRequest(_checked_ms(ms, _AZURE_HEADER[0], _FIRST), prompt, output, ids)
+        since = _checked_ms(ms, _AZURE_HEADER[0], _FIRST)
+        return TraceRequest(since, prompt, output, ids, begin_ms=_dated(self._begin.timestamp()))
 
 
 def _time_of(text: str) -> datetime:
@@ -616,6 +622,11 @@ def _time_of(text: str) -> datetime:
             "the timestamp is neither a number nor in the form of ISO 8601, as 2026-05-01T10:00:00Z"
         ) from None
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _dated(seconds: float) -> int | None:
+    """The same time in ms, if it is a date of these decades and not a time since something else began."""
+    return round(seconds * 1000) if _OLDEST <= seconds < _LATEST else None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -652,6 +663,8 @@ class _LoggedCall(msgspec.Struct):
     response: _Response | None = None
 
 
+_OLDEST, _LATEST = 1e9, 4e9
+"""2001 and 2096, in seconds since 1970."""
 _MILLISECONDS = 1e11
 """A time that is larger is not in seconds."""
 
@@ -692,6 +705,7 @@ class _OpenAILines:
             ),
             reported_length=usage.prompt_tokens,
             reported_cached=details.cached_tokens,
+            begin_ms=_dated(self._begin or 0.0),
         )
 
     def _tokens(self, call: _Call) -> tuple[int, ...]:

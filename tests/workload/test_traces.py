@@ -427,7 +427,7 @@ def test_dynamo(tmp_path: Path, in_envelopes: bool) -> None:
     path = trace(tmp_path, *map(json.dumps, lines))
     mask = 2**63 - 1
     assert list(read_trace(path)) == [
-        TraceRequest(0, 118, 4, (mask, 7), block_tokens=64),
+        TraceRequest(0, 118, 4, (mask, 7), block_tokens=64, begin_ms=1_777_000_000_000),
         TraceRequest(
             250,
             182,
@@ -440,6 +440,7 @@ def test_dynamo(tmp_path: Path, in_envelopes: bool) -> None:
             labels={"model": "m"},
             reported_length=182,
             reported_cached=64,
+            begin_ms=1_777_000_000_000,
         ),
     ]
     assert [request.timestamp for request in read_trace(path, limit=1)] == [0]
