@@ -1,5 +1,5 @@
-"""What is kept of a log: snapshots of its state, and, behind the oldest of them, its segments; whether it is whole.
+"""Retention of a log: snapshots of its state, and its segments after the oldest of them; verification and repair.
 
-All of it works on files of which the writer is done, in a process of its own, so the engine pays nothing for it: the
-fold that makes a snapshot takes as long as a replay, and in the engine's process it would take that from the engine.
+All of it works on completed files, in a process of its own, so the engine pays nothing for it: the fold that makes a
+snapshot takes as long as a replay, and in the engine's process would take that time from the engine.
 """

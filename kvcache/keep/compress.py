@@ -1,8 +1,7 @@
-"""Compressing segments that were written otherwise: by an earlier version, without zstd, or with log.compression=none.
+"""Compression of segments that are not compressed: from an earlier version, without zstd, or with log.compression=none.
 
-A compressed segment takes the place of the other when all of it is on the disk and has been read back and found to hold
-the same frames. Wherever that is interrupted, one of the
-two is there; the next go does the rest.
+A compressed segment replaces the original once it is completely on the disk and was read back with the same frames. If
+that is interrupted, one of the two exists; the next run does the rest.
 """
 
 from __future__ import annotations
@@ -53,20 +52,20 @@ Parts = Sequence[bytes | memoryview]
 
 @dataclass
 class Compressed:
-    """What was done."""
+    """Result of a compression."""
 
     segments: int = 0
     bytes_before: int = 0
     bytes: int = 0
     left: int = 0
-    """Segments that are damaged or that the disk does not give back, and so were left as they are."""
+    """Segments left as they are, because they are damaged or the disk cannot read them."""
 
 
 def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) -> Compressed:
-    """Compress all segments but that which is written, where they are not compressed. A writer may be at work.
+    """Compress all uncompressed segments except the one being written. A writer may be at work.
 
-    `progress` is told the number of each batch. Raises NotALog, LogBeingKept if another process is at it, LogTooNew,
-    ZstdMissing, NotWritten on a full disk, OSError; what was done is for good then.
+    `progress` receives the number of each batch. Raises NotALog, LogBeingKept if another process is at work, LogTooNew,
+    ZstdMissing, NotWritten on a full disk, OSError; segments compressed before stay so.
     """
     if not is_log(directory):
         raise NotALog(directory)
@@ -84,7 +83,7 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
         for found in filter(None, headers.values()):
             newest[found.log_id] = max(found.number, newest.get(found.log_id, 0))
         for path in paths[:-1]:
-            # What stands behind it by its name only may be no segment of this log, and it the one that is written.
+            # A later file, by name, may be no segment of this log, and this may be the segment being written.
             header = headers[path]
             if path.suffix == OUTDATED_SUFFIX:
                 continue  # It is damaged.
@@ -94,14 +93,14 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
 
 
 def _header(path: Path) -> SegmentHeader | None:
-    """None: it has none that is whole, or is gone; who reads it tells."""
+    """Return the header; None if it is damaged or the file is gone, which its reader reports."""
     with suppress(LogError, OSError), Segment(path) as segment:
         return segment.header()
     return None
 
 
 def _attempt(work: Callable[[Path, Compressed], None], path: Path, done: Compressed) -> None:
-    """Put another file in the place of one, which is left as it is where it is damaged or gone."""
+    """Replace a segment; leave it as it is if it is damaged or gone."""
     try:
         work(path, done)
     except BaseException as error:
@@ -118,7 +117,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _restore(path: Path, done: Compressed) -> None:
-    """Write a segment that format 1 had compressed as it was written first."""
+    """Restore a segment that format 1 had compressed to its original form."""
     target = path.with_suffix(SEGMENT_SUFFIX)
     if not target.exists():
         with path.open("rb") as file:
@@ -153,7 +152,7 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
 
 
 def _write(path: Path, parts: Iterable[Parts]) -> None:
-    """Write a file, and have it on the disk."""
+    """Write a file durably."""
     with writing(path, _ADVICE):
         descriptor = create_file(path)
     try:
@@ -167,7 +166,7 @@ def _write(path: Path, parts: Iterable[Parts]) -> None:
 
 
 def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]) -> Iterator[Parts]:
-    """A segment's bytes, compressed. Raises LogDamaged."""
+    """Yield a segment's bytes, compressed. Raises LogDamaged."""
     yield [header._replace(version=VERSION, window_log=MAX_WINDOW_LOG).pack()]
     seed = seed_of(header.log_id, header.epoch)
     block = Block(seed, MAX_WINDOW_LOG)
@@ -185,7 +184,7 @@ def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]
 
 
 def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
-    """The frames of a segment, but for what they say of those before them."""
+    """Yield the frames of a segment, without their references to earlier frames."""
     with Segment(path, is_named=False) as segment:
         header = segment.header()
         assert header is not None
@@ -201,11 +200,11 @@ _SYNC = b"\xc1KVG"
 _HEADER = struct.Struct("<4sHHIIQQII")
 _KEY = 32
 _MOST_TIMES, _MOST_HASHED = 1024, 16
-"""A group has no more bytes than so many times those in the file, and hashes no more tokens than so many times that."""
+"""Most bytes of a group per byte in the file, and most hashed tokens per byte of a group."""
 
 
 def expanded(path: Path, data: bytes) -> bytes:
-    """The segment as it was written. Raises ValueError or struct.error where it is not whole, and ZstdMissing."""
+    """Return the segment as it was written. Raises ValueError or struct.error if it is damaged, and ZstdMissing."""
     parts, at, begin, whole = list[bytes](), 0, 0, 1
     while begin < whole:
         sync, _, method, stored, size, begins, whole, crc, own = _HEADER.unpack(data[at : at + _HEADER.size])
@@ -222,7 +221,7 @@ def expanded(path: Path, data: bytes) -> bytes:
 
 
 def _in_order(data: bytes, size: int) -> bytes:
-    """A group's bytes as they stand in the segment."""
+    """Return a group's bytes in the order of the segment."""
     count, numbers = struct.unpack_from("<2I", data)
     rest, quarter = 8 + numbers, numbers // 4
     if rest > len(data) or 16 * count > numbers or numbers % 4 or count * _KEY > size:

@@ -1,4 +1,4 @@
-"""One process at a time changes what is kept of a log."""
+"""Exclusive access for changes to a log's files, one process at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from events.log.segments import KEEPER_NAME
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Be the one. Raises LogBeingKept if it is another one, NotALog, UnsafeFile, OSError."""
+    """Acquire exclusive access. Raises LogBeingKept if another process has it, NotALog, UnsafeFile, OSError."""
     check_directory(directory, may_be_sticky=False)
     try:
         lock = take_lock(directory / KEEPER_NAME)
@@ -35,7 +35,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(eq=False, repr=False)
 class NotWritten(LogError):
-    """The system did not take what was to be written of a copy; `advice` says what to do."""
+    """The system refused to write a part of a copy; `advice` says what to do."""
 
     reason: str
     advice: str
@@ -44,7 +44,9 @@ class NotWritten(LogError):
 
 @contextmanager
 def writing(path: Path, advice: str) -> Iterator[None]:
-    """Raise NotWritten where the system refuses to write. What names a file, and no full disk, is raised as it is."""
+    """Raise NotWritten if the system refuses to write. Errors that name a file, other than a full disk, pass
+    unchanged.
+    """
     try:
         yield
     except OSError as error:

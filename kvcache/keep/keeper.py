@@ -1,8 +1,8 @@
-"""The process that keeps a log while its writer writes on: asked to whenever a segment begins, and when the log ends.
+"""Process that maintains a log while its writer is at work: on request, when a segment begins and when the log ends.
 
-It shares nothing with the engine but the files: a line from the engine asks, one from it says that it is done, and what
-went wrong. It ends with the engine, and when it was not asked for some time. It may be killed at any time, and the next
-one goes on; where none can be started, the log grows, and a warning tells of it.
+It shares nothing with the engine but the files: a line from the engine is a request, a line back reports completion or
+the failure. It ends with the engine, and after some time without requests. It may be killed at any time, and the next
+one continues; if none can be started, the log grows, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from kvcache.keep.prune import prune
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.keeper import main; main(*sys.argv[2:])"
 _ROOT = Path(__file__).parents[2]
 _NICE = 5
-"""It has time until the next segment begins, unless that waits for it."""
+"""Nice value: it has time until the next segment begins, unless that waits for it."""
 _IDLE_SECONDS = 10.0
-"""So long it waits to be asked again: to start it takes longer than a small segment."""
+"""Idle time before it ends: starting it takes longer than a small segment."""
 _END_SECONDS = 1.0
 _log = get_logger(__name__)
 
 
 class Keeper:
-    """Has a log kept within its limits, and snapshots of it made."""
+    """Client of the process that maintains a log within its limits and makes its snapshots."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
         self._directory, self._limits = directory, limits
-        # -P: what lies in the working directory is none of its modules.
+        # -P: files in the working directory are none of its modules.
         self._command = [sys.executable, "-P", "-c", _CODE, str(_ROOT)]
         self._command += [str(directory.absolute()), msgspec.json.encode(limits).decode()]
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._again = False
-        """Whether a segment has begun while the process was at work."""
+        """True if a segment has begun while the process was at work."""
 
     def look(self) -> None:
-        """Ask the process; if it is at work, once more when it is done. Never raises.
+        """Send a request; if the process is at work, send another one when it is done. Never raises.
 
-        Where bytes are limited, what was asked before is waited for: nothing else keeps the log from growing faster
-        than it is cut. Otherwise this does not wait.
+        If bytes are limited, this waits for the previous request: nothing else prevents the log from growing faster
+        than it is cut. Otherwise it does not wait.
         """
         if self._limits.bytes is not None:
             self.wait()
@@ -71,7 +71,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            # One that had nothing to do for long has ended, perhaps just now.
+            # A process that was idle for long has ended, perhaps just now.
             said = self._answer() or self._answer()
         except (OSError, ValueError) as error:
             self._tell(type(error).__name__)
@@ -82,7 +82,9 @@ class Keeper:
             self._tell(said.decode(errors="replace").strip())
 
     def _answer(self) -> bytes | None:
-        """What the process says, asked once; None if it ends instead. Raises OSError, ValueError if there is none."""
+        """Return the answer to one request; None if the process ends instead. Raises OSError, ValueError if there is
+        none.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(  # noqa: S603 - our own code
@@ -92,7 +94,7 @@ class Keeper:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
-            # When the program ends, so do the pipes, and with them the process: the log may need it until then.
+            # The pipes end with the program, and the process with them: the log may need it until then.
             weakref.finalize(self, _end, process, _END_SECONDS).atexit = False
         assert process.stdin is not None
         assert process.stdout is not None
@@ -108,13 +110,13 @@ class Keeper:
         return last[0] if last else f"its process ended with {process.wait()}"
 
     def close(self) -> None:
-        """Have the log, which has ended, kept within its limits, and wait for that. Never raises."""
+        """Maintain the log, which has ended, once more, and wait for that. Never raises."""
         self.wait()
         if self._limits and self._exceeds(self._limits):
             self.look()
             self.wait()
         if self._process is not None:
-            # It has nothing to do, and might not see the end of its pipe: a forked child of the engine has that, too.
+            # It is idle, and might not see its pipe closed, because a forked child of the engine also has it.
             self._process.terminate()
             _end(self._process)
 
@@ -122,10 +124,10 @@ class Keeper:
         try:
             return LogParts(self._directory).wanted(limits) > 0
         except (LogError, OSError):
-            return True  # Whoever reads it says why it cannot be.
+            return True  # A reader of the log reports the reason.
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for what is at work."""
+        """Wait for the request in progress."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -134,7 +136,7 @@ class Keeper:
 
 
 def _end(process: subprocess.Popen[bytes], timeout: float | None = None) -> None:
-    """Let the process end, once it has done what it was asked."""
+    """Let the process end after its current request."""
     with suppress(OSError, subprocess.TimeoutExpired):
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
@@ -143,8 +145,8 @@ def _end(process: subprocess.Popen[bytes], timeout: float | None = None) -> None
 
 
 def main(directory: str, limits: str) -> None:
-    """What the process does: each time a line comes, it keeps the log, and answers with one: empty, or what failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is for the engine, with which this ends.
+    """Serve requests: for each line, maintain the log, and answer with a line, empty or with the failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT is for the engine, with which this ends.
     wanted = msgspec.json.decode(limits, type=Limits)
     while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and sys.stdin.readline():
         sys.stdout.write(f"{_kept(Path(directory), wanted)}\n")
@@ -152,16 +154,16 @@ def main(directory: str, limits: str) -> None:
 
 
 def _kept(directory: Path, limits: Limits) -> str:
-    """Keep it, and say what failed."""
+    """Maintain the log; return the failure, if any."""
     try:
         if limits.bytes is None:
-            with suppress(OSError):  # Nobody waits for it.
+            with suppress(OSError):  # The request is not awaited.
                 os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
         prune(directory, limits)
     except LogBeingKept:
-        return ""  # Somebody else is at it.
+        return ""  # Another process is at work.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
-        # Our own errors quote nothing; of others not even the text.
+        # Errors of this library quote no data; of others the text is left out.
         own = type(error).__module__.partition(".")[0] in ("events", "kvcache")
         return " ".join(str(error).split()) if own else type_and_place(error)
     return ""

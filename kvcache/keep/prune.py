@@ -1,4 +1,4 @@
-"""Keeping a log as large as it may be: a snapshot where one is due, and nothing before the oldest that is needed."""
+"""Pruning of a log to its limits: snapshots where due, and removal of everything before the oldest one needed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from kvcache.replay import Replayed, fitting, fold
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was done."""
+    """Result of pruning."""
 
     made: tuple[Snapshot, ...]
     removed: RemovedParts
     kept: LogParts
-    """What there is now."""
+    """Parts of the log that exist now."""
 
 
 def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lambda _: None) -> Pruned:
-    """Make the snapshots that are due, and remove what the limits do not allow. A writer may be at work.
+    """Make the snapshots that are due, and remove what exceeds the limits. A writer may be at work.
 
-    One is due behind the newest complete segment, when those since the last snapshot have as many bytes as that has
-    itself: so snapshots take no more room than the log, and no more time than reading it once. And where the oldest
-    segment begins that is to be kept. Raises LogBeingKept if another process is at it, and what `make_snapshot` raises;
-    nothing is removed then.
+    A snapshot is due after the newest complete segment, once the segments since the last snapshot have as many bytes as
+    that one: so snapshots take no more room than the log, and no more time than reading it once. Another is due at the
+    start of the oldest segment to keep. Raises LogBeingKept if another process is at work, and what `make_snapshot`
+    raises; nothing is removed then.
     """
     if not is_log(directory):
         raise NotALog(directory)
@@ -61,9 +61,9 @@ Progress = Callable[[int], None]
 def make_snapshot(
     directory: Path, before: int | None = None, progress: Progress = lambda _: None
 ) -> Snapshot | None:
-    """Make one of the end of the last complete segment; None: it is there already, or there is no such segment.
+    """Make a snapshot at the end of the last complete segment; None if it exists, or if there is no such segment.
 
-    `before`: of the end of the last one before that which begins with this batch.
+    With `before`, it is at the end of the last segment before the one that begins with this batch.
 
     Raises `LogDamaged`, `LogTooNew`, `LogOfOtherKind`, `Unreplayable`, OSError, and OverflowError for a state that is
     too large for a snapshot.
@@ -90,7 +90,9 @@ def make_snapshot(
 
 
 def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
-    """The state as a batch with which a fold can begin, proven to be that; `started`: what its epoch began with."""
+    """Return the state as a batch with which a fold can begin, after verifying that; `started` is the start of its
+    epoch.
+    """
     state = replayed.state
     assert state.created is not None
     assert replayed.last_ts is not None
@@ -104,14 +106,14 @@ def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
 
 
 class _Watched:
-    """The batches, and what is to be known of them beside their state."""
+    """Batches, with further facts needed besides their state."""
 
     def __init__(self, batches: LogReader, progress: Progress) -> None:
         self._batches, self._progress = batches, progress
         self.batches = 0
-        """Behind the snapshot with which reading began."""
+        """Batches after the snapshot with which reading began."""
         self.started: EpochStarted | None = None
-        """With which the last epoch began."""
+        """Start of the last epoch."""
         self.first_ts = self.latest_ts = 0
 
     def __iter__(self) -> Iterator[EventBatch]:
@@ -128,12 +130,14 @@ class _Watched:
             yield batch
 
     def join(self, about: About) -> None:
-        """What an older snapshot knows of what was before it."""
+        """Add what an older snapshot knows of earlier batches."""
         self.first_ts, self.latest_ts = about.first_ts, max(about.latest_ts, self.latest_ts)
 
 
 def _sync(directory: Path, first: int, last: int) -> None:
-    """A snapshot must not be of what only the page cache remembers: after a power cut the log would end before it."""
+    """Sync segments, so that no snapshot is of data in the page cache alone: after a power cut the log would end before
+    it.
+    """
     paths = segment_paths(directory)
     for path, behind in zip(paths, [*paths[1:], None], strict=True):
         if first_seq(path) <= last and (behind is None or first_seq(behind) > first):

@@ -1,8 +1,7 @@
-"""Copying what can be read of a damaged log into a new one.
+"""Copy of the readable parts of a damaged log into a new one.
 
-Batches keep their numbers, epochs theirs, and the log its id: it is a copy that lacks something. Where batches are
-missing, those behind them are of no use up to the next one with the whole state, or the next snapshot; that one has a
-`Gap` which says what is missing.
+Batches and epochs keep their numbers, and the log its id: it is an incomplete copy. After missing batches, later ones
+are of no use up to the next one with the whole state, or the next snapshot; that one gets a `Gap` for what is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvcache.keep.files import writing
 
 _SEGMENT_BYTES, _WINDOW = 64 << 20, 1 << MAX_WINDOW_LOG
 _UNFINISHED = ".salvaging"
-"""Behind the name of the new log, until it is whole."""
+"""Suffix of the new log's name until it is complete."""
 _ADVICE = (
     "make room or mend the disk, remove this directory, and salvage the old log again: it was not changed"
 )
@@ -37,29 +36,29 @@ _ADVICE = (
 
 @dataclass(eq=False, repr=False)
 class PlaceTaken(LogExists):
-    """Something is where the new log was to be written."""
+    """A file exists where the new log was to be written."""
 
     text = "{path} exists: choose another directory, or remove it if an interrupted salvage has left it (*.salvaging)"
 
 
 @dataclass
 class Salvaged:
-    """What was copied, and what was not."""
+    """Copied and missing batches."""
 
     batches: int = 0
-    """That the new log has."""
+    """Batches in the new log."""
     last_seq: int | None = None
     losses: list[Loss] = field(default_factory=list)
     damage: list[LogDamaged] = field(default_factory=list)
     torn: bool = False
-    """Whether the old log ends with a part of a batch, which was left out."""
+    """True if the old log ends with a part of a batch, which was left out."""
 
 
 def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: None) -> Salvaged:
-    """Copy all that can be read of `log`, which is not changed, into the new log `to`.
+    """Copy all readable batches of `log`, which is not changed, into the new log `to`.
 
-    Raises NotALog; PlaceTaken if there is something at `to` or, from an interrupted go, beside it; NotWritten on a full
-    disk; LogTooNew, OSError; and LogDamaged if there is nothing with which a log could begin.
+    Raises NotALog; PlaceTaken if a file exists at `to` or, from an interrupted run, next to it; NotWritten on a full
+    disk; LogTooNew, OSError; and LogDamaged if nothing can begin a log.
     """
     if not is_log(log):
         raise NotALog(log)
@@ -110,9 +109,9 @@ def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
 
 
 def _places(log: Path) -> dict[Path, int]:
-    """Where segments stand by their own numbers, whatever their names are; those of other logs left out.
+    """Return segments with the positions in their headers, independent of their names, without those of other logs.
 
-    One whose header is damaged stands where its name says.
+    A segment with a damaged header has the position in its name.
     """
     headers = dict[Path, SegmentHeader | None]()
     for path in segment_paths(log):
@@ -121,7 +120,7 @@ def _places(log: Path) -> dict[Path, int]:
             headers[path] = segment.header()
     logs = Counter(header.log_id for header in headers.values() if header is not None)
     own = logs.most_common(1)[0][0] if logs else b""
-    # Of two with one number that stays which has its own name: the other one was put there by hand.
+    # Of two with one number the one with its own name stays: the other was put there by hand.
     named = sorted(
         headers.items(), key=lambda each: each[1] is not None and first_seq(each[0]) == each[1].base_seq
     )
@@ -134,14 +133,14 @@ def _places(log: Path) -> dict[Path, int]:
 
 
 class _Snapshots:
-    """What a salvaged log can go on with."""
+    """Snapshots with which a salvaged log can continue."""
 
     def __init__(self, log: Path) -> None:
         self._paths = snapshot_paths(log)
         self._newest = max([first_seq(path) for path in segment_paths(log)], default=0)
 
     def go_on(self, copy: _Copy, continuity: SalvagedOrder, header: SegmentHeader | None = None) -> None:
-        """Add that which stands before this segment (None: the newest one), if batches are missing there."""
+        """Add the snapshot before this segment (None: the newest one), if batches are missing there."""
         for path in reversed(self._paths):
             with suppress(LogError, OSError):
                 snapshot = open_snapshot(path)
@@ -157,7 +156,7 @@ class _Snapshots:
 
 
 class _Copy:
-    """A new log, epoch by epoch as the old one."""
+    """The new log, with the epochs of the old one."""
 
     def __init__(self, directory: Path, lock: Lock) -> None:
         self._directory, self._lock = directory, lock
@@ -165,14 +164,14 @@ class _Copy:
         self._output: LogOutput | None = None
         self._records: list[Record] = []
         self._waiting = 0
-        """Bytes of the records, which are to be written."""
+        """Bytes of the records to be written."""
         self._begun: tuple[Snapshot, EventBatch] | None = None
-        """With which the log begins, as long as nothing stands behind it."""
+        """Snapshot with which the log begins, until something follows it."""
         self.last_seq: int | None = None
         self.batches = 0
 
     def restore(self, snapshot: Snapshot, state: EventBatch, continuity: SalvagedOrder) -> None:
-        """Go on with a snapshot that stands for segments which are not kept."""
+        """Continue with a snapshot that stands for segments which are not kept."""
         if self.last_seq is None:
             continuity.begin(snapshot)
             self._begin(snapshot, state)
@@ -183,10 +182,10 @@ class _Copy:
             self.write(batch, snapshot.header)
 
     def _begin(self, snapshot: Snapshot, state: EventBatch) -> None:
-        """Begin with a snapshot, as a log does whose beginning is not kept."""
+        """Begin with a snapshot, like a log with its beginning pruned."""
         try:
             content = snapshot.path.read_bytes()
-        except FileNotFoundError:  # By now it is not kept any longer.
+        except FileNotFoundError:  # It was removed meanwhile.
             self._write_state(snapshot, state)
             return
         self._begun = snapshot, state
@@ -197,13 +196,13 @@ class _Copy:
         self.batches = 1
 
     def _write_state(self, snapshot: Snapshot, state: EventBatch) -> None:
-        """Begin with the state of a snapshot, as a batch behind a `Gap`."""
+        """Begin with the state of a snapshot, as a batch after a `Gap`."""
         batch, self._chain, self.batches = behind_loss(state, 0, snapshot.seq), Chain(), 0
         if batch is not None:
             self.write(batch, snapshot.header)
 
     def write(self, batch: EventBatch, header: SegmentHeader) -> None:
-        """Write the next batch, which is of the epoch in the header."""
+        """Write the next batch, which belongs to the epoch in the header."""
         chain, self._begun = self._chain, None
         if self._output is None or header.epoch != chain.epoch:
             self.finish()
@@ -226,14 +225,14 @@ class _Copy:
         self.batches += 1
 
     def _write(self) -> None:
-        """Write what waits, which is compressed together."""
+        """Write the pending records, which are compressed together."""
         if self._output is not None:
             with writing(self._directory, _ADVICE):
                 self._output.write(self._records)
         self._records, self._waiting = [], 0
 
     def close(self, epoch: int, next_seq: int) -> None:
-        """Write the mark of an orderly end, if the epoch is the one that is being written."""
+        """Write the mark of an orderly end, if `epoch` is the current one."""
         if self._output is not None and epoch == self._chain.epoch:
             self._write()
             with writing(self._directory, _ADVICE):
@@ -241,9 +240,9 @@ class _Copy:
             self._output = None
 
     def end(self) -> None:
-        """Write what is left to write, and make all of it durable."""
+        """Write the rest, and make everything durable."""
         if self._begun is not None:
-            # A log has segments: what stands for them is a batch then.
+            # A log has segments, so the snapshot becomes a batch.
             (self._directory / self._begun[0].path.name).unlink()
             self._write_state(*self._begun)
         self.finish()
@@ -264,12 +263,12 @@ REASON = "lost to damage of the log's files"
 
 
 def begins_epoch(batch: EventBatch) -> bool:
-    """Whether a fold can begin with this batch, whatever was before it."""
+    """Return True if a fold can begin with this batch, independent of earlier ones."""
     return bool(batch.events) and type(batch.events[0]) is EpochStarted
 
 
 def behind_loss(batch: EventBatch, first: int, last: int) -> EventBatch | None:
-    """The batch, saying that those from `first` to `last` are missing before its state; None: it holds no state."""
+    """Return the batch with a gap from `first` to `last` before its state; None if it holds no state."""
     events = batch.events
     for at, event in enumerate(events):
         if isinstance(event, Gap):
@@ -286,24 +285,24 @@ def behind_loss(batch: EventBatch, first: int, last: int) -> EventBatch | None:
 
 @dataclass
 class Loss:
-    """Batches that are missing."""
+    """Missing batches."""
 
     first: int
     last: int | None = None
-    """None: nothing behind them can be gone on with, so nobody knows how many there were."""
+    """Last missing batch; None: no later batch can be used, so their number is unknown."""
     left_out: list[int] = field(default_factory=list)
-    """Those of them that are whole, but of no use without the others."""
+    """Intact batches among them, of no use without the others."""
 
 
 class SalvagedOrder:
-    """Takes what is whole, and leaves out what does not continue it."""
+    """Filter that passes intact batches, and leaves out those that do not continue them."""
 
     def __init__(self) -> None:
         self.seq = 0
-        """Of the next batch."""
+        """Number of the next batch."""
         self._crc = 0
         self._epoch = -1
-        """That whose beginning was taken."""
+        """Epoch of which the beginning was taken."""
         self.losses: list[Loss] = []
 
     @property
@@ -311,17 +310,19 @@ class SalvagedOrder:
         return not self.losses or self.losses[-1].last is not None
 
     def lose(self) -> None:
-        """What comes next is not there; `take` may find that nothing is missing all the same."""
+        """Note that what comes next is lost; `take` may find that nothing is missing all the same."""
         if self._is_whole:
             self.losses.append(Loss(self.seq))
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Go on with a snapshot, before which nothing that should be there is missing."""
+        """Continue with a snapshot before which nothing is missing that should be there."""
         header = snapshot.header
         self.seq, self._crc, self._epoch = snapshot.about.next_seq, header.previous_crc, header.epoch
 
     def take(self, frame: FrameHeader, batch: EventBatch | None, epoch: int) -> EventBatch | None:
-        """The batch as it goes on here, with a `Gap` where some are missing; None: it does not, or is a mark."""
+        """Return the batch as it continues here, with a `Gap` if some are missing; None if it does not continue, or is
+        a mark.
+        """
         if self.continued_by(frame):
             if not self._is_whole:
                 self.losses.pop()
@@ -329,10 +330,10 @@ class SalvagedOrder:
             return None
         elif frame.seq == self.seq and begins_epoch(batch):
             if not self._is_whole:
-                self.losses.pop()  # Only the mark of an end was lost.
+                self.losses.pop()  # Only the mark of the end was lost.
         else:
             self.lose()
-            # What the cache is like is told only where an epoch begins.
+            # The cache is described only at the beginning of an epoch.
             known = begins_epoch(batch) or epoch == self._epoch
             goes_on = known and batch.seq > self.seq
             batch = behind_loss(batch, self.seq, batch.seq - 1) if goes_on else None
@@ -345,9 +346,9 @@ class SalvagedOrder:
         return batch
 
     def restore(self, snapshot: Snapshot, state: EventBatch, *, more: bool) -> EventBatch | None:
-        """Go on with a snapshot where batches are missing before it; None: it does not tell of later ones.
+        """Continue with a snapshot after missing batches; None if it is not later than what was taken.
 
-        `more`: what was behind it is lost, too.
+        `more` is True if what followed it is also lost.
         """
         if self._is_whole or snapshot.seq < self.seq:
             return None
@@ -361,6 +362,6 @@ class SalvagedOrder:
         return batch
 
     def continued_by(self, frame: FrameHeader) -> bool:
-        """Whether this is the next frame."""
+        """Return True if this is the next frame."""
         follows = frame.seq == self.seq or (frame.flags & AFTER_LOSS and frame.seq > self.seq)
         return frame.previous_crc == self._crc and bool(follows)

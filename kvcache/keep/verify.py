@@ -1,4 +1,4 @@
-"""Reading all of a log and all of its snapshots, and comparing what they say."""
+"""Verification of a log: all of it and all of its snapshots are read and compared."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kvcache.replay import Replayed, fold_told
 
 @dataclass
 class Verified:
-    """What was found."""
+    """Result of a verification."""
 
     batches: int = 0
     events: int = 0
     checkpoints: int = 0
-    """That agree."""
+    """Checkpoints that agree."""
     snapshots: int = 0
-    """That agree."""
+    """Snapshots that agree."""
     unused: list[Path] = field(default_factory=list)
-    """Snapshots with which no reading begins: the segments behind them are not there, or do not continue them."""
+    """Snapshots with which no reading begins: the segments after them are missing, or do not continue them."""
     damage: list[LogDamaged] = field(default_factory=list)
-    """Places in segments where something is not what was written."""
+    """Places in segments that differ from what was written."""
     problems: list[str] = field(default_factory=list)
-    """Snapshots that are damaged or disagree, and checkpoints that disagree, in words."""
+    """Damaged or disagreeing snapshots, and disagreeing checkpoints, in words."""
     end: LogEnd | None = None
 
 
 def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verified:
-    """Read a log from its beginning, as far as that is kept, to its end, and compare each snapshot on the way.
+    """Read a log from its retained beginning to its end, and compare each snapshot on the way.
 
-    Behind damage it goes on with the next whole state. Raises NotALog, LogTooNew, `Unreplayable`, OSError.
+    After damage it continues with the next whole state. Raises NotALog, LogTooNew, `Unreplayable`, OSError.
     """
     if not is_log(log):
         raise NotALog(log)
@@ -54,7 +54,7 @@ def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verif
     for read, batch in reader.frames():
         fold.take(read, batch, reader.header.epoch if reader.header else 0)
         progress(fold.continuity.seq)
-    # One that is gone by now is not kept any longer, as what was before it.
+    # A missing one was removed meanwhile, like what was before it.
     found.unused = [path for path in (*found.unused, *fold.snapshots.values()) if path.exists()]
     found.problems += fold.problems()
     found.end = reader.end
@@ -62,12 +62,12 @@ def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verif
 
 
 class _Fold:
-    """The state after what was read, which checkpoints and snapshots are compared with."""
+    """State after the batches read, for comparison with checkpoints and snapshots."""
 
     def __init__(self, found: Verified, snapshots: dict[int, Path]) -> None:
         self._found = found
         self.snapshots = snapshots
-        """That are still to be met, by their batches."""
+        """Snapshots still to be compared, by batch."""
         self.continuity = SalvagedOrder()
         self._cache, self._feed = Replayed(CacheState()), FeedState()
         self._is_feed: bool | None = None
@@ -99,7 +99,7 @@ class _Fold:
             snapshot = open_snapshot(path)
             events = snapshot.batch().events
         except FileNotFoundError:
-            return  # It is not kept any longer.
+            return  # It was removed meanwhile.
         state = tuple([event for event in events if isinstance(event, StateExported | PoolShared)])
         now = (self._cache.state.export(), *self._cache.state.export_shared())
         if state == now and snapshot.about.fingerprint == self._cache.fingerprint:
@@ -110,13 +110,13 @@ class _Fold:
             )
 
     def problems(self) -> list[str]:
-        """What was wrong with checkpoints."""
+        """Return the problems of checkpoints."""
         self._found.checkpoints = self._cache.checkpoints_verified
         return [f"the checkpoint in batch {seq} disagrees" for seq in self._cache.checkpoints_failed]
 
 
 def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
-    """Those that can be read and belong to the log."""
+    """Return the snapshots that can be read and belong to the log, by batch."""
     good = {}
     for path in snapshot_paths(log):
         try:
@@ -127,7 +127,7 @@ def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
             else:
                 found.unused.append(path)
         except FileNotFoundError:
-            continue  # It is not kept any longer.
+            continue  # It was removed meanwhile.
         except LogError as error:
             found.problems.append(str(error))
         except OSError as error:
@@ -136,5 +136,5 @@ def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
             if error.filename == str(path):
                 found.problems.append(f"{path} cannot be read: {error.strerror}")
             else:
-                found.unused.append(path)  # It is the segment behind it, which is told of when it is read.
+                found.unused.append(path)  # The damaged segment after it is reported when it is read.
     return good

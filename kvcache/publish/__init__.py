@@ -1,4 +1,4 @@
-"""Publishing a log from a process of its own: sinks that follow what another process writes.
+"""Publishing of a log from a separate process: sinks that follow a log written by another process.
 
-The log is of a cache, written by a manager, or of what other engines told, written by `kvcache.tap`.
+The log is that of a cache, written by a manager, or that of other engines' events, written by `kvcache.tap`.
 """

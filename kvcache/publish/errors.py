@@ -1,13 +1,13 @@
-"""Why a log cannot be published, or followed.
+"""Errors of publishing and following a log.
 
 ::
 
     LogError                  as in `events.errors`
-    ├── BeginningRemoved      what all later batches build on is not there any more
-    └── LogReplaced           the log that was followed is gone, or another one has taken its place
+    ├── BeginningRemoved      the segments that later batches depend on were removed
+    └── LogReplaced           the followed log is gone, or was replaced by another one
     UsageError                as in `kvcache.errors`
     ├── NoTokens              a sink needs token ids, and the log has none
-    └── NotPublishable        a sink asks for what no log has, or two cannot be told apart
+    └── NotPublishable        a sink needs data that no log has, or two have the same name
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache.errors import UsageError
 
 
 class BeginningRemoved(LogError):
-    """Segments were removed, those with the beginning of the last epoch among them."""
+    """Segments were removed, including those with the beginning of the last epoch."""
 
     text = (
         "{path}: the files with the beginning of its last epoch were removed, without which nothing behind them can be "
@@ -47,7 +47,7 @@ class NoTokens(UsageError):
 
 @dataclass(eq=False, repr=False)
 class NotPublishable(UsageError):
-    """A sink that can only be the engine's own, or not beside the others."""
+    """A sink that works only in the engine, or not together with the others."""
 
     sink: str
     reason: str

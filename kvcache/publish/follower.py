@@ -1,11 +1,11 @@
-"""One sink and its thread, which reads the log by itself.
+"""One sink, with a thread of its own that reads the log.
 
-The log is the queue: a sink that is slow, fails or hangs falls behind in it, holds up nobody, takes no memory, and
-loses nothing. A batch may come twice where the sink had taken half of it, or the process was killed; its number tells.
+The log is the queue: a sink that is slow, fails or hangs lags in it, blocks no other sink, takes no memory, and loses
+nothing. A batch may be delivered twice if the sink had taken half of it, or if the process was killed; its number shows
+it.
 
-A feed for routers folds, and so does what counts: such a sink begins with the beginning of the log's last epoch, or,
-for routers, with its newest snapshot, in silence, and is opened when it has got to the end. Then routers are told the
-whole state.
+A feed for routers folds, and so do sinks that count: such a sink begins with the log's last epoch or, for routers, with
+its newest snapshot, without output, and is opened when it has reached the end. Routers then receive the whole state.
 """
 
 from __future__ import annotations
@@ -41,57 +41,57 @@ _log = get_logger(__name__)
 
 State = Literal["waiting", "catching up", "running", "failing", "ended"]
 Until = Literal["stopped", "end", "closed"]
-"""When the work is done: never, at the log's end as it is, or when the log's writer has closed it."""
+"""End of the work: never, at the current end of the log, or when the log's writer has closed it."""
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How a sink comes to the end of the log that is there."""
+    """Progress of a sink towards the end of an existing log."""
 
     bytes_left: int
-    """To be read; of files that are removed meanwhile, nothing."""
+    """Bytes left to read, not counting files that are removed meanwhile."""
     bytes_per_second: float
     batches_per_second: float
 
     @property
     def seconds_left(self) -> float | None:
-        """At this pace; None: nothing was read yet."""
+        """Estimated seconds left; None if nothing was read yet."""
         return self.bytes_left / self.bytes_per_second if self.bytes_per_second else None
 
 
 @dataclass
 class Progress:
-    """How far a sink is. One thread counts; whoever asks has a copy."""
+    """Progress of a sink. One thread counts; others get a copy."""
 
     sink: str
     state: State = "waiting"
     waits_for: str | None = None
-    """Why it cannot begin, in words; None: it has begun, or nothing is known yet."""
+    """Reason why it cannot begin, in words; None: it has begun, or nothing is known yet."""
     seq: int | None = None
-    """The last batch that it has had, of a feed the last one that went out; -1: none; None: not known yet."""
+    """Last batch taken, for a feed the last one sent; -1: none; None: not known yet."""
     ts: int | None = None
-    """When that batch was made, nanoseconds since 1970; None: before this process began."""
+    """Time of that batch, nanoseconds since 1970; None if before this process began."""
     batches: int = 0
-    """Taken since this process began."""
+    """Batches taken since this process began."""
     events: int = 0
     errors: int = 0
-    """Times that it raised."""
+    """Number of exceptions that it raised."""
     last_error: str | None = None
     is_open: bool = False
-    """Whether it is at work for others; one that folds is opened when it has caught up."""
+    """True if it is open; a sink that folds is opened when it has caught up."""
     lost_batches: int = 0
-    """Not there any more when they were to be read, or without the tokens that the sink needs."""
+    """Batches that were gone when they were to be read, or had no tokens although the sink needs them."""
     refused_peers: int = 0
-    """Connections to a feed that came to nothing because of keys."""
+    """Connections to a feed that failed because of keys."""
     lag_batches: int | None = 0
-    """Of the log, after the last one that it has had. None: it is not known yet which that was."""
+    """Batches of the log after the last one taken. None if that one is not known yet."""
     lag_seconds: float | None = 0.0
-    """Between the two, by the log's clock. None: unknown."""
+    """Seconds between the two, by the log's clock. None: unknown."""
     catch_up: CatchUp | None = None
-    """While it comes to the end of a log that was there before."""
+    """Progress while it reaches the end of a log that existed before."""
 
     def as_sink_stats(self) -> SinkStats:
-        """The same as an engine has it of its own sinks."""
+        """Return the progress in the form of an engine's own sinks."""
         works = self.is_open and self.state != "failing"
         return SinkStats(
             self.sink,
@@ -108,13 +108,13 @@ class Progress:
 
 
 _REOPEN_AFTER = 5
-"""Failures in a row after which a sink is closed and opened again."""
+"""Consecutive failures after which a sink is closed and reopened."""
 
 
 class Delivery:
-    """One sink. All is called on one thread; `stopping` ends what waits. What counts is for any thread to read.
+    """Delivery to one sink. Call it on one thread; `stopping` ends waits. Counters can be read from any thread.
 
-    A batch whose write has failed is offered again: nothing is lost, and half of it may come twice.
+    A batch that failed to be written is offered again: nothing is lost, and half of it may be delivered twice.
     """
 
     def __init__(self, name: str, sink: Sink, stopping: threading.Event) -> None:
@@ -122,20 +122,20 @@ class Delivery:
         self.is_open = False
         self._opened_before = False
         self.errors = 0
-        """Times that the sink raised."""
+        """Number of exceptions that the sink raised."""
         self.failures = 0
-        """The last ones in a row; 0: it works."""
+        """Number of consecutive failures up to now; 0: it works."""
         self.last_error: str | None = None
 
     def use(self, sink: Sink) -> None:
-        """Serve this sink from now on; what was used before is closed."""
+        """Serve this sink from now on, and close the previous one."""
         self.close()
         self.sink = sink
 
     def open(self) -> bool:
-        """Open the sink; False if it was told to stop. Raises what the sink does, the first time.
+        """Open the sink; return False if `stopping` was set. Raises what the sink does, the first time.
 
-        What does not answer at the moment is tried again all the same (SinkUnavailable).
+        A peer that does not answer at the moment is retried even then (SinkUnavailable).
         """
         if not self._opened_before:
             try:
@@ -146,15 +146,15 @@ class Delivery:
         return self._until_done(lambda: None)
 
     def write(self, batch: EventBatch) -> bool:
-        """Have the sink take a batch; False if it was told to stop before it did."""
+        """Write a batch to the sink; return False if `stopping` was set before it was taken."""
         return self._until_done(lambda: self.sink.write(batch))
 
     def tick(self) -> bool:
-        """To be called after each batch, and all the time while there is none; False if the sink failed."""
+        """Give the sink time, after each batch and regularly while there is none; return False if it failed."""
         return self._try(self.sink.tick)
 
     def close(self) -> None:
-        """Close the sink, if it is open; what it raises is reported."""
+        """Close the sink if it is open; report what it raises."""
         if self.is_open:
             self.is_open = False
             try:
@@ -169,7 +169,7 @@ class Delivery:
         return True
 
     def _try(self, action: Callable[[], None]) -> bool:
-        """Do it once, opening the sink if need be; if that fails, wait a moment."""
+        """Try an action once, opening the sink if necessary; wait a moment if that fails."""
         try:
             if not self.is_open:
                 self._open()
@@ -198,10 +198,10 @@ class Delivery:
 
 
 class SinkFollower:
-    """Gives the batches of a log to the sink that `url` names, on a thread of its own.
+    """Thread that delivers the batches of a log to the sink at `url`.
 
-    `sink_stats` is what a sink may ask of all that are served with it. Raises SinkURLError, and NotPublishable for what
-    only an engine can know.
+    `sink_stats` returns the progress of all sinks of the process. Raises SinkURLError, and NotPublishable for a sink
+    that needs data only an engine has.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class SinkFollower:
     ) -> None:
         self.name = str(SinkURL.parse(url))
         self.failure: BaseException | None = None
-        """Why it has ended, if not because it was told to, or came to the end."""
+        """Exception that ended it, if it was not stopped and did not reach the end."""
         self._log, self._url, self._state_dir = log, url, state_dir
         self._until, self._poll_seconds, self._sink_stats = until, poll_seconds, sink_stats
         self._stopping = threading.Event()
@@ -225,57 +225,57 @@ class SinkFollower:
         self._folds = sink.folds
         forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
         self._file = None if forgets else position_file(state_dir, self.name)
-        """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
+        """# Its position file. Output printed once is lost for later readers, so none is kept for such sinks."""
         self._epoch: Epoch | None = None
-        """Of the last batch that was met."""
-        self._misfit = -1  # The batch with which an epoch began that needed a sink made anew.
+        """Epoch of the last batch read."""
+        self._misfit = -1  # The batch that began an epoch for which the sink must be remade.
         self._concealed = False
-        """Whether batches are withheld, because the sink needs tokens and they have none."""
+        """True if batches are withheld, because the sink needs tokens and they have none."""
         self._has_begun = self._is_live = self._is_finished = False
-        """Whether a sink was made, whether it has been opened, whether all is done."""
+        """True if a sink was made, if it has been opened, if all is done."""
         self._given: tuple[int, int | None] = -1, None
-        """The last batch that was given to it, and when that was made. A feed only folds that, and sends it later."""
+        """Last batch given to the sink, with its time. A feed only folds that, and sends it later."""
         self._before = -1
-        """What stood before the first batch that it was given."""
+        """Position before the first batch given to the sink."""
         self._progress = Progress(self.name)
         self._saved: Position | None = None
         self._saved_at = 0.0
         self._replayed: Replayed | None = None
-        """The cache, which refuses what does not follow before a sink that folds has it; None: the sink does not."""
+        """Cache that rejects batches which do not follow, before a sink that folds gets them; None for other sinks."""
         self._probe: LogProbe | None = None
-        """What the sink may ask of the cache; None: it does not want to, or does not hear all of an epoch."""
+        """State for a sink's queries of the cache; None: it has none, or does not get whole epochs."""
         self._reader: LogReader | None = None
         self._read_since: tuple[float, int] = 0.0, 0
-        """When that began to read, and how many batches were taken before."""
+        """Time when that began to read, and batches taken before."""
         self._thread = threading.Thread(target=self._run, name=f"kvcache-publish-{self.name}", daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def has_started(self) -> bool:
-        """Whether `start` was called."""
+        """True if `start` was called."""
         return self._thread.ident is not None
 
     def ask_to_stop(self) -> None:
-        """End behind the batch at work."""
+        """Request an end after the current batch."""
         self._stopping.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait until it has ended; False if it has not."""
+        """Wait until it has ended; return False if it has not within `timeout`."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """True if it has ended."""
         return self._progress.state == "ended"
 
     def stats(self, head: Head | None) -> Progress:
-        """How far it is at this moment; the log ends at `head`."""
+        """Return the current progress; the log ends at `head`."""
         delivery, progress = self._delivery, replace(self._progress)
         is_failing = delivery.failures and progress.state in ("catching up", "running")
         lag_batches, lag_seconds = _lag(head, progress)
@@ -292,17 +292,17 @@ class SinkFollower:
         )
 
     def _catch_up(self) -> CatchUp | None:
-        """How far it is from the end of the log; None: it was there before, or has not begun."""
+        """Return the distance from the end of the log; None: it was reached before, or reading has not begun."""
         reader, progress, (since, before) = self._reader, self._progress, self._read_since
         if progress.state != "catching up" or reader is None:
             return None
         seconds = max(time.monotonic() - since, 1e-3)
-        with suppress(OSError):  # whoever reads the log tells of that
+        with suppress(OSError):  # the log's reader reports that
             batches = progress.batches - before
             return CatchUp(reader.bytes_left(), reader.bytes_read / seconds, batches / seconds)
         return None
 
-    # --- its thread: where to begin ---------------------------------------------------------------------
+    # --- its thread: start of reading ---------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -322,7 +322,7 @@ class SinkFollower:
             self._end()
 
     def _find_start(self) -> Start | None:
-        """Where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
+        """Return where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
         if self._folds:
             return last_epoch(self._log, counts=not isinstance(self._delivery.sink, RouterFeed))
         if self._file is not None and not self._file.is_open:
@@ -338,7 +338,7 @@ class SinkFollower:
         return behind(self._log, position)
 
     def _follow(self, start: Start) -> None:
-        """Read on from there, until all is done, the sink has to be made anew, or the log was cut."""
+        """Read on from there, until all is done, the sink has to be remade, or the log was cut."""
         first = self._begin(start)
         reader = self._reader = LogReader(
             self._log,
@@ -364,7 +364,7 @@ class SinkFollower:
                 raise
 
     def _begin(self, start: Start) -> int:
-        """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
+        """Make the sink, and open it unless it has to catch up first; return the first batch that it needs."""
         epoch, first, known = start.epoch, start.seq, self._position() or self._saved
         self._progress.state, self._progress.waits_for = "catching up", None
         sink = self._made(replace(epoch.context, state_dir=self._state_dir))
@@ -385,7 +385,7 @@ class SinkFollower:
             self._note_had(*self._given)
             return first
         if known is not None and known.log_id == epoch.log_id.hex():
-            # It may have had more than was noted before the process was killed.
+            # It may have taken more than was recorded before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)
         self._note_had(first - 1, None)
         if self._delivery.open():
@@ -406,16 +406,16 @@ class SinkFollower:
         return sink
 
     def _was_cut(self) -> bool:
-        """Whether the segments were removed that would have been read next."""
+        """Return True if the segments to be read next were removed."""
         paths = segment_paths(self._log)
         return bool(paths) and first_seq(paths[0]) > self._given[0] + 1
 
     # --- its thread: batches ----------------------------------------------------------------------------
 
     def _meet(self, batch: EventBatch) -> bool:
-        """Look whether an epoch begins; False if it is one that the sink was not made for.
+        """Handle the beginning of an epoch; return False if the sink was not made for it.
 
-        Raises `Unreplayable` where the log's segments do not know of that epoch, so that no sink can be made for it.
+        Raises `Unreplayable` if the log's segments lack that epoch, so that no sink can be made for it.
         """
         epoch = Epoch.of(batch)
         if epoch is None or self._epoch is None:
@@ -438,15 +438,15 @@ class SinkFollower:
         return fits
 
     def _give(self, batch: EventBatch) -> bool:
-        """Have the sink take a batch; False if it was told to stop before."""
+        """Deliver a batch to the sink; return False if it was stopped before."""
         with fitting(batch.seq):
             given = self._as_given(batch)
             if not self._folds:
-                # What it cannot take it would be offered for ever.
+                # A batch that it cannot take would be offered forever.
                 for event in batch.events:
                     refuse_impossible(event)
         if self._folds:
-            # That is done once or not at all; the sink may not be open yet.
+            # Folding is done once or not at all; the sink may not be open yet.
             self._fold(batch, given)
         elif not self._delivery.write(given):
             return False
@@ -460,7 +460,7 @@ class SinkFollower:
         return True
 
     def _fold(self, batch: EventBatch, given: EventBatch) -> None:
-        """Let the sink fold a batch that follows from those before it. Raises what `Replayed.fold` does of others."""
+        """Let the sink fold a batch that follows the previous ones. Raises what `Replayed.fold` does for others."""
         if self._replayed is not None:
             self._replayed.fold(batch, verify=False)
         if self._probe is not None:
@@ -475,7 +475,7 @@ class SinkFollower:
             self._save()
 
     def _note_had(self, seq: int | None, ts: int | None) -> None:
-        """It is done with all up to this batch."""
+        """Record that the sink is done with all batches up to this one."""
         self._progress.seq, self._progress.ts = seq, ts
 
     def _as_given(self, batch: EventBatch) -> EventBatch:
@@ -490,12 +490,12 @@ class SinkFollower:
         self._delivery.write(LostBatches(first, last, 0, "removed from the log").as_batch())
 
     def _note_gap(self, first: int, last: int) -> None:
-        """Batches were removed from the log before they were read."""
+        """Record batches that were removed from the log before they were read."""
         self._progress.lost_batches += last - first + 1
         _log.warning("log_was_cut", log=str(self._log), sink=self.name, first_seq=first, last_seq=last)
 
     def _rest(self, reader: LogReader) -> bool:
-        """Do what is to be done when all was read that is there; returns whether nothing more is to come."""
+        """Do the work due when everything available was read; return True if nothing more is to come."""
         at_the_end = self._until == "end" or (self._until == "closed" and reader.closed)
         if not self._is_live:
             self._open_late(at_the_end=at_the_end)
@@ -503,21 +503,21 @@ class SinkFollower:
             return False
         self._progress.state = "running"
         self._tick()
-        # What fails is tried again: it has not had everything.
+        # A failed sink is retried: it has not taken everything.
         return at_the_end and not self._delivery.failures
 
     def _open_late(self, *, at_the_end: bool) -> None:
-        """Open a sink that has folded all there is, if it can be; raises SinkError if there will be no other chance."""
+        """Open a sink that has folded everything, if possible. Raises SinkError if there is no other chance."""
         waits_for = self._progress.waits_for = self._delivery.sink.waits_for
         if waits_for is None:
-            self._note_had(self._before, None)  # nothing has gone out yet
+            self._note_had(self._before, None)  # nothing was sent yet
             self._is_live = self._delivery.open()
         elif at_the_end:
             raise SinkError(f"{self.name}: {waits_for}")
         else:
             self._progress.state = "waiting"
 
-    # --- its thread: what is kept, and the end ----------------------------------------------------------
+    # --- its thread: position, and the end ----------------------------------------------------------
 
     def _position(self) -> Position | None:
         if self._epoch is None:
@@ -537,9 +537,9 @@ class SinkFollower:
             _log.warning("position_not_saved", sink=self.name, reason=reason)
 
     def _let_routers_forget(self) -> None:
-        """Whatever they were told may be wrong soon, and nothing more will be said."""
+        """Clear the routers' state: it may soon be wrong, and no more events will follow."""
         if isinstance(self._delivery.sink, RouterFeed) and self._delivery.is_open:
-            with suppress(Exception):  # it may be what has failed
+            with suppress(Exception):  # this sink may be what failed
                 unread = self._given[0] + 1
                 self._delivery.sink.write(LostBatches(unread, unread, 0, "the log cannot be read").as_batch())
                 self._delivery.sink.restate()
@@ -558,7 +558,7 @@ class SinkFollower:
 
 
 def _lag(head: Head | None, progress: Progress) -> tuple[int | None, float | None]:
-    """Batches and seconds between what a sink has had and the end of the log."""
+    """Return batches and seconds between a sink's position and the end of the log."""
     if head is None:
         return 0, 0.0
     if progress.seq is None:

@@ -1,8 +1,8 @@
-"""What a sink may ask of a cache that lives in another process: the state as its log has it, folded beside the sink.
+"""State of a cache in another process for a sink's queries: folded from its log, in the sink's process.
 
-A manager answers such questions from what it holds (`kvcache.record.counting`). Here the same counters hear the same
-events, and gauges are those of the same fold. What never gets into a log is not known: step times, batches that wait
-to be written, and whether the disk refuses them.
+A manager answers such queries from its own state (`kvcache.record.counting`). Here the same counters receive the same
+events, and gauges are those of the same fold. Data that is not in a log is unknown: step times, batches that wait to be
+written, and refusals by the disk.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from sinks.histogram import Histogram
 
 @dataclass(frozen=True)
 class ReadLog:
-    """Of `events.log.LogStats` what the log itself tells."""
+    """The part of `events.log.LogStats` that the log itself has."""
 
     batches: int
-    """That were read of it, from the beginning of an epoch on."""
+    """Batches read, from the beginning of an epoch on."""
     dropped_batches: int
-    """Lost to the log, by the gaps in it."""
+    """Batches lost to the log, by its gaps."""
     bytes: int
-    """Read."""
+    """Bytes read."""
     lag_batches: None = None
     durable_seq: None = None
     state: None = None
-    """Only the writer knows these three."""
+    """Unknown: only the writer has these three."""
 
 
 class LogProbe:
-    """A fold of a log from the beginning of an epoch on. One thread folds, any asks (`sinks.base.Probe`).
+    """A fold of a log from the beginning of an epoch on. One thread folds, any thread may query (`sinks.base.Probe`).
 
-    - `replayed`: the cache after the batches so far, folded by whoever gives them to `note`.
-    - `reader`: what reads the log, if it has begun.
+    - `replayed`: the cache after the batches so far, folded by the caller of `note`.
+    - `reader`: the log's reader, once it has begun.
     - `sink_stats`: progress of all sinks of this process.
     """
 
     step_times: Histogram | None = None
-    """No log tells what the manager takes of a step."""
+    """Unknown: no log has the manager's time per step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LogProbe:
         self._lost = 0
 
     def note(self, batch: EventBatch) -> None:
-        """Count what the last batch tells."""
+        """Count the last batch."""
         for event in batch.events:
             self._bus.publish(event)
             if type(event) is Gap:
@@ -68,14 +68,14 @@ class LogProbe:
         self._counter.publish(self._replayed.state, len(self._bus.take_events()))
 
     def stats(self) -> Stats:
-        """Counters and gauges as of the last batch."""
+        """Return counters and gauges as of the last batch."""
         return self._counter.read()
 
     def log_stats(self) -> ReadLog:
-        """What was read of the log."""
+        """Return the progress of reading the log."""
         reader = self._reader()
         return ReadLog(self._replayed.batches, self._lost, 0 if reader is None else reader.bytes_read)
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
-        """Progress of the sinks of this process."""
+        """Return the progress of the sinks of this process."""
         return self._sink_stats()

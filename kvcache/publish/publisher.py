@@ -1,11 +1,11 @@
-"""Publishes a log that another process writes: follows it to its end, and runs the sinks here.
+"""Publisher of a log that another process writes: it follows the log to its end, and runs the sinks in this process.
 
 ::
 
     Publisher("/data/log", ["zmq+pub://127.0.0.1:5557?replay=5558", "file:e.jsonl?tokens=1"]).run()
 
-The engine pays for its log only. Whoever publishes may come before it and after it, and come again: sinks go on where
-they were (`kvcache.publish.start`), and routers are told the whole state.
+The engine pays for its log only. A publisher may start before it and outlive it, and may be restarted: sinks continue
+where they were (`kvcache.publish.start`), and routers receive the whole state.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from sinks import SinkStats
 
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
-"""How long closing waits for sinks; one that hangs is left behind."""
+"""Longest wait for sinks when closing; one that hangs is abandoned."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One moment."""
+    """Progress at one moment."""
 
     head: Head | None
-    """The end of the log; None: there is no log yet."""
+    """End of the log; None if there is no log yet."""
     sinks: tuple[Progress, ...]
 
 
 class Publisher:
-    """Follows the log in a directory and gives it to the sinks that are named by their URLs.
+    """Follower of the log in a directory that delivers it to sinks, given by their URLs.
 
-    - `state_dir`: where it is kept which batches each sink has had, and the numbers of feeds; the log's directory.
-    - `until`: "stopped", "end" (what is there now) or "closed" (until the log's writer closes it in order).
+    - `state_dir`: directory of the sinks' positions and the numbers of feeds; by default the log's directory.
+    - `until`: "stopped", "end" (the current end) or "closed" (until the log's writer closes it in order).
     - `poll_seconds`: how often each sink's thread looks for more.
-    - `clock`: by which sinks that hang at the end are left behind.
+    - `clock`: clock of the timeout for sinks that hang at the end.
 
     Raises SinkURLError for a URL, NotPublishable, UsageError, NotALog. To be run once.
     """
@@ -87,9 +87,9 @@ class Publisher:
     def run(
         self, stop: Callable[[], bool] = lambda: False, tell: Callable[[PublishStats], None] = lambda _: None
     ) -> None:
-        """Publish until all is done, or `stop()` says so; `tell` is called about 20 times a second.
+        """Publish until all is done, or `stop()` is true; `tell` is called about 20 times a second.
 
-        Then sinks take the batch at work and what they held back, and are closed. Raises what one of them raised when
+        Then sinks finish the current batch and what they held back, and are closed. Raises what one of them raised when
         it was opened first (SinkError, OSError), what reading the log raises, NoTokens, BeginningRemoved, LogReplaced.
         """
         try:
@@ -107,16 +107,16 @@ class Publisher:
                 raise follower.failure
 
     def stats(self) -> PublishStats:
-        """How far each sink is. For any thread."""
+        """Return the progress of each sink. Thread-safe."""
         head = self._head
         return PublishStats(head, tuple(follower.stats(head) for follower in self._followers))
 
     def _sink_stats(self) -> tuple[SinkStats, ...]:
-        """What a sink may ask of all."""
+        """Return the progress of all sinks, for one of them."""
         return tuple(progress.as_sink_stats() for progress in self.stats().sinks)
 
     def _await_log(self, stop: Callable[[], bool], tell: Callable[[PublishStats], None]) -> bool:
-        """Wait until there is a log; False if that is not wanted any more. Raises NotALog."""
+        """Wait until there is a log; return False if stopped before. Raises NotALog."""
         while not stop():
             if self._look_for_log():
                 self._head = self._head_reader.look()
@@ -129,7 +129,7 @@ class Publisher:
         return False
 
     def _look_for_log(self) -> bool:
-        """Whether it is there. Raises NotALog if something else is."""
+        """Return True if the log exists. Raises NotALog if something else is in its place."""
         directory = self._directory
         if is_log(directory):
             return True
@@ -138,7 +138,7 @@ class Publisher:
         return False
 
     def _go_on(self) -> bool:
-        """Whether there is still something to do. Raises LogReplaced."""
+        """Return True if work is left. Raises LogReplaced."""
         head = self._head_reader.look()
         if head is not None:
             if self._head is not None and head.log_id != self._head.log_id:
@@ -148,7 +148,7 @@ class Publisher:
         return not all(each.has_ended for each in followers) and not any(each.failure for each in followers)
 
     def _close(self) -> None:
-        """Let all sinks end, each in its own time, and together in no more than `_CLOSE_SECONDS`."""
+        """Let all sinks end, each at its own pace, and together in no more than `_CLOSE_SECONDS`."""
         self._head_reader.close()
         for follower in self._followers:
             follower.ask_to_stop()

@@ -1,4 +1,4 @@
-"""The epoch that a batch belongs to: what its sinks must know of the cache, and where reading begins."""
+"""Epoch of a batch, with what its sinks must know of the cache, and the start of reading."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from sinks.state_file import StateFile
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """What is looked at of the settings."""
+    """Settings that are read."""
 
     model: str = ""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the first batch of an epoch says."""
+    """Description of an epoch by its first batch."""
 
     log_id: bytes
     number: int
     has_tokens: bool
     context: SinkContext
-    """For the sinks that get its batches: those that were made for an equal one understand them."""
+    """Context of the sinks that get its batches: sinks made for an equal one understand them."""
 
     @classmethod
     def of(cls, batch: EventBatch) -> Epoch | None:
-        """The epoch that begins with this batch; None: it begins none. Raises `Unreplayable` if no cache does."""
+        """Return the epoch that begins with this batch; None if it begins none. Raises `Unreplayable` if no cache
+        does.
+        """
         started = batch.events[0] if batch.events else None
         if not isinstance(started, EpochStarted):
             return None
@@ -56,21 +58,21 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Start:
-    """Where reading begins."""
+    """Start of reading."""
 
     epoch: Epoch
     seq: int
-    """The first batch to be read."""
+    """First batch to be read."""
     removed: int
-    """So many batches before it are not there any more."""
+    """Number of batches before it that were removed."""
     is_snapshot: bool = False
-    """Whether reading begins with the snapshot of this batch."""
+    """True if reading begins with the snapshot of this batch."""
 
 
 def last_epoch(log: Path, *, counts: bool) -> Start | None:
-    """Where a fold begins: with the last epoch; None: its first batch is not written yet.
+    """Return the start for a fold, the last epoch; None if its first batch is not written yet.
 
-    One that `counts` begins as far back in the epoch as the log goes; for others its newest snapshot will do.
+    A fold that `counts` begins as far back in the epoch as the log goes; others begin with its newest snapshot.
     Raises BeginningRemoved, and `Unreplayable` for a log in which an epoch does not begin as one.
     """
     found = _beginnings(log)
@@ -80,12 +82,14 @@ def last_epoch(log: Path, *, counts: bool) -> Start | None:
         if start is not None:
             return replace(start, is_snapshot=beginning.is_snapshot)
         if not beginning.is_snapshot:
-            break  # A damaged snapshot is passed over; this will be written soon.
+            break  # A damaged snapshot is skipped; this segment will be written soon.
     return None
 
 
 def behind(log: Path, position: Position | None) -> Start | None:
-    """Where a sink goes on that has had all up to `position`; None, and raises, as above."""
+    """Return the start for a sink that has taken all up to `position`. Returns None, and raises, as `last_epoch`
+    does.
+    """
     found = _beginnings(log)
     if not found:
         return None
@@ -102,9 +106,9 @@ def behind(log: Path, position: Position | None) -> Start | None:
 
 
 def is_ahead(log: Path, position: Position) -> bool:
-    """Whether a sink has had what the log does not hold: a power cut took it back, or the log is an old copy.
+    """Return True if a sink has taken batches that the log lacks, after a power cut or because the log is an old copy.
 
-    The writer's next epoch begins where the log ends, and then the sink goes on with that.
+    The writer's next epoch begins where the log ends, and the sink continues with that.
     """
     reader = LogHead(log)
     try:
@@ -124,7 +128,7 @@ def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:
     if epoch is None:
         raise Unreplayable(batch.seq, "it does not begin with the epoch that it begins")
     if beginning.is_snapshot:
-        # What is gone before the oldest one the reader itself tells, with the state.
+        # Removals before the oldest snapshot are reported by the reader itself, with the state.
         return Start(epoch, wanted, 0)
     return Start(epoch, max(wanted, beginning.seq), max(0, beginning.seq - wanted))
 
@@ -141,18 +145,18 @@ _FORM = 1
 
 
 class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place in a log: everything up to batch `seq` was taken."""
+    """Place in a log: everything up to batch `seq` was taken."""
 
     log_id: str
-    """In hex: numbers mean nothing in another log."""
+    """Log id in hex: batch numbers mean nothing in another log."""
     epoch: Annotated[int, msgspec.Meta(ge=0)]
-    """That of the batch: where a crash took batches back, the next epoch uses their numbers again."""
+    """Epoch of the batch: after a crash that lost batches, the next epoch reuses their numbers."""
     seq: Annotated[int, msgspec.Meta(ge=-1)]
-    """-1: none."""
+    """Batch number; -1: none."""
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds."""
+    """Content of the position file."""
 
     publish: int
     sink: str
@@ -160,9 +164,9 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def position_file(directory: Path, sink: str) -> StateFile[Position]:
-    """The file of one sink, the URL of which is given without options and login."""
+    """Return the position file of one sink, given its URL without options and login."""
     plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in sink)
-    # Two paths may be spelled alike, or be cut to the same.
+    # Two paths may have the same spelling here, or the same truncation.
     name = f"publish-{plain[:_NAME_CHARACTERS]}-{zlib.crc32(sink.encode()):08x}.json"
     return StateFile(
         directory / name,

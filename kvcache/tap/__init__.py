@@ -1,4 +1,4 @@
-"""Recording what other engines tell: their live streams come in, and a log of kind `feed` comes out.
+"""Recording of other engines' events: live streams in, a log of kind `feed` out.
 
-From that, as from any log, `kvcache.publish` feeds routers.
+`kvcache.publish` feeds routers from it, as from any log.
 """

@@ -1,4 +1,4 @@
-"""What a log of what engines told says over time: how long blocks stay, what comes back, what several workers hold."""
+"""Statistics over a log of engines' events: how long blocks stay, which return, and which several workers hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcache.replay import fitting, known_events
 
 _Key = tuple[int, BlockPlace, Hash]
 _Name = tuple[int, int, Hash]
-"""Of a worker and a group."""
+"""Worker, group, and hash of a block."""
 
 
 class _Left(NamedTuple):
@@ -38,9 +38,9 @@ class _Left(NamedTuple):
 
 
 class FeedHistory:
-    """A fold that counts what becomes of `state`. Ages are in ns, by the clock of the engine where it says the time.
+    """Fold that counts changes of `state`. Ages are in ns, by the engine's clock if it reports times.
 
-    A block that leaves a level and is in another one behind the same batch has moved: it lives on.
+    A block that leaves a level and is in another one after the same batch has moved: it lives on.
     """
 
     def __init__(self) -> None:
@@ -49,29 +49,29 @@ class FeedHistory:
         self.first: EventBatch | None = None
         self.last: EventBatch | None = None
         self.counting = True
-        """Whether what happens counts, or only leads to where counting begins."""
+        """True if changes count; False while reading up to where counting begins."""
         self.stored = self.removed = self.moved = 0
         """Blocks that became resident in a place, that left one, and that left one for another."""
         self.stored_elsewhere = 0
-        """Blocks that became resident in a worker while another one had them."""
+        """Blocks that became resident in a worker while another worker had them."""
         self.stored_again = 0
-        """Blocks that became resident in a worker that had had them and let them go."""
+        """Blocks that became resident in a worker that had removed them before."""
         self.forgotten = 0
-        """Blocks that were cleared, or of which nothing is known since a loss or a restart."""
+        """Blocks that were cleared, or became unknown after a loss or a restart."""
         self.lifetimes, self.gone_ages = Ages(), Ages()
-        """From store to removal; from removal to the next store."""
+        """Durations from store to removal, and from removal to the next store."""
         self._since: dict[_Key, int] = {}
         self._taken_over: dict[_Key, int] = {}
-        """Of the epoch before, until it is said again or forgotten."""
+        """Blocks of the previous epoch, until they are reported again or dropped."""
         self._gone: dict[tuple[int, Hash], int] = {}
         self._arrived: dict[_Name, BlockPlace] = {}
-        """In this batch, while they were in another place of the worker."""
+        """Blocks that arrived in this batch while they were in another place of the worker."""
         self._left: dict[_Name, _Left] = {}
-        """In this batch: it is not counted yet."""
+        """Blocks that left in this batch, not counted yet."""
         self._holders: dict[Hash, Counter[int]] = {}
 
     def fold(self, batch: EventBatch, *, counts: bool = True) -> None:
-        """Take a batch in. Raises `Unreplayable`."""
+        """Fold a batch. Raises `Unreplayable`."""
         self.now, self.counting = batch.ts, counts
         with fitting(batch.seq):
             for event in known_events(batch):
@@ -83,7 +83,7 @@ class FeedHistory:
             self.first, self.last = self.first or batch, batch
 
     def _apply(self, event: AnyEvent) -> None:
-        """Change the state by one event, and count it."""
+        """Apply one event to the state, and count it."""
         if isinstance(event, FeedStored):
             self._count_stored(event, self.state.store(event))
             return
@@ -102,7 +102,7 @@ class FeedHistory:
 
     @property
     def held_by(self) -> dict[int, int]:
-        """How many different blocks are resident in so many workers now."""
+        """Number of distinct resident blocks by the number of workers that hold them."""
         counted = Counter(len(workers) for workers in self._holders.values())
         return dict(sorted(counted.items()))
 
@@ -143,7 +143,7 @@ class FeedHistory:
             self._left[key] = _Left(place, since, self.now)
 
     def _before_move(self, key: _Name, place: BlockPlace) -> int | None:
-        """Since when a block lives that has just left another place; None: it has not."""
+        """Return since when a block lives that has just left another place; None if it has not."""
         left = self._left.get(key)
         if left is None or left.place == place:
             self._settle(key)
@@ -158,7 +158,7 @@ class FeedHistory:
             self.stored += stored
 
     def _settle(self, key: _Name) -> None:
-        """Count a removal, if there was one, that was none of a move."""
+        """Count a removal, if there was one that was not part of a move."""
         left = self._left.pop(key, None)
         if left is None:
             return
@@ -170,7 +170,7 @@ class FeedHistory:
             _add(self.lifetimes, [max(0, left.at - left.since)])
 
     def _count_forgotten(self, worker: WorkerState) -> None:
-        """Count what will not be known to be there any more."""
+        """Count the blocks of a worker that become unknown."""
         number = worker.seen.worker
         for place, there in worker.blocks.items():
             for name in there:
@@ -181,7 +181,7 @@ class FeedHistory:
         self._arrived.clear()
 
     def _release(self, worker: int, name: Hash) -> None:
-        """One place of a worker less has it."""
+        """Remove one of the worker's places of a block."""
         holders = self._holders[name]
         holders[worker] -= 1
         if not holders[worker]:

@@ -1,11 +1,11 @@
-"""A file of TensorRT-LLM's event dicts, a JSON object in each line, followed as it grows.
+"""Follower of a growing file of TensorRT-LLM's event dicts, one JSON object per line.
 
-The file is read from its beginning each time, so nothing has to be proven. Where another file takes its place, or it is
-cut, that is read from its beginning, too: its numbers go back, unless it goes on.
+The file is read from its beginning each time, so continuity needs no proof. If it is replaced or truncated, the new
+content is also read from its beginning: its numbers go back, unless it continues the old one.
 
-The dicts say that a block changed its level and not what is in it, and they have no "cleared". So it is remembered what
-each block is: one that changes its level leaves one medium and is stored in the other. Numbers that are missing mean
-that anything may have been removed: what was known is cleared. Numbers that go back mean another life of the engine.
+A dict for a change of level lacks the block's contents, and there is no "cleared". So the contents of each block are
+kept: a block that changes its level is removed from one medium and stored in the other. After missing numbers anything
+may have been removed, so all blocks are cleared. Numbers that go back mean a restart of the engine.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.endpoints import EndpointError
 
 MEDIA = ("GPU", "CPU", "STORAGE")
-"""By cache level."""
+"""Media by cache level."""
 
 
 class KnownBlock(NamedTuple):
-    """What is known of a block, and where it is."""
+    """A known block, with its place."""
 
     level: int
     parent: Hash | None
     tokens: tuple[int, ...]
-    """Empty where they are told as digests."""
+    """Token ids; empty if they are reported as digests."""
     keys: tuple[Any, ...]
-    """Items, as [digest, where in it this part begins], and extra ids."""
+    """Multimodal items, as [digest, offset at which this part begins], and extra ids."""
     lora: tuple[int | None, str | None]
     salt: str | None
 
 
 class DictFollower:
-    """Makes reports of lines. For one stream, of one engine and all its ranks.
+    """Converter of lines to reports, for one stream of one engine with all its ranks.
 
-    With `block_size` blocks of other sizes are left out: the parts of blocks, which these dicts tell of like others.
+    With `block_size`, blocks of other sizes are left out: partial blocks, which these dicts report like full ones.
     """
 
     def __init__(self, block_size: int | None = None) -> None:
@@ -68,7 +68,7 @@ class DictFollower:
         self._ranks: dict[int | None, _Rank] = {}
 
     def take(self, line: bytes) -> list[Report]:
-        """What a line says. Raises EventDecodeError."""
+        """Return the reports of a line. Raises EventDecodeError."""
         event = decode_line(line)
         if event is None:
             return []
@@ -80,7 +80,7 @@ class _Rank:
         self._rank, self._size = rank, block_size
         self._next: int | None = None
         self._windows: dict[int, int] = {}
-        """Layer groups, or windows where these are not told, to numbers of groups."""
+        """Group numbers by layer group, or by window if layer groups are not reported."""
         self._widest = 0
         self._blocks: dict[int, dict[Hash, KnownBlock]] = {}
 
@@ -147,7 +147,7 @@ def _known(block: StoredBlock, parent: Hash | None, lora: tuple[int | None, str 
 def _stores(
     group: int, window: int | None, names: list[Hash], blocks: dict[Hash, KnownBlock]
 ) -> Iterator[BlockStored]:
-    """Blocks in a row, those together that have one level and size."""
+    """Yield stores of consecutive blocks, merged if they share level and size."""
     for (level, size), part in groupby(names, lambda name: (blocks[name].level, len(blocks[name].tokens))):
         its = list(part)
         first = blocks[its[0]]
@@ -169,7 +169,7 @@ def _stores(
 
 
 def _removals(group: int, names: Iterable[Hash], blocks: dict[Hash, KnownBlock]) -> Iterator[BlockRemoved]:
-    """One for each level; what is not known was in the first one, if anywhere."""
+    """Yield one removal for each level; unknown blocks are taken to be in the first one."""
     by_level: dict[int, list[Hash]] = {}
     for name in names:
         block = blocks.pop(name, None)
@@ -185,7 +185,7 @@ def _medium(level: int) -> str:
 SCHEME = "file:"
 _READ_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 28
-"""What is longer is no line."""
+"""Longest line in bytes; a longer one is not a line."""
 _LOOK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 
@@ -193,15 +193,15 @@ _log = get_logger(__name__)
 
 
 class DictFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may stand behind the path."""
+    """Options after the path."""
 
     format: Literal["trtllm"] = "trtllm"
     block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Tokens of a full block: then parts of blocks are left out, of which routers know nothing."""
+    """Tokens of a full block: partial blocks, which routers cannot use, are then left out."""
 
 
 class LineListener:
-    """Follows the file of ``file:PATH?format=trtllm&block_size=N``. Raises EndpointError for another address."""
+    """Listener for the file of ``file:PATH?format=trtllm&block_size=N``. Raises EndpointError for any other address."""
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
@@ -222,17 +222,17 @@ class LineListener:
         self._looked_at = 0.0
 
     ignored = 0
-    """All that stands in the file is heard."""
+    """Always 0: everything in the file is read."""
 
     def poll(self, timeout_ms: int = 50) -> list[tuple[str, Report]]:
-        """What was written, after at most so long."""
+        """Return what was written, after at most `timeout_ms`."""
         deadline = time.monotonic() + timeout_ms / 1000
         while not (lines := self._lines()) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _PAUSE_SECONDS))
         return [(self._source, report) for line in lines for report in self._reports(line)]
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._file is not None:
             self._file.close()
 
@@ -240,12 +240,12 @@ class LineListener:
         try:
             return self._follower.take(line) if line.strip() else []
         except EventDecodeError as error:
-            # If it was one of the events, its number will be missing.
+            # If it was an event, its number will be missing.
             _log.warning("line_not_understood", source=self._source, reason=str(error))
             return []
 
     def _lines(self) -> list[bytes]:
-        """Whole lines that are new."""
+        """Return the new complete lines."""
         if self._file is None:
             with suppress(FileNotFoundError):
                 self._file = self._path.open("rb")
@@ -259,7 +259,7 @@ class LineListener:
         return lines
 
     def _look(self) -> None:
-        """At its end: whether another file has taken its place, or it was cut."""
+        """Check, at the end of the file, if it was replaced or truncated."""
         now = time.monotonic()
         if self._file is None or now - self._looked_at < _LOOK_SECONDS:
             return

@@ -6,14 +6,14 @@
         while True:
             tap.work(0.5)
 
-Each endpoint has a thread; one other writes what they receive, a batch of the log for each of theirs
-(`FeedRecorder`), and holds what is resident.
+Each endpoint has a thread; one further thread writes what they receive, a batch of the log for each received batch
+(`FeedRecorder`), and holds the resident blocks.
 
-Whoever continues a log knows of each publisher the last batch received, and asks for just that batch: if it is the
-same, at the same time by the publisher's clock, nothing is missing but what follows, and what the log knew holds on
-(`Continued`). If there is something else under that number, another life of the engine has got there, and it is asked
-for everything. If it is not there any more, what was missed is a loss like any other. Whoever cannot be asked cannot
-prove anything.
+A tap that continues a log has the last batch received from each publisher, and requests just that batch: if it is the
+same, at the same time by the publisher's clock, only what follows is missing, and the log's state remains valid
+(`Continued`). If another batch has that number, the engine was restarted, and everything is requested. If the number is
+no longer available, the missed batches are a loss like any other. A publisher without a replay address cannot prove
+continuity.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from kvcache.tap.lines import SCHEME, LineListener
 
 _POLL_MS = 50
 _LAST_SECOND = 1e9 * 9
-"""In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
+"""Last valid time in seconds, in the year 2255: later times in nanoseconds exceed 64 bits."""
 _MOST_QUEUED = 2000
-"""Reports between a thread and who records them; beyond that the sockets keep what comes, and then the engine."""
+"""Most reports queued between a listening thread and the recorder; beyond that sockets buffer, and then the engine."""
 
 
 class Continued(msgspec.Struct, frozen=True):
-    """The publisher is the one that was heard before, and goes on behind the batch that it said last."""
+    """Mark: the publisher is the previous one, and continues after its last recorded batch."""
 
 
 class Last(msgspec.Struct, frozen=True):
-    """The last batch that a publisher was heard to say."""
+    """Last batch received from a publisher."""
 
     number: int
     published_ts: int
 
 
 def nanoseconds(seconds: float) -> int:
-    """A publisher's time in nanoseconds; 0 for what cannot be one."""
+    """Convert a publisher's time to nanoseconds; 0 if it is not a valid time."""
     return int(seconds * 1e9) if 0 <= seconds < _LAST_SECOND else 0
 
 
@@ -79,9 +79,10 @@ Heard = Report | Continued
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to listen.
+    """Endpoint to listen at.
 
-    `replay` is where what was missed is asked for; of a bound endpoint (`binds`) True: at the addresses in the topics.
+    `replay` is the address for requests of missed batches; True for a bound endpoint (`binds`): the addresses in the
+    topics.
     """
 
     address: str
@@ -93,9 +94,9 @@ class Endpoint:
 
 
 class EndpointListener:
-    """Listens at one endpoint. `before` has what publishers were heard to say last, by their sources.
+    """Listener at one endpoint. `before` has the last batches received from publishers, by source.
 
-    A source is what tells publishers apart: the address of an endpoint or, where it is bound, their topic and key.
+    A source identifies a publisher: the address of an endpoint or, if it is bound, topic and key.
     Raises EndpointError, InsecureEndpoint, KeyFileError.
     """
 
@@ -118,21 +119,21 @@ class EndpointListener:
 
     @property
     def address(self) -> str:
-        """As it was given; where any free port was asked for, with the port that was found."""
+        """Address as given, with the actual port if any free port was requested."""
         return self._many.endpoint if self._many is not None else self._endpoint.address
 
     @property
     def ignored(self) -> int:
-        """Messages of engines that were too many to be followed."""
+        """Messages of engines beyond the number that can be followed."""
         return 0 if self._many is None else self._many.ignored
 
     def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, Heard]]:
-        """What was heard, after at most so long."""
+        """Return what was received, after at most `timeout_ms`."""
         heard: list[tuple[str, Heard]] = []
         begun_anew: set[str] = set()
         for source, report in self._reports(timeout_ms):
             if source in begun_anew:
-                continue  # it is told again, from the beginning
+                continue  # it is sent again, from the beginning
             proven = self._prove(source, report)
             if proven is None:
                 begun_anew.add(source)
@@ -148,7 +149,7 @@ class EndpointListener:
                 each.close()
 
     def _prove(self, source: str, report: Report) -> Heard | None:
-        """What to make of the first that is heard; None: it has to be asked for everything."""
+        """Check the continuity of a publisher's first report; return None if everything has to be requested from it."""
         last = self._unproven.get(source)
         if last is None or (isinstance(report, Missed) and report.recovered):
             return report
@@ -195,7 +196,7 @@ _NEVER: tuple[int, int, str] = (0, -1, "")
 
 
 class FeedRecorder:
-    """Writes the log. For one thread. `before`: the state that the log has had, if it is continued."""
+    """Recorder of received batches in a log, for one thread. `before`: state of the log that is continued."""
 
     def __init__(
         self,
@@ -206,22 +207,22 @@ class FeedRecorder:
     ) -> None:
         self._log, self._endpoints, self._wall_ns = log, endpoints, wall_ns
         self.state = FeedState()
-        """What is known now."""
+        """Current state."""
         self._before: dict[str, list[WorkerState]] = {}
         for worker in before.workers.values() if before is not None else ():
             self._before.setdefault(worker.seen.source, []).append(worker)
         numbers = [worker.seen.worker for workers in self._before.values() for worker in workers]
         self._next_worker = max(numbers, default=-1) + 1
         self._sources: dict[str, dict[int | None, int]] = {}
-        """Of each publisher, its workers by rank."""
+        """Workers by rank, of each publisher."""
         self._unheard: dict[str, tuple[int, int, str]] = {}
-        """What was lost of publishers since they began: it may have been of a rank that was not heard yet."""
+        """Losses of publishers since they began: they may concern a rank that was not received yet."""
         self._seq = log.next_seq
         self.batches = self.events = self.recovered = 0
-        """Heard since this began; batches that were missed and got by asking."""
+        """Batches and events received since this began; missed batches recovered by replay."""
 
     def last_heard(self) -> dict[str, Last]:
-        """Of the publishers that were known before, what they said last."""
+        """Return the last batches of the publishers that were known before."""
         found = {}
         for source, workers in self._before.items():
             known = [w for w in workers if w.number is not None and w.published_ts is not None]
@@ -233,11 +234,11 @@ class FeedRecorder:
         return found
 
     def begin(self) -> None:
-        """Write the beginning of the epoch. To be called first."""
+        """Write the beginning of the epoch. Call this first."""
         self._append([self._log.begin_epoch(0), FeedStarted(endpoints=self._endpoints)])
 
     def hear(self, source: str, heard: Heard) -> None:
-        """Record what was heard from a publisher."""
+        """Record what was received from a publisher."""
         if isinstance(heard, Continued):
             self._take_over(source)
             return
@@ -259,21 +260,21 @@ class FeedRecorder:
             )
 
     def catch_up(self) -> None:
-        """Where the disk has refused batches, and takes them again: say what is missing, and all that is known."""
+        """After the disk accepts batches again: record what is missing, and the whole state."""
         if not self._log.has_lost:
             return
         gap = self._log.take_gap()
         if gap is not None:
             self._write([gap, FeedStarted(endpoints=self._endpoints), *self._restated()])
 
-    # --- what is heard ----------------------------------------------------------------------------------
+    # --- received batches ----------------------------------------------------------------------------------
 
     def _receive(self, source: str, heard: Received) -> None:
         batch = heard.batch
         events: list[AnyEvent] = []
         worker = self._worker(source, heard, events)
         if not events and not batch.events:
-            return  # a heartbeat says that nothing is new
+            return  # a heartbeat: nothing is new
         events.append(
             FeedReceived(
                 worker=worker, number=heard.seq, published_ts=nanoseconds(batch.ts), replayed=heard.replayed
@@ -285,7 +286,7 @@ class FeedRecorder:
         self._append(events)
 
     def _worker(self, source: str, heard: Received, events: list[AnyEvent]) -> int:
-        """Whose batch it is; `events` get what has to be said of it first."""
+        """Return the worker of a batch; add the events that must precede it to `events`."""
         ranks = self._sources.setdefault(source, {})
         rank = heard.batch.rank
         number = ranks.get(rank)
@@ -302,7 +303,7 @@ class FeedRecorder:
         return number
 
     def _lost_before(self, source: str, heard: Received, worker: int, *, is_first: bool) -> Iterable[FeedGap]:
-        """What a worker said before this, its first batch, if that was anything and matters."""
+        """Yield the gap before a worker's first batch here, if it had earlier ones and they matter."""
         if source not in self._unheard and is_first and heard.seq and not heard.replayed:
             self._unheard[source] = 0, heard.seq - 1, BEFORE
         first, last, reason = self._unheard.get(source, _NEVER)
@@ -323,7 +324,7 @@ class FeedRecorder:
         )
 
     def _take_over(self, source: str) -> None:
-        """What the log knew of a publisher holds on."""
+        """Keep the log's state of a publisher."""
         events: list[AnyEvent] = []
         for worker in self._before.pop(source, ()):
             if not worker.complete and worker.number is not None:
@@ -351,7 +352,7 @@ class FeedRecorder:
 
 
 def _all_of(worker: WorkerState) -> Iterable[AnyEvent]:
-    """Events that make of nothing what is known of a worker."""
+    """Yield events that reset the state of a worker."""
     yield msgspec.structs.replace(worker.seen, complete=worker.complete)
     if worker.number is not None and worker.published_ts is not None:
         yield FeedReceived(
@@ -362,10 +363,10 @@ def _all_of(worker: WorkerState) -> Iterable[AnyEvent]:
 
 
 class Tap:
-    """Listens at endpoints, each on a thread of its own, and records what is published there.
+    """Recorder of what is published at endpoints, each with a thread of its own.
 
-    With `resume` a log that is there is continued: what it knows of an engine holds on if the engine proves to be the
-    one that it was, and is forgotten otherwise. `record_tokens` False leaves out what the blocks hold.
+    With `resume` an existing log is continued: its state of an engine remains valid if the engine proves to be the
+    same, and is dropped otherwise. `record_tokens=False` leaves out the tokens of blocks.
 
     Raises EndpointError, InsecureEndpoint, KeyFileError, and what `LogWriter` and `LogReader` raise.
     """
@@ -389,7 +390,7 @@ class Tap:
         try:
             before = state_of(Path(log)) if resume else None
             self.recorder = FeedRecorder(self._log, tuple(each.address for each in endpoints), before)
-            """What was heard, in numbers."""
+            """Recorder, with its counts."""
             last = self.recorder.last_heard()
             for endpoint in endpoints:
                 is_file = endpoint.address.startswith(SCHEME)
@@ -423,25 +424,25 @@ class Tap:
 
     @property
     def state(self) -> FeedState:
-        """What is known now."""
+        """Current state."""
         return self.recorder.state
 
     @property
     def silent(self) -> frozenset[str]:
-        """The endpoints at which nothing was received yet."""
+        """Endpoints at which nothing was received yet."""
         return frozenset(self._silent)
 
     @property
     def ignored(self) -> int:
-        """Messages of engines that were too many to be followed, where many connect."""
+        """Messages of engines beyond the number that can be followed, if many connect."""
         return sum(listener.ignored for listener in self._listeners)
 
     def log_stats(self) -> LogStats:
-        """How the log gets on."""
+        """Return the progress of the log."""
         return self._log.stats()
 
     def work(self, seconds: float) -> None:
-        """Record what is received, for some seconds. Raises what listeners do; LogWriteFailed if the log has ended."""
+        """Record what is received, for `seconds`. Raises what listeners do; LogWriteFailed if the log has ended."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             heard = None
@@ -482,8 +483,8 @@ class Tap:
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:
-    """What a log of kind `feed` knows, after batch `at` or at its end. Raises what `LogReader` raises,
-    and `Unreplayable`.
+    """Return the state of a log of kind `feed` after batch `at`, or at its end. Raises what `LogReader` raises, and
+    `Unreplayable`.
     """
     state = FeedState()
     if is_log(log) and segment_paths(log):
