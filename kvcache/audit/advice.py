@@ -1,7 +1,7 @@
-"""What to do about a cache, from a log or a trace of its requests: each piece of advice with what it would save.
+"""Advice on a cache from a log or a trace of its requests, with the tokens that each piece would save.
 
-A piece of advice is worth it if it saves `WORTH` of all prompt tokens, or loses as much. Those that a log is too short
-for are left out, and how long it should be is said. Docs: advise.md.
+A piece of advice is worth it if it saves `WORTH` of all prompt tokens, or loses as much. Advice for which a log is too
+short is left out, with the length that would suffice. Docs: advise.md.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvcache.workload.traces import TracePrompts, TraceRequest
 
 Topic = Literal["volatile", "size", "primary", "host", "ttl", "pin", "running", "tenant"]
 FEWEST = 100
-"""Requests, below which nothing is said."""
+"""Fewest requests for any advice."""
 _LATE = 0.05
-"""If this part of the reuses come after more than half of a log's time, others may come after its end."""
+"""Largest part of reuses that come after more than half of a log's time; above it, others may come after its end."""
 _OFTEN = 0.5
-"""Running requests fill the cache if they do at this part of the admissions."""
+"""Part of the admissions at which running requests must fill the cache for it to count as filled."""
 _SUFFERS = 2
-"""A tenant suffers if it loses so many times as much of its tokens as the others do."""
+"""Factor by which a tenant's part of lost tokens must exceed that of the others to count as suffering."""
 
 
 @dataclass(eq=False, repr=False)
@@ -57,79 +57,80 @@ class TooFewRequests(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing that could be done, or need not be."""
+    """One action that pays, or that is not needed."""
 
     topic: Topic
     worth: bool
     saved_tokens: int
-    """Prompt tokens that would not be computed, over the whole log; pieces of advice may save the same ones."""
+    """Prompt tokens that would not be computed, over the whole log; several pieces of advice may save the same
+    tokens."""
     about: dict[str, Any]
-    """What it rests on, as in the JSON of `kvcache advise`."""
+    """Evidence, as in the JSON of `kvcache advise`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """What cannot be said."""
+    """A question that cannot be answered."""
 
     topic: Topic
     reason: str
     needed_seconds: float | None = None
-    """How long the log should be; None: that is not what is missing."""
+    """Length that the log should have, in seconds; None if it is not too short."""
 
 
 @dataclass(slots=True)
 class Observed:
-    """What a log or a trace says of its requests."""
+    """Observations from a log or a trace."""
 
     prompts: LoggedPrompts | TracePrompts
-    """Which were read, to their end."""
+    """Prompts, read to their end."""
     curve: HitCurve
     timeouts: TimeoutCurve
     volatile: VolatileCount | None
-    """The part by which prompts differ that are otherwise the same; None: there is none."""
+    """Part in which otherwise equal prompts differ; None if there is none."""
     compared: int
-    """Prompts were compared token by token, or in blocks of so many."""
+    """Unit of comparison in tokens: 1, or a block."""
     prefix: SharedPrefix | None
-    """What many prompts begin with; None: nothing."""
+    """Prefix that many prompts share; None if there is none."""
     losses: LossCounter | None = None
-    """What evictions cost in a cache; None: there is none."""
+    """Cost of evictions in a cache; None if there is no cache."""
     name: str | None = None
-    """Of the last block of `prefix`, in hex."""
+    """Name of the last block of `prefix`, in hex."""
 
     @property
     def requests(self) -> int:
-        """How many there are."""
+        """Number of requests."""
         return len(self.prompts.lengths)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all of them."""
+        """Prompt tokens of all requests."""
         return sum(self.prompts.lengths)
 
     @property
     def tokens_per_block(self) -> int:
-        """Of the blocks that are counted."""
+        """Tokens per counted block."""
         return self.prompts.tokens_per_block
 
     @property
     def shared(self) -> bool:
-        """Whether layers of other kinds take blocks of the same pool."""
+        """True if layers of other kinds take blocks of the same pool."""
         return isinstance(self.prompts, LoggedPrompts) and self.prompts.shared
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return self.timeouts.seconds
 
     @property
     def blocks(self) -> int:
-        """Of both levels of the cache."""
+        """Blocks of both levels of the cache."""
         return 0 if self.losses is None else self.losses.primary + self.losses.secondary
 
 
 @dataclass(slots=True)
 class Advised:
-    """All that there is to say."""
+    """All advice and unanswered questions."""
 
     advice: list[Advice] = field(default_factory=list)
     left_out: list[Unanswered] = field(default_factory=list)
@@ -166,10 +167,9 @@ def observe_trace(
     Raises what `TracePrompts` and `play` raise, and `TooFewRequests`.
 
     Args:
-        what: How errors call it.
-        read: Begins to read it.
-        play: Gives the log of a cache that has served it, with blocks of so many tokens. None: no cache is known.
-
+        what: Name of the trace in errors.
+        read: Opens the trace for reading.
+        play: Returns the log of a cache that has served it, for a block size in tokens. None: no cache is known.
     """
     prompts, recorder, prefixes, sample = read(), CurveRecorder(), SharedPrefixes(), PromptSample()
     for request, numbers in prompts.numbered():
@@ -195,11 +195,11 @@ def observe_trace(
 def _observe_losses(
     found: Observed, log: Path, last: int = sys.maxsize, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Add what evictions cost in a log, up to a batch."""
+    """Add the cost of evictions in a log, up to a batch."""
     found.losses = losses = LossCounter()
     history = HistoryFold(losses)
     for batch in LogReader(log):
-        if batch.seq > last:  # written meanwhile
+        if batch.seq > last:  # written in the meantime
             break
         history.fold(batch)
         progress(batch.seq)
@@ -222,10 +222,10 @@ def _require(what: str, recorder: CurveRecorder) -> None:
 
 
 def advise(found: Observed, timeout: float) -> Advised:
-    """All that can be said; `timeout`: for how long idle blocks might be kept, in seconds."""
+    """Return all advice; `timeout` is a retention time for idle blocks to consider, in seconds."""
     rules = (_volatile, _size, _primary, _host, _ttl, _pin, _running, _tenant)
     said = [rule(found, timeout) for rule in rules]
-    # Where running requests fill the cache, what else there is to say of it comes second.
+    # If running requests fill the cache, all other advice is secondary.
     advice = sorted(
         (each for each in said if isinstance(each, Advice)),
         key=lambda each: (not (each.worth and each.topic == "running"), -each.saved_tokens),
@@ -288,7 +288,7 @@ def _primary(found: Observed, timeout: float) -> Said:
 
 
 def _host(found: Observed, timeout: float) -> Said:
-    """Of as many blocks as it takes to be at the knee, with primary as it is."""
+    """Advise on host memory: the blocks needed to reach the knee, with primary unchanged."""
     if isinstance(losses := _full("host", found, curve=True), Unanswered):
         return losses
     blocks = max((found.curve.knee or 0) - losses.primary, losses.secondary)
@@ -353,7 +353,7 @@ def _running(found: Observed, timeout: float) -> Said:
 
 
 def _is_filled(found: Observed, losses: LossCounter) -> bool:
-    """Whether running requests, several of them, leave so little that no order of evictions could lose less."""
+    """Return True if several running requests leave so little room that no eviction order could lose less."""
     held = losses.held
     several = held.requests >= 2 * held.moments
     return several and held.full >= _OFTEN * held.moments and _is_worth(found, losses.lost_tokens)
@@ -396,7 +396,7 @@ def _of_tenant(found: Observed, losses: LossCounter, tenant: str) -> Advice:
     return Advice("tenant", worth, taken if worth else 0, about)
 
 
-# -- what is enough
+# -- thresholds
 
 
 def _is_worth(found: Observed, tokens: int) -> bool:
@@ -404,12 +404,12 @@ def _is_worth(found: Observed, tokens: int) -> bool:
 
 
 def _gained(found: Observed, blocks: int) -> int:
-    """Tokens that a cache of so many blocks would reuse, and that of today would not."""
+    """Return the tokens that a cache of `blocks` blocks would reuse and the current one would not."""
     return max(found.curve.hits(blocks) - found.curve.hits(found.blocks), 0) * found.tokens_per_block
 
 
 def _pays(found: Observed, gained: int) -> bool:
-    """Whether more room is worth it: by the curve, and because evictions did cost as much."""
+    """Return True if more room pays: by the curve, and because evictions did cost as much."""
     return (
         _is_worth(found, gained) and found.losses is not None and _is_worth(found, found.losses.lost_tokens)
     )
@@ -420,7 +420,7 @@ _SHARED = "layers of other kinds take blocks of the same pool, and a curve knows
 
 
 def _full(topic: Topic, found: Observed, *, curve: bool = False) -> LossCounter | Unanswered:
-    """What evictions cost in a cache that was full; with `curve` also where other sizes can be told of."""
+    """Return the cost of evictions in a cache that was full; with `curve` only if other sizes can be assessed."""
     losses = found.losses
     if losses is None:
         return Unanswered(topic, _NO_CACHE)

@@ -1,4 +1,4 @@
-"""The contents of blocks as numbers, and what a log says of each in one attention window.
+"""Contents of blocks as numbers, and their history in one attention window.
 
 Equal numbers mean equal tokens, equal tokens before them, and an equal namespace.
 """
@@ -23,7 +23,7 @@ _FIRST = 1024
 
 
 class Columns:
-    """Named numpy columns of equal length, whose new rows have a default."""
+    """Named numpy columns of equal length, with a default for new rows."""
 
     def __init__(self, **defaults: tuple[type[np.generic], Any]) -> None:
         self._defaults = defaults
@@ -35,7 +35,7 @@ class Columns:
         return self._of[name]
 
     def reach(self, rows: int) -> None:
-        """Have at least so many rows."""
+        """Extend the columns to at least `rows` rows."""
         size = len(next(iter(self._of.values())))
         if rows <= size:
             return
@@ -46,10 +46,10 @@ class Columns:
 
 
 class ContentIds:
-    """Numbers contents in the order in which they are first seen.
+    """Numbering of contents in order of first appearance.
 
-    Contents are told apart by a chain of 64-bit hashes, seeded anew in every process: that two of a billion blocks are
-    taken for one has a chance of some percent. Good enough to explain a log; nothing is served by it.
+    Contents are identified by a chain of 64-bit hashes, with a new seed in every process: the probability that two of a
+    billion blocks are confused is a few percent. That suffices to explain a log; no block is served by it.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class ContentIds:
         self._chains = array("q")
         """Per content: its chain without the namespace."""
         self._parents = array("q")
-        """Per content: that of the block before it, -1 at the start of a prompt."""
+        """Per content: the block before it, -1 at the start of a prompt."""
         self._pages: dict[int, int] = {}
-        """Per page of symbols, by its number now: a hash of what its symbols stand for."""
+        """Per page of symbols, by its current number: a hash of what its symbols stand for."""
         self._alike: dict[int, list[int]] | None = None
-        """Contents by their chain; only where there are several namespaces."""
+        """Contents by chain; only if there are several namespaces."""
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -98,7 +98,9 @@ class ContentIds:
             append(known)
 
     def _meant(self, block: bytes) -> bytes | tuple[object, ...]:
-        """What a block's symbols stand for: numbers below 0 stand for something else once they were forgotten."""
+        """Return what a block's symbols stand for: negative numbers get new meanings once the old ones are
+        forgotten.
+        """
         symbols = array("i", block)
         if min(symbols) >= 0:
             return block
@@ -107,7 +109,7 @@ class ContentIds:
         )
 
     def learn(self, pages: Iterable[SymbolPage], *, anew: bool = False) -> None:
-        """What symbols stand for from now on; `anew`: no others do."""
+        """Set what symbols stand for from now on; `anew` forgets all others."""
         if anew:
             self._pages.clear()
         for page in pages:
@@ -115,7 +117,7 @@ class ContentIds:
             self._pages[page.number] = hash(meaning)
 
     def named(self, names: bytes) -> array[int]:
-        """The numbers of blocks of which only the names are known: of a log without tokens."""
+        """Return the numbers of blocks that are known by name only: those of a log without tokens."""
         ids = array("q")
         for name in array("q", names):
             known = self._ids.get(name)
@@ -129,16 +131,16 @@ class ContentIds:
         return ids
 
     def parents(self) -> npt.NDArray[np.int64]:
-        """Per content that of the block before it; -1 at the start of a prompt."""
+        """Return, per content, the block before it; -1 at the start of a prompt."""
         return np.array(self._parents, np.int64)
 
     @property
     def has_several_namespaces(self) -> bool:
-        """Whether the same tokens may be cached twice."""
+        """True if the same tokens may be cached twice."""
         return self._alike is not None
 
     def elsewhere(self, content: int) -> list[int]:
-        """The same tokens in other namespaces."""
+        """Return the contents with the same tokens in other namespaces."""
         if self._alike is None:
             return []
         return [other for other in self._alike.get(self._chains[content], ()) if other != content]
@@ -149,7 +151,7 @@ _COPIES = {
     MoveReason.ONBOARD: ("onboards", "onboarded_at"),
 }
 NOWHERE = -1
-"""As a level: not cached. As a content: a slot that has none."""
+"""Marker: as a level, not cached; as a content, an empty slot."""
 
 
 class Window:
@@ -181,19 +183,21 @@ class Window:
             gone_at=(np.int64, 0),
             gone_by=(np.int32, -1),
         )
-        """Per content: where it is cached; whether it ever was; `Reason` for which it went, when, and for whose room;
-        who stored it when; its last use; how often it was reused since it was stored, and in all; how many sequences
-        and pins hold it; its priority; how often it was copied to each level since it was stored, and when last.
-        Requests are numbered as they come (`RunningRequest.number`)."""
+        """Per content: level in which it is cached; if it ever was; `Reason`, time and beneficiary of its removal;
+        storing request and
+        time; last use; reuses since it was stored, and in all; number of sequences and pins that hold it; priority;
+        copies to
+        each level since it was stored, and time of the last one. Requests are numbered as they come
+        (`RunningRequest.number`)."""
 
     def contents(self, level: int, slots: bytes | array[int]) -> Ids:
-        """What lies in these slots; NOWHERE for blocks that are not full, or not cached."""
+        """Return the contents of these slots; NOWHERE for blocks that are not full, or not cached."""
         return self.slots[level][np.frombuffer(slots, np.int32)].astype(np.intp)
 
     def store(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, by: int, batch: int, now: int
     ) -> None:
-        """Contents are cached from now on."""
+        """Mark contents as cached from now on."""
         of = self.of
         of.reach(int(ids.max(initial=-1)) + 1)
         self.slots[level][slots] = ids
@@ -206,8 +210,8 @@ class Window:
     def restore(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
     ) -> None:
-        """Contents are cached, as an exported state of this batch says: those that were until then live on, of others
-        nothing is known from before.
+        """Mark contents as cached, as listed by an exported state of this batch. Contents cached before live on; others
+        start without a history.
         """
         of = self.of
         of.reach(int(ids.max(initial=-1)) + 1)
@@ -221,7 +225,7 @@ class Window:
         of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
 
     def move(self, event: BlocksMoved, now: int) -> Ids:
-        """Contents lie elsewhere from now on; returns them."""
+        """Move contents to other slots; return them."""
         ids = self.contents(event.from_level, event.from_slots)
         self.slots[event.from_level][np.frombuffer(event.from_slots, np.int32)] = NOWHERE
         self.slots[event.to_level][np.frombuffer(event.to_slots, np.int32)] = ids
@@ -235,7 +239,7 @@ class Window:
     def remove(
         self, level: int, slots: bytes, by: int, batch: int, now: int, *, invalid: bool = False
     ) -> Ids:
-        """Contents are gone; returns them."""
+        """Remove contents; return them."""
         ids = self.contents(level, slots)
         self.slots[level][np.frombuffer(slots, np.int32)] = NOWHERE
         ids = ids[ids >= 0]
@@ -244,7 +248,7 @@ class Window:
         return ids
 
     def remove_all(self, why: Reason, batch: int, now: int) -> Ids:
-        """Nothing is cached any more; returns what was."""
+        """Remove everything cached; return it."""
         ids = np.flatnonzero(self.of["level"] != NOWHERE)
         self._lose(ids, why, NOWHERE, batch, now)
         for slots in self.slots:
@@ -257,29 +261,29 @@ class Window:
         of["gone_by"][ids], of["gone_batch"][ids], of["gone_at"][ids] = by, batch, now
 
     def hold(self, ids: Ids) -> None:
-        """One more sequence holds contents."""
+        """Add a holder to contents."""
         self.of["holders"][ids] += 1
 
     def release(self, ids: Ids, now: int) -> None:
-        """One sequence fewer holds contents."""
+        """Remove a holder from contents."""
         self.of["holders"][ids] -= 1
         self.of["used_at"][ids] = now
 
     def reuse(self, ids: Ids, now: int) -> None:
-        """A request reuses contents."""
+        """Count a request's reuse of contents."""
         for name in ("uses", "served"):
             self.of[name][ids] += 1
         self.of["used_at"][ids] = now
 
 
 CachedPiece = tuple[Ids, npt.NDArray[np.int32], int, int, bytes]
-"""Contents, their slots, their level and priority, their names (none: the log has none)."""
+"""Contents, their slots, level and priority, and names (empty if the log has none)."""
 
 
 def cached_in(
     exported: GroupExported, known: ContentIds, tokens_per_block: int, key_bytes: int, *, with_tokens: bool
 ) -> Iterator[CachedPiece]:
-    """The full blocks of one group that an exported state has cached, run by run."""
+    """Yield the full blocks of one group that an exported state has cached, run by run."""
     ends: list[int] = []
     for run in exported_runs(exported, tokens_per_block, key_bytes):
         names = run.names[: run.full * NAME_BYTES]

@@ -1,27 +1,29 @@
-"""How many blocks of a log's prompts would be reused at every size of the cache, exact or from samples, and at best.
+"""Hit curves: reused blocks of a log's prompts at every cache size, exact or sampled, and the optimum.
 
-A prompt uses all blocks of a chain at once, so whoever used a block has used the blocks before it, too. Along a chain
+A prompt uses all blocks of a chain at once, so a request that used a block also used the blocks before it. Along a
+chain
 the last users therefore only get older, and the blocks that one request used last lie together: a prompt is described
-by a few such *spans*, not block by block. It is the walk that brings a path of a tree to the front: the number of
+by a few such *spans*, not block by block. This is the walk that brings a path of a tree to the front: the number of
 spans is O(log n) per request on average.
 
 **LRU.** Evicting leaves, least recently used first and the deepest first among those of one request, is plain LRU over
-blocks where a request's shallower block counts as the more recent: nobody uses a block without those before it, so
+blocks where a request's shallower block counts as the more recent: no request uses a block without those before it, so
 the least recent block of that order is always a leaf. What a cache of C blocks holds is then the C most recent ones,
 whatever C is, and a block hits from the size that is its place in the order (its *stack distance*). Along a chain
 places only grow, so that a prefix ends at its first absent block by itself.
 
-**The bound.** Whoever knows the future evicts the leaf that is used again last, those that never are before all
-others. A block is used again no later than the blocks after it, so that leaf is also the block that is used again last
+**The bound.** The optimal policy, which knows the future, first evicts leaves that are never used again, then the leaf
+used again last. A block is used again no later than the blocks after it, so that leaf is also the block that is used
+again last
 (Belady's choice); among equals it is the deepest. At any time the cached blocks that one later request uses next lie
-together in its prompt, and the last of them go first. So numbers of blocks tell all: which ones need not be known.
+together in its prompt, and the last of them go first. So counts of blocks suffice: their identity does not matter.
 
-**Samples.** A sample has the blocks whose hash falls under a bound, whatever prompt they are in, and is a workload of
-its own, in which everything is `rate` times as far apart. It is drawn block by block, not by conversations: most
+**Samples.** A sample has the blocks with a hash below a bound, in any prompt, and is a workload of its own, in which
+everything is `rate` times as far apart. It is drawn block by block, not by conversations: most
 prompts may begin with the same few blocks, and a sample by first blocks would have nearly everything or nearly
-nothing. Of the samples misses are taken, and hits are what is left of all block requests, which are counted: misses
-are spread over many blocks that are each asked for once or twice, while a block that every prompt begins with has a
-large part of the hits alone, and be it in a sample or not would move the curve by that.
+nothing. Misses are estimated from the samples, and hits are all block requests, which are counted, minus the misses:
+misses are spread over many blocks that are each requested once or twice, while a block that every prompt begins with
+has a large part of the hits alone, so that the curve would depend on its being in a sample.
 """
 
 from __future__ import annotations
@@ -53,20 +55,20 @@ from kvcache.replay import Replayed, fitting
 
 
 class PrefixSums:
-    """A row of numbers, all 0 at first. Both operations take O(log n)."""
+    """Row of numbers with prefix sums, all 0 at first. Both operations take O(log n)."""
 
     def __init__(self, length: int) -> None:
         self._sums = [0] * (length + 1)
 
     def add(self, place: int, amount: int) -> None:
-        """Raise one number; places count from 0."""
+        """Add `amount` to one number; places count from 0."""
         sums, at = self._sums, place + 1
         while at < len(sums):
             sums[at] += amount
             at += at & -at
 
     def through(self, place: int) -> int:
-        """The sum of the numbers up to and including this place."""
+        """Return the sum of the numbers up to and including this place."""
         sums, at, total = self._sums, place + 1, 0
         while at:
             total += sums[at]
@@ -76,7 +78,7 @@ class PrefixSums:
 
 @dataclass(eq=False, repr=False)
 class InconsistentBlocks(UsageError):
-    """A prompt's blocks do not lie in one tree; `request` counts prompts from 0, `block` the prompt's blocks."""
+    """Prompts that do not lie in one tree; `request` counts prompts from 0, `block` the prompt's blocks."""
 
     request: int
     block: int
@@ -87,47 +89,48 @@ class InconsistentBlocks(UsageError):
 
 
 class ReuseSpan(NamedTuple):
-    """Blocks of a prompt that one earlier request was the last to use: right behind those of the span before."""
+    """Blocks of a prompt that one earlier request was the last to use, directly after those of the previous span."""
 
     user: int
-    """The earlier request, counted from 0."""
+    """Earlier request, counted from 0."""
     blocks: int
 
 
 class Reuses:
-    """The spans of prompts that come one after the other."""
+    """Spans of consecutive prompts."""
 
     def __init__(self) -> None:
         self.lengths = array("q")
-        """Blocks of each prompt."""
+        """Number of blocks of each prompt."""
         self.times = array("q")
-        """When each came, in ns."""
+        """Arrival time of each prompt, in ns."""
         self._users, self._blocks = array("q"), array("q")
-        """Of all spans, in order."""
+        """User and number of blocks of each span, in order."""
         self._ends = array("q")
-        """By request, how many spans there are up to its last."""
+        """Per request: number of spans up to its last."""
         self._last: dict[int, int] = {}
-        """By block, the last request that used it."""
+        """Per block: the last request that used it."""
         self._taken = array("q")
-        """By request, how many of its leading blocks later ones have used."""
+        """Per request: number of its leading blocks that later requests have used."""
 
     @property
     def distinct(self) -> int:
-        """How many different blocks there are."""
+        """Number of distinct blocks."""
         return len(self._last)
 
     def prompts(self) -> Iterator[tuple[int, list[ReuseSpan]]]:
-        """Each prompt's length in blocks, and its spans; blocks behind these were never there before."""
+        """Yield each prompt's length in blocks, and its spans; blocks after these are new."""
         begin = 0
         for length, end in zip(self.lengths, self._ends, strict=True):
             yield length, list(map(ReuseSpan, self._users[begin:end], self._blocks[begin:end]))
             begin = end
 
     def add(self, blocks: Sequence[int], at: int = 0) -> None:
-        """The next prompt, and when it came: in ns, not before the one before it.
+        """Add the next prompt, which arrived at `at` ns, not before the previous one.
 
-        Equal numbers must mean equal blocks behind equal blocks. Raises `InconsistentBlocks` where it sees that they do
-        not; nothing can be added then.
+        Equal numbers must mean equal blocks after equal blocks. Raises `InconsistentBlocks` if they visibly do not,
+        without
+        adding anything.
         """
         last, now, begin, length = self._last, len(self.lengths), 0, len(blocks)
         while begin < length and (user := last.get(blocks[begin])) is not None:
@@ -147,7 +150,7 @@ class Reuses:
         self._taken.append(0)
 
     def _end(self, blocks: Sequence[int], begin: int, user: int) -> int:
-        """Where the blocks end that this request was the last to use."""
+        """Return the end of the blocks that this request was the last to use."""
         last = self._last
         most = min(len(blocks), self.lengths[user])
         return bisect_left(blocks, 1, begin + 1, most, key=lambda block: last.get(block) != user)
@@ -158,26 +161,26 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanDistances:
-    """How large a cache must be for the spans of all prompts, which stand one behind the other."""
+    """Cache sizes from which the spans of all consecutive prompts hit."""
 
     before: Int64s
-    """Of each span, the blocks that are before its first one in the order: those of larger caches hit."""
+    """Per span: number of blocks before its first one in LRU order. Larger caches hit."""
     counts: Int64s
-    """Blocks of each span."""
+    """Number of blocks of each span."""
     stops: Int64s
-    """By request, how many spans there are up to its last."""
+    """Per request: number of spans up to its last."""
 
     @classmethod
     def of(cls, reuses: Reuses) -> SpanDistances:
-        """Find the places of all spans."""
+        """Compute the stack distances of all spans."""
         before, counts, stops = array("q"), array("q"), array("q")
         remaining = PrefixSums(len(reuses.lengths))
-        """By request, its blocks that no later one has used. Those of one request follow each other in the order."""
+        """Per request: its blocks that no later request has used. Those of one request are consecutive in the order."""
         seen = 0
         for request, (length, spans) in enumerate(reuses.prompts()):
             new = length
             for user, count in spans:
-                # Whatever is not as old as this span is before it: blocks of later requests, and this prompt's own.
+                # Everything more recent precedes this span: blocks of later requests, and this prompt's own.
                 before.append(seen - remaining.through(user))
                 counts.append(count)
                 remaining.add(user, -count)
@@ -188,25 +191,25 @@ class SpanDistances:
         return cls(*(np.array(column, np.int64) for column in (before, counts, stops)))
 
     def hits(self, size: int) -> Int64s:
-        """Blocks of each prompt that a cache of `size` blocks serves."""
+        """Return the number of blocks of each prompt that a cache of `size` blocks serves."""
         sums = np.concatenate([[0], np.cumsum(np.clip(size - self.before, 0, self.counts))])
         return np.diff(sums[self.stops], prepend=0)
 
 
 def misses_by_size(reuses: Reuses) -> Int64s:
-    """Entry C: the block requests that a cache of C blocks does not serve. Larger caches than the last are like it."""
+    """Return block requests that a cache of C blocks misses, as entry C. Larger caches than the last miss as many."""
     spans = SpanDistances.of(reuses)
     arrivals = np.zeros(reuses.distinct + 2, np.int64)
-    """At each size, how many of the block requests hit from there on, less those that do so from the size before."""
+    """Per size: block requests that hit from this size on, less those that hit from the size before."""
     np.add.at(arrivals, spans.before + 1, 1)
     np.add.at(arrivals, spans.before + 1 + spans.counts, -1)
     return np.asarray(sum(reuses.lengths) - np.cumsum(np.cumsum(arrivals))[:-1], np.int64)
 
 
 def best_hits(reuses: Reuses, size: int) -> int:
-    """Block requests that a cache of `size` blocks can serve at best, by the rule of `kvcache.audit.curve`.
+    """Return the block requests that a cache of `size` blocks can serve at best, by the rule of `kvcache.audit.curve`.
 
-    As with LRU, all blocks of a prompt are cached when it is done; of a longer prompt than the cache the first `size`.
+    As with LRU, all blocks of a prompt are cached when it is done; the first `size` of a prompt longer than the cache.
     """
     cache = _Cache(size, len(reuses.lengths))
     later = _next_uses(reuses)
@@ -214,7 +217,7 @@ def best_hits(reuses: Reuses, size: int) -> int:
 
 
 def _next_uses(reuses: Reuses) -> list[list[ReuseSpan]]:
-    """For each request, who uses its blocks next: in the order of the blocks, up to those that are never used again."""
+    """Return, for each request, the next users of its blocks in block order, up to blocks that are never used again."""
     later: list[list[ReuseSpan]] = [[] for _ in reuses.lengths]
     for request, (_, spans) in enumerate(reuses.prompts()):
         for user, count in spans:
@@ -223,19 +226,20 @@ def _next_uses(reuses: Reuses) -> list[list[ReuseSpan]]:
 
 
 class _Cache:
-    """How many cached blocks wait for which request."""
+    """Numbers of cached blocks by the request that uses them next."""
 
     def __init__(self, size: int, requests: int) -> None:
         self._size = self._free = size
         self._waiting = [0] * requests
-        """By request, the blocks that it uses before all others: the first of its prompt, since only the last go."""
+        """Per request: cached blocks that it uses next, a prefix of its prompt because the last ones are evicted
+        first."""
         self._farthest: list[int] = []
-        """The requests that blocks wait for, as a heap; below 0, so that the last one comes first."""
+        """Heap of the requests that use cached blocks next; negated, so that the latest one comes first."""
         self._useless = 0
-        """Blocks that are never used again."""
+        """Number of cached blocks that are never used again."""
 
     def serve(self, request: int, length: int, later: list[ReuseSpan]) -> int:
-        """Play one request; returns how many of its blocks were there."""
+        """Play one request; return how many of its blocks were cached."""
         hits, self._waiting[request] = self._waiting[request], 0
         rest = min(length, self._size)
         self._take(rest - hits)
@@ -249,7 +253,7 @@ class _Cache:
         return hits
 
     def _take(self, blocks: int) -> None:
-        """Take room for these, and evict what must go. The blocks just used wait for nobody yet, so they stay."""
+        """Make room for `blocks` blocks. Blocks of the current request have no next user yet, so they stay."""
         self._free -= blocks
         evicted = min(max(-self._free, 0), self._useless)
         self._useless -= evicted
@@ -264,47 +268,49 @@ class _Cache:
 
 
 KNEE = 0.01
-"""Doubling the cache is worth it if it gains this part of all block requests."""
+"""Least gain, as a part of all block requests, for which doubling the cache pays."""
 ENOUGH = 32
-"""Different blocks of a sample. With fewer in one of the samples, neither knee nor standard error says anything."""
+"""Fewest distinct blocks of a sample. If any sample has fewer, knee and standard error are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HitCurve:
-    """Block requests that LRU serves, by the size of the cache in blocks."""
+    """Block requests that LRU serves, by cache size in blocks."""
 
     block_requests: int
-    """Of all prompts."""
+    """Block requests of all prompts."""
     misses: tuple[Int64s, ...]
-    """Of each sample, by the size of a cache for the sampled blocks alone; entry 0: all requests for these."""
+    """Per sample: misses by the size of a cache for the sampled blocks alone; entry 0 counts all their requests."""
     rate: float = 1.0
-    """The part of the blocks that is in each sample; 1: all of them, and the curve is exact."""
+    """Part of the blocks in each sample; 1: all blocks, and the curve is exact."""
 
     @property
     def distinct_blocks(self) -> int:
-        """How many different blocks there are: at this size everything hits that was there before."""
+        """Number of distinct blocks: a cache of this size hits everything seen before."""
         return round(float(np.mean(self.sampled_blocks)) / self.rate)
 
     @property
     def sampled_blocks(self) -> tuple[int, ...]:
-        """How many different blocks each sample has."""
+        """Number of distinct blocks of each sample."""
         return tuple(int(misses[-1]) for misses in self.misses)
 
     @property
     def is_vague(self) -> bool:
-        """Whether the samples are too small for a knee and for standard errors; `enough_for` names a rate that does."""
+        """True if the samples are too small for a knee and standard errors; `enough_for` returns a rate that
+        suffices.
+        """
         return self.rate < 1 and min(self.sampled_blocks) < ENOUGH
 
     def hits(self, size: int) -> int:
-        """Block requests served by a cache of `size` blocks."""
+        """Return the block requests served by a cache of `size` blocks."""
         return round(float(self._hits(np.array([size])).mean()))
 
     def hit_rate(self, size: int) -> float:
-        """The same as a part of all block requests, from 0 to 1."""
+        """Return the hit rate of a cache of `size` blocks, from 0 to 1."""
         return self.hits(size) / max(self.block_requests, 1)
 
     def error(self, size: int) -> float | None:
-        """Standard error of the hit rate, from how much the samples differ; 0 if the curve is exact.
+        """Return the standard error of the hit rate, estimated from the samples; 0 if the curve is exact.
 
         None if it is vague.
         """
@@ -316,13 +322,15 @@ class HitCurve:
         return float(each.std(ddof=1) / np.sqrt(len(each)))
 
     def by_level(self, primary: int, secondary: int) -> tuple[int, int]:
-        """Hits in a primary level of so many blocks, and in a secondary one that takes what primary evicts."""
+        """Return the hits in a primary level of `primary` blocks, and in a secondary level that takes what primary
+        evicts.
+        """
         served = self.hits(primary)
         return served, self.hits(primary + secondary) - served
 
     @property
     def knee(self) -> int | None:
-        """The smallest size from which on no doubling gains a hundredth (`KNEE`) of all block requests.
+        """Smallest size from which on no doubling gains a hundredth (`KNEE`) of all block requests.
 
         None if no size has any hits, or the curve is vague.
         """
@@ -335,7 +343,9 @@ class HitCurve:
         return int(sizes[worth[-1]]) + step if len(worth) else 1
 
     def _hits(self, sizes: Int64s) -> npt.NDArray[np.float64]:
-        """A row for each sample. A sampled block hits where as many sampled ones fit as there should be before it."""
+        """Return hits per sample (rows) and size. A sampled block hits if as many sampled blocks fit as are expected
+        before it.
+        """
         places = np.where(sizes > 0, 1 + np.floor((sizes - 1) * self.rate), 0).astype(np.int64)
         rows = [misses[np.minimum(places, len(misses) - 1)] / self.rate for misses in self.misses]
         hits = np.clip(self.block_requests - np.array(rows), 0, None)
@@ -343,9 +353,9 @@ class HitCurve:
 
 
 def enough_for(distinct_blocks: float) -> float:
-    """A rate with which samples of so many different blocks have `ENOUGH`, most likely: one digit, at most 1.
+    """Return a rate at which samples of `distinct_blocks` blocks most likely have `ENOUGH`: one digit, at most 1.
 
-    Twice as many are aimed at, since samples differ in size.
+    It aims at twice as many, because samples differ in size.
     """
     rate = 2 * ENOUGH / max(distinct_blocks, 1)
     digit = 10.0 ** math.floor(math.log10(rate))
@@ -353,16 +363,16 @@ def enough_for(distinct_blocks: float) -> float:
 
 
 SAMPLES = 4
-"""Independent ones are drawn; how much they differ tells how far off their mean may be."""
+"""Number of independent samples; their spread estimates the error of their mean."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
 _ALL = 2.0**64
-"""So many hashes there can be."""
+"""Number of possible hashes."""
 
 
 @dataclass(eq=False, repr=False)
 class EmptySamples(UsageError):
-    """None of the prompts' blocks is in a sample of this `rate`; `enough` is one that would do."""
+    """No sample of this `rate` has any of the prompts' blocks; `enough` is a rate that suffices."""
 
     rate: float
     enough: float
@@ -375,9 +385,10 @@ class EmptySamples(UsageError):
 
 
 class CurveRecorder:
-    """Takes prompts one after the other, and keeps what a curve needs of them.
+    """Recorder of consecutive prompts for a hit curve.
 
-    `rate` is the part of the blocks that is in each of the samples, which `seed` makes; with 1 there is one, of all.
+    `rate` is the part of the blocks in each of the samples, which are drawn by `seed`; with 1 there is one, of all
+    blocks.
     Raises `UsageError` for a rate that is not above 0 and at most 1.
     """
 
@@ -394,30 +405,31 @@ class CurveRecorder:
         seeds = range(seed, seed + samples) if rate < 1 else range(1)
         self._samples = [(each * _GOLDEN & _MASK64, Reuses()) for each in seeds]
         self._lowest = [1.0] * len(self._samples)
-        """Of each sample that is empty, the lowest hash, as a part of all that there can be."""
+        """Per empty sample: the lowest hash, as a part of the range of hashes."""
 
     @property
     def reuses(self) -> Reuses:
-        """The whole workload. Raises `UsageError` where only samples are kept."""
+        """The whole workload. Raises `UsageError` if only samples are kept."""
         if self.rate < 1:
             raise UsageError("the bound needs all blocks, not samples: leave the sample rate out")
         return self._samples[0][1]
 
     @property
     def workloads(self) -> list[Reuses]:
-        """Each sample, as a workload; with a rate of 1 the whole one."""
+        """Each sample as a workload; with a rate of 1 the whole one."""
         return [reuses for _, reuses in self._samples]
 
     @property
     def seconds(self) -> float:
-        """From the first prompt to the last."""
+        """Seconds from the first prompt to the last."""
         return (self._last_at - (self._first_at or 0)) / 1e9
 
     def add(self, blocks: Sequence[int], at: int = 0) -> None:
-        """The next prompt's full blocks, numbered from 0 to 2**64 - 1, and when it came, in ns.
+        """Add the next prompt's full blocks, numbered from 0 to 2**64 - 1, and its arrival time in ns.
 
-        One that comes before the one before it, as where a clock was set back, is taken to come with it. Raises
-        `InconsistentBlocks` (see `Reuses`).
+        A time before the previous one, as after a clock was set back, counts as equal to it. Raises
+        `InconsistentBlocks` (see
+        `Reuses`).
         """
         self.prompts += 1
         self.block_requests += len(blocks)
@@ -437,7 +449,9 @@ class CurveRecorder:
                 self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
 
     def curve(self) -> HitCurve:
-        """The curve of what was added up to now. Raises `EmptySamples` where that has blocks, and no sample has any."""
+        """Return the curve of the prompts added so far. Raises `EmptySamples` if they have blocks and no sample has
+        any.
+        """
         if self.block_requests and not any(reuses.distinct for _, reuses in self._samples):
             # The lowest of n hashes is about 1/n of all there can be: within a factor of 2, from several samples.
             raise EmptySamples(self.rate, enough_for(len(self._samples) / sum(self._lowest) / 2))
@@ -446,7 +460,8 @@ class CurveRecorder:
 
 
 def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> HitCurve:
-    """The curve of prompts, each given by numbers for its blocks: equal ones for equal blocks behind equal blocks.
+    """Return the curve of prompts, each given by numbers for its blocks: equal ones for equal blocks after equal
+    blocks.
 
     Raises what `CurveRecorder` does.
     """
@@ -457,7 +472,7 @@ def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> HitCurve:
 
 
 def _hashed(numbers: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:
-    """Numbers that look random (the finalizer of SplitMix64)."""
+    """Return pseudo-random numbers (the finalizer of SplitMix64)."""
     mixed = numbers + np.uint64(salt)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -467,63 +482,65 @@ def _hashed(numbers: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64
 # -- the prompts that a log records
 
 _HASHING = ALGORITHMS[DEFAULT_ALGORITHM]
-"""Names blocks here, whatever names the log gives them."""
+"""Algorithm that names blocks here, independent of the names in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What a log's cache had for the window with full attention."""
+    """Cache size of a log for the window with full attention."""
 
     primary: int
-    """Blocks."""
+    """Primary blocks."""
     secondary: int
     bytes_per_block: int
-    """In all its pools."""
+    """Bytes of a block in all its pools."""
 
 
 class LoggedPrompt(NamedTuple):
-    """One admission."""
+    """One admission of a log, with its block numbers."""
 
     event: SequenceAdded
     numbers: list[int]
-    """Of all full blocks of its prompt."""
+    """Numbers of all full blocks of the prompt."""
 
 
 class LoggedPrompts:
-    """Iterates once over a log: for each admission the numbers of the full blocks that end before its last token.
+    """Prompts of a log, iterable once: for each admission the numbers of the full blocks that end before its last
+    token.
 
     A block's number is the name that `v2_sha256_64` gives it, which stands for its tokens, all before them, and the
-    namespace. What else is to be had here holds when the iteration has ended. It raises `Unsupported` for a log without
-    full attention, `UsageError` for one without a cache or tokens, `Unreplayable`, and what `LogReader` raises.
+    namespace. Other attributes are complete when the iteration has ended. It raises `Unsupported` for a log without
+    full
+    attention, `UsageError` for one without a cache or tokens, `Unreplayable`, and what `LogReader` raises.
     """
 
     def __init__(self, log: str | Path, progress: Callable[[int], None] = lambda _: None) -> None:
         self.reader = LogReader(log)
-        """Knows how the log ends."""
+        """Reader of the log, which also reports how it ends."""
         self._log = Path(log)
         self._replayed = Replayed(CacheState())
         self._progress = progress
         self._symbols = SymbolTable()
         self._created: CacheCreated | None = None
         self.tokens_per_block = 0
-        """Of the log's first cache: all prompts are cut into such blocks."""
+        """Block size of the log's first cache, in tokens: all prompts are cut into such blocks."""
         self.last_seq = -1
         self.admissions = 0
         self.skipped = 0
-        """Admissions whose tokens cannot be known, because batches before them are missing."""
+        """Number of admissions with unknown tokens, because batches before them are missing."""
         self.gaps = 0
         self.windows = 0
-        """How many the last cache has."""
+        """Number of windows of the last cache."""
         self.shared = False
-        """Whether layers of other kinds take blocks of the same pool."""
+        """True if layers of other kinds take blocks of the same pool."""
         self.reused_primary = 0
         """Tokens in full blocks that the log's own cache served from primary."""
         self.reused_secondary = 0
         self.at = 0
-        """When the batch that was read last was made: wall-clock ns, shifted as those of `EpochClock`."""
+        """Time of the last batch read: wall-clock ns, shifted by an `EpochClock`."""
         self._group = 0
         self.lengths = array("q")
-        """Tokens of each prompt that was iterated over."""
+        """Number of tokens of each prompt iterated over."""
         self._times = 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -531,20 +548,20 @@ class LoggedPrompts:
             yield numbers
 
     def numbered(self) -> Iterator[LoggedPrompt]:
-        """Iterate likewise: each admission with its numbers."""
+        """Iterate likewise; yield each admission with its numbers."""
         for _, prompts in self.batches():
             for event, numbers in prompts:
                 self.lengths.append(event.num_tokens)
-                # The last token is computed in any case, so a block that it ends is never reused whole.
+                # The last token is always computed, so a block that it ends is never reused whole.
                 yield LoggedPrompt(event, numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block])
 
     @property
     def state(self) -> CacheState:
-        """The state after the batch that was read last."""
+        """State after the last batch read."""
         return self._replayed.state
 
     def batches(self) -> Iterator[tuple[EventBatch, list[LoggedPrompt]]]:
-        """Iterate likewise, by batch: each one, and its admissions whose tokens are known."""
+        """Iterate likewise by batch; yield each batch with its admissions of known tokens."""
         clock = EpochClock()
         for batch in self.reader:
             self.at = clock.of_batch(batch)
@@ -560,25 +577,25 @@ class LoggedPrompts:
 
     @property
     def hours(self) -> float | None:
-        """From the first batch to the last; None: no time has passed."""
+        """Hours from the first batch to the last; None if no time has passed."""
         return hours_between(*self._times)
 
     @property
     def window(self) -> int:
-        """The one with full attention, in tokens."""
+        """Window with full attention, in tokens."""
         assert self._created is not None, "before the iteration has ended"
         return self._created.groups[self._group].window
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of the last cache."""
+        """Settings of the last cache."""
         assert self._created is not None, "before the iteration has ended"
         settings: dict[str, Any] = json.loads(self._created.config)
         return settings
 
     @property
     def size(self) -> CacheSize:
-        """Of the last cache, in blocks of `tokens_per_block` tokens."""
+        """Size of the last cache, in blocks of `tokens_per_block` tokens."""
         assert self._created is not None, "before the iteration has ended"
         group, tokens = self._created.groups[self._group], self._created.tokens_per_block
         primary, secondary = (blocks * tokens // self.tokens_per_block for blocks in group.num_blocks)
@@ -587,7 +604,7 @@ class LoggedPrompts:
 
     def _read(self, batch: EventBatch) -> list[LoggedPrompt]:
         prompts = list[LoggedPrompt]()
-        # What a batch says before a gap continues what is missing: symbols begin with the whole state behind it.
+        # Events of a batch before a gap continue missing ones; symbols begin with the whole state after the gap.
         known = max((index for index, event in enumerate(batch.events) if isinstance(event, Gap)), default=-1)
         for index, event in enumerate(batch.events):
             if index > known:

@@ -1,16 +1,16 @@
-"""Two logs side by side: where they first say something else, and how their requests were reused.
+"""Comparison of two logs: the first divergence, and the reuse of their requests.
 
-Both read batches in order, and keep of each log no more than they still need of it.
+Both functions read batches in order, and keep no more of each log than they still need.
 
-Where two logs diverge, the first batch of one is compared with the first one of the other, and so on. What a log says
-of itself and of its cache when an epoch begins is no divergence: its id and number, the software, the settings
-(`changed_settings` compares these). Nor is when something happened. Where the caches differ in their blocks, that makes
-other blank slots in every exported state and another fingerprint in every checkpoint; what else these say is compared.
+Where two logs diverge, the first batch of one is compared with the first one of the other, and so on. The description
+of a log and its cache at the start of an epoch is no divergence: its id and number, the software, the settings
+(`changed_settings` compares these). Nor are times. If the caches differ in their blocks, blank slots in exported states
+and fingerprints in checkpoints differ as well; the rest of these events is compared.
 
-For reuse, an admission in one log belongs to the admission of the same request id in the other; of an id that comes
-several times (after preemption, or used again), the k-th to the k-th. Admissions before a gap in their batch are left
-out, as in audits. The log with fewer admissions up to now is read on, so that partners come soon after each other: kept
-are the admissions whose partner has not come, and those that are told of.
+For reuse, an admission in one log is paired with the admission of the same request id in the other; if an id recurs
+(after preemption, or reused), the k-th with the k-th. Admissions before a gap in their batch are left
+out, as in audits. The log with fewer admissions so far is read on, so that partners follow each other closely: only
+admissions still without a partner, and reported ones, are kept.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HEADERS = (EpochStarted, CacheCreated)
 
 
 _NOTHING = "(none)"
-"""Of a setting that only one of the two has, as with logs of two versions."""
+"""Value of a setting that only one of the two logs has, as with logs of two versions."""
 
 
 @dataclass(frozen=True)
 class EventPlace:
-    """An event in a log; or, with `index` behind its last one, the end of a batch."""
+    """An event in a log, or the end of a batch if `index` is after its last event."""
 
     batch: EventBatch
     index: int
@@ -66,7 +66,7 @@ class Divergence:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What two events of one type differ in; empty where there are no two such events."""
+        """Fields in which two events of one type differ; empty if there are no two such events."""
         a, b = (None if place is None else place.event for place in (self.a, self.b))
         if a is None or type(a) is not type(b):
             return ()
@@ -74,12 +74,12 @@ class Divergence:
 
 
 def first_divergence(a: Iterable[EventBatch], b: Iterable[EventBatch]) -> Divergence | None:
-    """Compare two logs up to the first difference, which is read to and no further; None: they say the same.
+    """Return the first difference of two logs, reading no further than that; None if they agree.
 
     Raises what reading them does.
     """
     alike = True
-    """Whether both caches have the same blocks."""
+    """True if both caches have the same blocks."""
     for one, other in zip_longest(a, b):
         if one is None or other is None:
             return Divergence(*(None if each is None else EventPlace(each, 0) for each in (one, other)))
@@ -93,7 +93,7 @@ def first_divergence(a: Iterable[EventBatch], b: Iterable[EventBatch]) -> Diverg
 
 
 def _caches(batch: EventBatch) -> list[tuple[GroupCreated, ...]]:
-    """The blocks of all caches that a batch creates."""
+    """Return the blocks of all caches that a batch creates."""
     return [event.groups for event in batch.events if type(event) is CacheCreated]
 
 
@@ -113,7 +113,7 @@ def _same(a: AnyEvent, b: AnyEvent, *, alike: bool) -> bool:
 
 
 def _without_blocks(event: AnyEvent) -> AnyEvent:
-    """What an event says that does not follow from the number of blocks."""
+    """Return an event without what follows from the number of blocks."""
     if isinstance(event, Checkpoint):
         return replace(event, fingerprint=b"")
     if isinstance(event, StateExported):
@@ -123,7 +123,7 @@ def _without_blocks(event: AnyEvent) -> AnyEvent:
 
 @dataclass(frozen=True)
 class ChangedSetting:
-    """A setting, and what it is in each log, as JSON has it."""
+    """A setting, with its value in each log as in JSON."""
 
     name: str
     a: Any
@@ -131,7 +131,7 @@ class ChangedSetting:
 
 
 def changed_settings(a: CacheCreated, b: CacheCreated) -> list[ChangedSetting]:
-    """The settings in which two caches differ, and what followed from them: the blocks of each window and level."""
+    """Return the settings in which two caches differ, and their consequences: the blocks of each window and level."""
     one, other = dict(settings_of(a)), dict(settings_of(b))
     names = [*one, *(name for name in other if name not in one)]
     pairs = ((name, one.get(name, _NOTHING), other.get(name, _NOTHING)) for name in names)
@@ -139,7 +139,7 @@ def changed_settings(a: CacheCreated, b: CacheCreated) -> list[ChangedSetting]:
 
 
 def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, JSON value) of each setting a cache was created with, and of what followed from them."""
+    """Yield (dotted name, JSON value) of each setting of a cache, and of the blocks that follow from them."""
     try:
         config = json.loads(created.config)
     except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
 
 
 def _settings_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Settings by the names that settings have, as in ``log.fsync``."""
+    """Yield settings by dotted name, as in ``log.fsync``."""
     if not isinstance(value, dict):
         yield name or "config", value
         return
@@ -172,7 +172,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class ReuseChange:
-    """A request in both logs."""
+    """Reuse of one request in both logs."""
 
     request_id: RequestId
     a: Admitted
@@ -180,22 +180,22 @@ class ReuseChange:
 
     @property
     def reused_tokens(self) -> int:
-        """By how much more it reused in B; below 0: by how much less."""
+        """Reused tokens in B minus those in A."""
         return self.b.reused_tokens - self.a.reused_tokens
 
 
 @dataclass
 class ReuseTotals:
-    """Admissions, added up."""
+    """Sums over admissions."""
 
     requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     first: list[tuple[RequestId, Admitted]] = field(default_factory=list)
-    """The first of them, of those that the other log does not have."""
+    """First admissions, of those that the other log does not have."""
 
     def add(self, admitted: Admitted) -> None:
-        """Count one more."""
+        """Add one admission."""
         self.requests += 1
         self.prompt_tokens += admitted.prompt_tokens
         self.reused_tokens += admitted.reused_tokens
@@ -203,24 +203,24 @@ class ReuseTotals:
 
 @dataclass
 class ReuseDifference:
-    """What comes out. A and B are the two logs; requests are admissions, which may be several of one id."""
+    """Result of the comparison. A and B are the two logs; requests are admissions, several of which may have one id."""
 
     a: ReuseTotals = field(default_factory=ReuseTotals)
-    """Of the requests that both have, in A."""
+    """Totals in A of the requests in both logs."""
     b: ReuseTotals = field(default_factory=ReuseTotals)
     changed: int = 0
-    """How many of these reused more or fewer tokens in B."""
+    """Number of these that reused more or fewer tokens in B."""
     other_prompts: int = 0
-    """How many of these have a prompt of another length."""
+    """Number of these with a prompt of another length."""
     largest: list[ReuseChange] = field(default_factory=list)
-    """Those whose reuse changed most, either way; of equal ones, the first."""
+    """Requests with the largest change of reuse, either way; the first among equals."""
     only_a: ReuseTotals = field(default_factory=ReuseTotals)
-    """Of the requests that A alone has."""
+    """Totals of the requests in A alone."""
     only_b: ReuseTotals = field(default_factory=ReuseTotals)
 
 
 def compare_reuse(a: Iterable[EventBatch], b: Iterable[EventBatch], top: int = 10) -> ReuseDifference:
-    """Compare request by request; `top` is how many are listed of each kind. Raises what reading the logs does."""
+    """Compare request by request; list `top` of each kind. Raises what reading the logs does."""
     pairing = _Pairing(top)
     sides = [_admissions(a), _admissions(b)]
     read = [0, 0]
@@ -244,15 +244,15 @@ def _admissions(batches: Iterable[EventBatch]) -> Iterator[tuple[RequestId, Admi
 
 
 class _Pairing:
-    """Brings the admissions of two logs together."""
+    """Pairing of the admissions of two logs."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._result = ReuseDifference()
         self._alone: tuple[dict[RequestId, deque[Admitted]], ...] = ({}, {})
-        """Of each log, admissions whose partner has not come: of one id at most in one log."""
+        """Per log: admissions still without a partner; an id is in at most one of the two."""
         self._largest: list[tuple[int, int, ReuseChange]] = []
-        """A heap; the smallest change, and of equal ones the last, is first."""
+        """Heap with the smallest change first, and the last among equals."""
 
     def add(self, side: int, request_id: RequestId, admitted: Admitted) -> None:
         """Take the next admission of a log."""
@@ -280,7 +280,7 @@ class _Pairing:
             heappushpop(self._largest, entry)
 
     def finish(self) -> ReuseDifference:
-        """What came out; whoever is alone now stays so."""
+        """Return the result; admissions still without a partner stay so."""
         result = self._result
         result.largest = [pair for *_, pair in sorted(self._largest, reverse=True)]
         for only, alone in zip((result.only_a, result.only_b), self._alone, strict=True):

@@ -1,4 +1,4 @@
-"""What a log says of one request, and the same in words: refusals, admissions, and why its prompt was computed."""
+"""History of one request in a log, also in words: refusals, admissions, and the reasons why its prompt was computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.errors import UsageError, shown
 from kvcache.phrases import count, duration, printable, share
 
 MOST_HOLDERS = 5
-"""Of a refusal, so many of the requests that held most are named."""
+"""Most holders of blocks that are named for a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LogMoment:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """A running request, and the blocks that its tokens take."""
+    """A running request, and the number of blocks of its tokens."""
 
     request_id: RequestId
     blocks: int
@@ -36,20 +36,20 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RefusedAdmission:
-    """The request did not fit. Only the first of several tries in a row is in the log."""
+    """A refusal of a request that did not fit. Of several consecutive tries only the first is in the log."""
 
     moment: LogMoment
     needed: tuple[int, ...]
-    """Per window: blocks."""
+    """Blocks needed per window."""
     available: tuple[int, ...]
     running: int
     holders: tuple[BlockHolder, ...]
-    """Those that held the most, the largest first."""
+    """Requests that held the most blocks, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSince:
-    """Where blocks begin that were cached at another moment than those before them."""
+    """First block and moment of blocks that were cached at another moment than those before them."""
 
     first_block: int
     moment: LogMoment
@@ -57,35 +57,35 @@ class StoredSince:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Consecutive tokens of a prompt of which the same is to be said."""
+    """Consecutive tokens of a prompt with the same explanation."""
 
     first: int
     stop: int
-    """The token behind the last."""
+    """Token after the last."""
     first_block: int
     last_block: int
     reason: Reason
     window: int | None
-    """In tokens, where the reason is about one window of several."""
+    """Window in tokens, if the reason concerns one window of several."""
     slots: tuple[int, ...] = ()
-    """Of its blocks, where they are reused."""
+    """Slots of reused blocks."""
     stored_by: RequestId | None = None
     stored: tuple[StoredSince, ...] = ()
-    """When its blocks were cached, in their order; empty where that is not known."""
+    """Moments when the blocks were cached, in order; empty if unknown."""
     gone: LogMoment | None = None
     gone_for: RequestId | None = None
-    """The request that needed the room."""
+    """Request that needed the room."""
     computed_by: RequestId | None = None
-    """The running request that was computing it."""
+    """Running request that was computing it."""
     group: int | None = None
-    """The group that shares the pool of full attention and lost it; `gone` and `gone_for` are about what it lost."""
+    """Group that shares the pool of full attention and evicted the blocks; `gone` and `gone_for` are about it."""
     kind: str = ""
-    """That group's."""
+    """Kind of that group."""
 
 
 @dataclass(slots=True)
 class Stay:
-    """From an admission to the request's end, or to the end of the log."""
+    """Time from an admission to the request's end, or to the end of the log."""
 
     admitted: LogMoment
     namespace: ev.Namespace
@@ -93,9 +93,9 @@ class Stay:
     reused: int
     parts: list[PromptPart]
     computed_again: int = 0
-    """Tokens that an earlier stay had computed already, and that this one had to compute again."""
+    """Tokens that this stay had to compute again although an earlier stay had computed them."""
     not_loaded: int = 0
-    """Tokens that were to be loaded from outside, and did not come."""
+    """Tokens that were to be loaded from outside and did not arrive."""
     ended: LogMoment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
@@ -104,12 +104,12 @@ class Stay:
 
 @dataclass(slots=True)
 class Exported:
-    """A request that ran in a state that the log begins anew with: its admission is not in the log."""
+    """A request running in a state with which the log begins anew: its admission is not in the log."""
 
     since: LogMoment
-    """The batch of that state."""
+    """Moment of the batch with that state."""
     num_tokens: int
-    """Of the prompt."""
+    """Number of prompt tokens."""
     ended: LogMoment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
@@ -117,7 +117,7 @@ class Exported:
 
 @dataclass(slots=True)
 class Explanation:
-    """All that is known of a request."""
+    """Everything known of a request."""
 
     request_id: RequestId
     refusals: list[RefusedAdmission] = field(default_factory=list)
@@ -126,16 +126,16 @@ class Explanation:
 
 
 class Explanations(HistoryListener):
-    """Explains requests; their admissions must have details (`HistoryFold`)."""
+    """Listener that explains requests; admissions must have details (`HistoryFold`)."""
 
     def __init__(self, wanted: Callable[[RequestId], bool]) -> None:
         self._wanted = wanted
         self.found: dict[RequestId, Explanation] = {}
-        """By id as the engine gave it: 7 and "7" are two requests."""
+        """Explanations by the engine's request id: 7 and "7" are two requests."""
         self._admitted: set[int] = set()
-        """Numbers of admissions."""
+        """Admission numbers seen."""
         self._open: dict[int, Stay | Exported] = {}
-        """What has not ended, by these numbers."""
+        """Stays and exported requests that have not ended, by admission number."""
         self._ended: list[tuple[int, ev.SequenceRemoved]] = []
         self._not_loaded: list[tuple[int, int]] = []
 
@@ -145,26 +145,26 @@ class Explanations(HistoryListener):
         return self.found.setdefault(request_id, Explanation(request_id))
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Note that its admission is in the log."""
+        """Record that the admission is in the log."""
         if self._wanted(admission.request_id):
             self._admitted.add(admission.number)
 
     def restarted(self, history: HistoryFold) -> None:
-        """Note who runs without an admission in the log."""
+        """Record the requests that run without an admission in the log."""
         for request in history.running.values():
             unknown = request.number not in self._admitted and request.number not in self._open
             if unknown:
                 self.forked(history, request)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
-        """A branch runs without an admission, too."""
+        """Record the child, which also runs without an admission."""
         if (explanation := self._of(child.sequence.request_id)) is not None:
             exported = Exported(LogMoment(history.batch, history.now), child.sequence.num_prompt_tokens)
             explanation.exported.append(exported)
             self._open[child.number] = exported
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
-        """Note a refusal, and who held the blocks."""
+        """Record a refusal, and the holders of the blocks."""
         explanation = self._of(event.request_id)
         if explanation is None:
             return
@@ -179,7 +179,7 @@ class Explanations(HistoryListener):
         explanation.refusals.append(refusal)
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Note an admission, part by part."""
+        """Record an admission, part by part."""
         explanation = self._of(admission.request_id)
         if explanation is None:
             return
@@ -197,17 +197,17 @@ class Explanations(HistoryListener):
         self._open[admission.number] = stay
 
     def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
-        """Note what did not come."""
+        """Record tokens that did not arrive."""
         self._not_loaded.append((request.number, tokens))
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
-        """Note an end."""
+        """Record an end."""
         if self._wanted(request.sequence.request_id):
-            # Told at the batch's end: so is an admission of the same batch.
+            # Added at the batch's end, because the admission may be in the same batch.
             self._ended.append((request.number, event))
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Tell the ends of the batch, whose admissions are known now."""
+        """Add the ends of the batch, now that its admissions are known."""
         for number, tokens in self._not_loaded:
             waited = self._open.get(number)
             if isinstance(waited, Stay):
@@ -221,7 +221,7 @@ class Explanations(HistoryListener):
 
 
 def _parts(history: HistoryFold, admission: ExplainedAdmission) -> list[PromptPart]:
-    """The prompt's parts, joined as far as the same is to be said of them."""
+    """Return the prompt's parts, with equal neighbours joined."""
     joined: list[PromptPart] = []
     for first, stop, reason, group in admission.spans():
         part = _part(history, admission, first, stop, reason, group)
@@ -241,7 +241,7 @@ def _parts(history: HistoryFold, admission: ExplainedAdmission) -> list[PromptPa
 
 
 def _said(part: PromptPart) -> PromptPart:
-    """The part without its place: equal ones are joined."""
+    """Return the part without its place: equal ones are joined."""
     return replace(part, first=0, stop=0, first_block=0, last_block=0, slots=(), stored=())
 
 
@@ -279,19 +279,19 @@ def _part(
 
 
 _UNKNOWN = (Reason.LAST_TOKEN, Reason.PARTIAL, Reason.EXTERNAL)
-"""Of tokens of which nothing more is to be said."""
+"""Reasons without further explanation."""
 _CACHED = (Reason.NOT_SERVABLE, Reason.LAST_HIT, Reason.NOT_REUSED)
-"""Of blocks that were cached, and not reused."""
+"""Reasons of blocks that were cached and not reused."""
 
 
 _MOST_ALIKE = 4
 
 
 def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Explanation]:
-    """Explain a request of a log: several, if the engine used the id both as a number and as text.
+    """Explain a request of a log; several, if the engine used the id both as a number and as text.
 
-    Raises `UsageError` if the log knows no such request; it names some whose ids begin so, as those of vLLM begin with
-    what its clients got.
+    Raises `UsageError` if the log has no such request; it names some with that prefix, because vLLM's ids begin with
+    those that its clients receive.
     """
     alike = dict[str, None]()
 
@@ -314,14 +314,14 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
 
 
 _MOST_RANGES = 4
-"""Of slots, which mostly lie anywhere."""
+"""Most ranges of slots that are listed, since slots mostly are scattered."""
 When = Callable[[int], str]
-"""A wall clock in ns as people want to read it."""
+"""Formatter of a wall clock in ns for readers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplanationView:
-    """One refusal, or a request without an admission, which have no table; or one stay of a request."""
+    """View of one refusal or one request without an admission (both without a table), or of one stay of a request."""
 
     heading: str
     facts: list[tuple[str, str]]
@@ -329,11 +329,11 @@ class ExplanationView:
     rows: list[list[str]]
 
     RIGHT = ("count", "window")
-    """Columns of numbers."""
+    """Columns of numbers, right-aligned."""
 
 
 def tell(found: Explanation, when: When) -> list[ExplanationView]:
-    """All that is known of a request: refusals, what has no admission, then stays."""
+    """Return views of everything known of a request: refusals, requests without an admission, then stays."""
     name = printable(str(found.request_id))
     return [
         *(_refusal(name, refusal, when) for refusal in found.refusals),
@@ -418,7 +418,7 @@ def _moment(moment: LogMoment, when: When) -> str:
 
 
 def _moments(stored: tuple[StoredSince, ...], when: When) -> str:
-    """One, or the first and the last of several."""
+    """Format one moment, or the first and last of several."""
     moments = sorted({each.moment for each in stored}, key=lambda moment: moment.batch)
     first, last = moments[0], moments[-1]
     if first == last:
@@ -443,7 +443,7 @@ def _details(part: PromptPart, now: LogMoment, when: When) -> str:
 
 
 def _slots(slots: tuple[int, ...]) -> str:
-    """As ranges, in the order of the blocks; the first ones where there are many."""
+    """Format slots as ranges in block order, the first ones if there are many."""
     ranges: list[list[int]] = []
     for slot in slots:
         if ranges and slot == ranges[-1][1] + 1:
@@ -456,12 +456,12 @@ def _slots(slots: tuple[int, ...]) -> str:
 
 
 def group_in_words(group: int, kind: str) -> str:
-    """A group that shares the pool of full attention."""
+    """Format a group that shares the pool of full attention."""
     return f"group {group} ({kind})"
 
 
 def namespace_in_words(namespace: Namespace) -> str:
-    """LoRA adapter and salt; empty for the namespace without either."""
+    """Format LoRA adapter and salt; empty for the namespace without either."""
     said = []
     if namespace.lora_id is not None:
         said.append(f"LoRA {namespace.lora_id}")

@@ -1,4 +1,4 @@
-"""All tables of a log as Parquet, CSV, JSON lines or SQLite; docs/how-to/export.md says what columns mean."""
+"""All tables of a log as Parquet, CSV, JSON lines or SQLite; docs/how-to/export.md defines the columns."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from kvcache.audit.tables import (
 from kvcache.errors import UsageError
 
 iso = lru_cache(1 << 12)(phrases.iso)
-"""Many rows have the same time."""
+"""Format a time as ISO 8601, cached because many rows share a time."""
 
 
 def times(values: Sequence[int | None]) -> list[str | None]:
-    """A column of times."""
+    """Format a column of times."""
     return [None if value is None else iso(value) for value in values]
 
 
 def texts(values: Sequence[Any]) -> list[str | None]:
-    """A column of texts, among which request ids may be numbers."""
+    """Format a column of texts, in which request ids may be numbers."""
     return [value if value is None else str(value) for value in values]
 
 
 Kind = Literal["integer", "text", "boolean", "time"]
 Values = list[list[Any]]
-"""Column by column; times are integers, nanoseconds since 1970."""
+"""Values by column; times are integers, nanoseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `kind` of a request's id is text: JSON alone has it as the engine gave it."""
+    """One column. The `kind` of request ids is text; only JSON keeps their original type."""
 
     name: str
     kind: Kind
     unit: str = ""
     optional: bool = False
-    """Whether it may be null."""
+    """True if values may be null."""
 
 
 _KINDS: dict[Any, Kind] = {int: "integer", bool: "boolean"}
@@ -70,11 +70,11 @@ _UNITS = {
     "hex digits": ("salt_digest",),
     "ns": ("ts",),
 }
-"""What numbers and texts count or are, by the ends of their columns' names."""
+"""Units of columns, by the ends of their names."""
 
 
 def _columns_of(row: type[NamedTuple]) -> Iterator[Column]:
-    """The columns of rows: of each time two, for computing and for reading, and of tokens by reason one each."""
+    """Yield the columns of rows: two per time, for computing and for reading, and one per reason."""
     for name, hint in typing.get_type_hints(row).items():
         kinds = typing.get_args(hint)
         if name == "tokens_by_reason":
@@ -95,12 +95,12 @@ _ROWS: dict[str, Any] = {
     "steps": StepRow,
 }
 COLUMNS: dict[str, list[Column]] = {table: list(_columns_of(row)) for table, row in _ROWS.items()}
-"""By table, in order."""
+"""Columns by table, in order."""
 COLUMNS["occupancy"] = [*COLUMNS["steps"][:3], *_columns_of(OccupancyRow)]
 
 
 def tables_in(name: TableName, rows: Sequence[Any]) -> dict[str, Values]:
-    """Rows of a log as columns of tables: those of steps make two."""
+    """Return rows of a log as columns of tables: rows of steps make two tables."""
     if name == "steps":
         return {"steps": _columns("steps", rows, StepRow), "occupancy": _occupancy(rows)}
     return {name: _columns(name, rows, _ROWS[name])}
@@ -134,7 +134,7 @@ def _occupancy(rows: Sequence[StepRow]) -> Values:
 
 @dataclass(eq=False, repr=False)
 class TargetExists(UsageError):
-    """The path is taken. `replaceable`: by an earlier export, as far as its names tell."""
+    """The target path exists. `replaceable` is True if its names look like an earlier export."""
 
     path: Path
     replaceable: bool
@@ -146,17 +146,18 @@ class TargetExists(UsageError):
 
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that only writing has."""
+"""Errors that only writing causes."""
 
 
 @contextmanager
 def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path]:
-    """Give a path to write to, beside the one that is meant; takes its place when the block ends without an error.
+    """Yield a temporary path next to the target, which replaces the target if the block ends without an error.
 
-    A file is written that begins with `header`, or a directory of tables (None). Raises `TargetExists`, also with
-    `force` for what is no such thing, and FileNotFoundError where the path's own directory is missing. Until the end,
-    what is at `path` stays. A disk that takes no more is an OSError that names `path`. As the log, it is for its owner
-    alone: it names requests.
+    A file beginning with `header` is written, or a directory of tables (None). Raises `TargetExists`, also with `force`
+    if
+    the target is anything else, and FileNotFoundError if the target's own directory is missing. Until the end the old
+    target stays. A full disk is an OSError that names `path`. Like the log, the target is readable by its owner alone,
+    because it names requests.
     """
     _refuse(path, header, force)
     parent = path.absolute().parent
@@ -167,7 +168,7 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
         with _naming(path, work):
             yield work / "new"
             _make_private(work / "new")
-        # Somebody may have been faster.
+        # Another process may have been faster.
         _refuse(path, header, force)
         if header is None and os.path.lexists(path):
             path.rename(work / "old")
@@ -185,7 +186,7 @@ def _make_private(new: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, work: Path) -> Iterator[None]:
-    """Where a write fails, say what was to be written. What fails while reading is left as it is."""
+    """Name the target in errors of writing; leave errors of reading unchanged."""
     try:
         yield
     except OSError as error:
@@ -203,7 +204,7 @@ def _refuse(path: Path, header: bytes | None, force: bool) -> None:
 
 
 def _begins(path: Path, header: bytes) -> bool:
-    """Whether it is a file that begins so, or an empty one."""
+    """Return True if it is a file that begins with `header`, or an empty one."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -211,7 +212,7 @@ def _begins(path: Path, header: bytes) -> bool:
 
 
 def _is_export(path: Path) -> bool:
-    """Whether nothing would be lost but tables."""
+    """Return True if replacing the directory would delete nothing but tables."""
     if not path.is_dir():
         return False
     return all(
@@ -220,26 +221,26 @@ def _is_export(path: Path) -> bool:
 
 
 class _Directory:
-    """A directory with a file per table. As all writers it takes the columns of tables, some rows at a time."""
+    """Directory with a file per table. Like all writers it takes the columns of tables, some rows at a time."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
         self._open = ExitStack()
         self._writers: dict[str, Any] = {}
-        """By table."""
+        """Writers by table."""
 
     def _file(self, path: Path) -> TextIO:
         return self._open.enter_context(path.open("w", encoding="utf-8", newline=""))
 
     def close(self) -> None:
-        """Complete all files."""
+        """Finish all files."""
         self._open.close()
 
 
 class CsvWriter(_Directory):
-    """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``.
+    """Directory with a CSV file per table. Null is an empty field, booleans are ``true`` and ``false``.
 
-    SECURITY: a spreadsheet would run text that looks like a formula: it has a ' before it.
+    SECURITY: a spreadsheet would run text that looks like a formula, so it is prefixed with '.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,20 +256,20 @@ class CsvWriter(_Directory):
 
 
 class _Lines:
-    """Ends each row in a newline. The csv module quotes a carriage return only if its own rows end in one."""
+    """File that ends each row in a newline. The csv module quotes a carriage return only if its own rows end in one."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, row: str) -> None:
-        """Write a row with the end that the csv module gives it."""
+        """Write a row that ends as the csv module ends it."""
         self._file.write(row.removesuffix("\r\n") + "\n")
 
 
 _FULL_WIDTH = ("\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""=, +, - and @ of East Asian keyboards."""
+"""Full-width =, +, - and @ of East Asian keyboards."""
 _FORMULA = ("=", "+", "-", "@", *_FULL_WIDTH, "\t", "\r", "\n", "'")
-"""What a formula begins with; and ', so that whoever takes one away has the text as it was."""
+"""Beginnings of formulas; also ', so that removing one prefix restores any text."""
 
 
 def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
@@ -282,7 +283,7 @@ def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
 
 
 class JsonlWriter(_Directory):
-    """A directory with a file per table, one JSON object per row and line."""
+    """Directory with a file per table, one JSON object per row and line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -304,7 +305,7 @@ _SQL = {"integer": "INTEGER", "text": "TEXT", "boolean": "INTEGER", "time": "TEX
 
 
 class SqliteWriter:
-    """One database with all tables. Booleans are 0 and 1, times text."""
+    """SQLite database with all tables. Booleans are 0 and 1, times text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -313,7 +314,7 @@ class SqliteWriter:
             self._create()
 
     def _create(self) -> None:
-        # Whole or not at all is seen to by who names the file; no need for a journal on the way.
+        # `replacing` makes the export atomic, so no journal is needed.
         self._database.execute("PRAGMA journal_mode = OFF")
         self._database.execute("PRAGMA synchronous = OFF")
         for table, columns in COLUMNS.items():
@@ -343,7 +344,7 @@ class SqliteWriter:
 
 @contextmanager
 def _as_of_system(path: Path) -> Iterator[None]:
-    """Raise what the system refuses as the other formats do: as an OSError."""
+    """Raise errors of the system as OSError, as the other formats do."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -359,7 +360,7 @@ def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
 
 
 class ParquetWriter(_Directory):
-    """A directory with a file per table. Times are timestamps in ns, UTC. Raises `UsageError` without it."""
+    """Directory with a Parquet file per table. Times are timestamps in ns, UTC. Raises `UsageError` without pyarrow."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -394,7 +395,7 @@ class ParquetWriter(_Directory):
 
 
 SQLITE_HEADER = b"SQLite format 3\0"
-"""How a database begins: no other file is replaced by one."""
+"""Beginning of a database: no other file is replaced by one."""
 Writer = ParquetWriter | CsvWriter | JsonlWriter | SqliteWriter
 FORMATS: dict[str, type[Writer]] = {
     "parquet": ParquetWriter,
@@ -403,14 +404,15 @@ FORMATS: dict[str, type[Writer]] = {
     "sqlite": SqliteWriter,
 }
 _AT_ONCE = 1 << 15
-"""Rows of a table that wait to be written together."""
+"""Rows of a table that are buffered and written together."""
 
 
 def export(batches: Iterable[EventBatch], to: str, path: Path, *, force: bool = False) -> dict[str, int]:
-    """Write all tables in one of `FORMATS`; returns how many rows each has.
+    """Write all tables in one of `FORMATS`; return the number of rows of each.
 
-    `path` becomes a file (``sqlite``) or a directory with a file per table, when all is written. `force` replaces an
-    earlier export. Raises `TargetExists`, `UsageError` if there is no batch or no pyarrow, and what reading raises.
+    `path` becomes a file (``sqlite``) or a directory with a file per table, once everything is written. `force`
+    replaces
+    an earlier export. Raises `TargetExists`, `UsageError` if there is no batch or no pyarrow, and what reading raises.
     """
     with (
         replacing(path, force=force, header=SQLITE_HEADER if to == "sqlite" else None) as new,
@@ -436,7 +438,7 @@ def _write(batches: Iterable[EventBatch], writer: Writer) -> dict[str, int]:
 
 
 def _gathered(batches: Iterable[EventBatch]) -> Iterator[tuple[TableName, list[Any]]]:
-    """Rows by table, many at a time."""
+    """Yield rows by table, many at a time."""
     waiting: dict[TableName, list[Any]] = {"requests": [], "blocks": [], "evictions": [], "steps": []}
     for name, rows in tables_of(batches, *waiting):
         waiting[name] += rows

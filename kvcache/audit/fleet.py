@@ -1,4 +1,4 @@
-"""The logs of several workers together: what one of them computed although another one had it cached at that moment.
+"""Logs of several workers together: tokens that one computed although another had them cached at that moment.
 
 Contents are compared by their names, so all logs must name blocks in the same way, and times by the workers' clocks.
 """
@@ -42,30 +42,30 @@ _Names = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Different full blocks of prompts that a worker computed, by name, each with the one before it (0: none)."""
+    """Distinct full blocks of prompts that a worker computed, by name, each with the one before it (0: none)."""
 
     names: _Names
     parents: _Names
     depths: npt.NDArray[np.int64]
-    """Blocks before each."""
+    """Number of blocks before each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Consecutive blocks that the same workers computed, with no other such blocks beside them."""
+    """Consecutive blocks that the same workers computed, with no other such blocks next to them."""
 
     name: str
-    """Of its last block, 16 hex digits."""
+    """Name of the last block, 16 hex digits."""
     first: int
     stop: int
-    """Tokens of the prompt, from `first` up to `stop`."""
+    """End of the prefix in tokens of the prompt, which starts at `first`."""
     workers: tuple[str, ...]
     duplicated_tokens: int
-    """Those of each worker but one."""
+    """Computed tokens of each worker but one."""
 
 
 def computed(missed: Ids, names: _Names, contents: ContentIds) -> Computed:
-    """What a worker computed, of contents that it was asked for in vain and that have a name."""
+    """Return the named contents that a worker missed and computed."""
     ids = np.unique(missed)
     ids = ids[names[ids] != 0]
     parents = contents.parents()
@@ -79,7 +79,7 @@ def computed(missed: Ids, names: _Names, contents: ContentIds) -> Computed:
 
 
 def spread(workers: Sequence[tuple[str, Computed]], tokens_per_block: int, top: int) -> list[Spread]:
-    """The prefixes of which most tokens were computed by more workers than one, the most first."""
+    """Return the prefixes with the most tokens computed by several workers, in descending order."""
     shared = _shared(workers)
     children: defaultdict[int, list[int]] = defaultdict(list)
     for name, block in shared.items():
@@ -100,7 +100,7 @@ class _Block:
 
 
 def _shared(workers: Sequence[tuple[str, Computed]]) -> dict[int, _Block]:
-    """Blocks of more workers than one, by name."""
+    """Return blocks of more than one worker, by name."""
     names, times = np.unique(
         np.concatenate([np.empty(0, np.uint64), *(each.names for _, each in workers)]), return_counts=True
     )
@@ -131,45 +131,45 @@ _FOREVER = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class WorkerAudit:
-    """One worker's log; of its first window what was cached when, and what was asked for in vain."""
+    """One worker's log: contents cached over time in its first window, and its misses."""
 
     name: str
     audit: Audit
     tokens_per_block: int
     algorithm: str
-    """By which blocks are named, and of how many tokens they are."""
+    """Algorithm that names blocks, and tokens per block."""
     lives: tuple[_Names, _Times, _Times]
-    """Of cached full blocks: names, from when, until when."""
+    """Lives of cached full blocks: names, start times, end times."""
     misses: tuple[_Names, _Times, _Tokens]
-    """Full blocks of prompts that were computed: names, when they were asked for, how many tokens of each."""
+    """Computed full blocks of prompts: names, lookup times, tokens of each."""
     computed: Computed | None = None
-    """The different ones of these, with what they continue."""
+    """Distinct blocks among the misses, with those they continue."""
     end: LogEnd | None = None
-    """How its log ended when it was read."""
+    """End of its log when it was read."""
     prefill: PrefillSeconds | None = None
-    """None: no model was given."""
+    """Prefill time; None if no model was given."""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """All workers."""
+    """All workers of a fleet."""
 
     workers: list[WorkerAudit]
     elsewhere: list[int]
     """Per worker: tokens that it computed while another worker had their blocks cached."""
     computed_on: dict[int, int]
-    """How many different blocks were computed on so many workers."""
+    """Number of distinct blocks by the number of workers that computed them."""
     spread: list[Spread]
-    """The prefixes of which most was computed by several workers, the most first."""
+    """Prefixes with the most tokens computed by several workers, in descending order."""
 
     @property
     def reasons(self) -> npt.NDArray[np.int64]:
-        """Prompt tokens of all by `Reason`."""
+        """Prompt tokens of all workers by `Reason`."""
         return sum((worker.audit.reasons for worker in self.workers), np.zeros(len(Reason), np.int64))
 
 
 class _Presence(HistoryListener):
-    """Lives and misses of the first window, as content numbers and times."""
+    """Listener for lives and misses of the first window, as content numbers and times."""
 
     def __init__(self) -> None:
         self.lives: list[tuple[Ids, _Times, int]] = []
@@ -188,7 +188,7 @@ class _Presence(HistoryListener):
             self.lives.append((ids, window.of["stored_at"][ids], now))
 
     def finish(self, history: HistoryFold) -> None:
-        """What is cached at the end of the log is there for ever."""
+        """End the lives of blocks cached at the end of the log at infinity."""
         for window in history.windows[:1]:
             self._end(history, window, np.flatnonzero(window.of["level"] >= 0), _FOREVER)
 
@@ -230,7 +230,7 @@ def audit_worker(path: Path, top: int = 10, model: PrefillModel | None = None) -
 
 
 def _fold(history: HistoryFold, batch: EventBatch, path: Path) -> None:
-    """Fold a batch; what does not follow is told with the log that says it."""
+    """Fold a batch; name the log in an error."""
     try:
         history.fold(batch)
     except Unreplayable as error:
@@ -243,16 +243,16 @@ class LeftOut:
 
     path: Path
     reason: str
-    """In the words of the system."""
+    """Reason, in the words of the system."""
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> LeftOut:
-        """Why the system refuses a log."""
+        """Return the log with the system's reason for refusing it."""
         return cls(path, error.strerror or str(error))
 
 
 def audit_or_leave_out(path: Path, top: int = 10, model: PrefillModel | None = None) -> WorkerAudit | LeftOut:
-    """The same, but for a log that the system does not let us read."""
+    """Audit one log as `audit_worker` does, or return `LeftOut` if the system refuses to read it."""
     try:
         return audit_worker(path, top, model)
     except OSError as error:
@@ -271,12 +271,12 @@ def _lives(presence: _Presence, names: _Names) -> tuple[_Names, _Times, _Times]:
 
 
 def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
-    """Compare workers, and name the `top` prefixes that several of them computed.
+    """Compare workers; name the `top` prefixes that several of them computed.
 
     Raises `Unsupported` if their blocks cannot be compared by name.
     """
     workers = sorted(workers, key=lambda worker: worker.name)
-    # A log that has just been begun has no cache yet.
+    # A log that has just begun has no cache yet.
     kinds = sorted({worker.algorithm for worker in workers} - {""})
     if len(kinds) > 1:
         what = f"comparing blocks that are named differently ({'; '.join(kinds)})"
@@ -295,7 +295,7 @@ def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
 
 
 def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.bool_]:
-    """Of each miss whether one of the others had the block cached then."""
+    """Return, for each miss, if another worker had the block cached at that time."""
     asked, at, _ = worker.misses
     names = np.concatenate([np.empty(0, np.uint64), *(other.lives[0] for other in others)])
     begins = np.concatenate([np.empty(0, np.int64), *(other.lives[1] for other in others)])
@@ -305,7 +305,7 @@ def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.b
         return found
     order = np.lexsort([begins, names])
     names, begins, ends = names[order], begins[order], ends[order]
-    # The lives of one name stand together, by their begin: of those that began before, the latest end counts.
+    # The lives of one name are consecutive, by start: among those that started before, the latest end counts.
     starts = np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
     first = np.searchsorted(names, asked, "left")
     last = np.searchsorted(names, asked, "right")
@@ -319,7 +319,7 @@ def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.b
 
 
 def _latest(ends: _Times, starts: Ids) -> _Times:
-    """The latest end so far, anew from each start."""
+    """Return the running maximum of the ends, restarted at each of `starts`."""
     latest = ends.copy()
     for begin, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ends)], strict=True):
         if stop - begin > 1:
@@ -333,11 +333,11 @@ _SECONDS_BETWEEN = 0.5
 def in_processes(
     logs: Sequence[Path], jobs: int, top: int = 10, model: PrefillModel | None = None
 ) -> Iterator[WorkerAudit | LeftOut]:
-    """Audit logs in up to `jobs` processes; each as soon as it is done. Raises `InternalError` if one is killed.
+    """Audit logs in up to `jobs` processes; yield each as soon as it is done. Raises `InternalError` if one is killed.
 
-    What cannot be read is left out.
+    Unreadable logs are left out.
 
-    Processes hear no Ctrl-C; they end with the one that has started them, or when nobody wants more.
+    The processes ignore Ctrl-C; they end with their parent, or when the iteration is abandoned.
     """
     if jobs == 1 or len(logs) <= 1:
         yield from (audit_or_leave_out(log, top, model) for log in logs)
@@ -351,9 +351,9 @@ def in_processes(
 
 @contextmanager
 def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[ProcessPoolExecutor]:
-    """Up to so many processes, each set up by `prepare`. Raises `InternalError` if one is killed.
+    """Yield up to `count` processes, each set up by `prepare`. Raises `InternalError` if one is killed.
 
-    They end with this one, and are killed when the block ends with an exception.
+    They end with this process, and are killed if the block ends with an exception.
     """
     # Not forked: threads of the parent may hold locks.
     context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
@@ -372,8 +372,8 @@ def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[Proc
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Let processes that are started inside ignore signals of the terminal and of launchers, even while they begin:
-    whoever has started them decides.
+    """Make processes started inside ignore signals of the terminal and of launchers, even during their startup: the
+    parent decides.
     """
     ensure_running()  # it would undo what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -384,7 +384,7 @@ def deaf_children() -> Iterator[None]:
 
 
 def _begin(parent: int, prepare: Callable[[], object]) -> None:
-    """Set a process up, which ends soon after its parent has."""
+    """Set up a process that ends soon after its parent."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -398,9 +398,9 @@ def _begin(parent: int, prepare: Callable[[], object]) -> None:
 def on_ray(
     logs: Sequence[Path], top: int = 10, model: PrefillModel | None = None
 ) -> Iterator[WorkerAudit | LeftOut]:
-    """Audit logs as tasks of a Ray cluster, whose machines must see the same paths; what they cannot read is left out.
+    """Audit logs as tasks of a Ray cluster, in which all machines see the same paths; leave unreadable logs out.
 
-    Raises `Unsupported` where Ray is not installed.
+    Raises `Unsupported` if Ray is not installed.
     """
     try:
         ray: Any = import_module("ray")

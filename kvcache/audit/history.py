@@ -1,4 +1,4 @@
-"""A log as a history of contents, and each admission explained by the history before it."""
+"""A log as a history of contents, and the reasons behind each admission's computed tokens."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from kvcache.replay import Replayed, fitting, known_events
 
 
 class RunningRequest:
-    """One admitted sequence of the cache's state. Without tokens its contents are known by name only."""
+    """An admitted sequence of the cache's state. In logs without tokens its contents are known by name only."""
 
     __slots__ = ("_ids", "computed", "number", "sequence")
 
     def __init__(self, number: int, sequence: Sequence) -> None:
         self.number = number
-        """Admissions of the log before this one."""
+        """Number of admissions in the log before this one."""
         self.sequence = sequence
         self.computed = 0
-        """Of the prompt."""
+        """Prompt tokens computed so far."""
         self._ids = array("q")
 
     def contents(self, known: ContentIds, stop: int, tokens_per_block: int) -> Ids:
-        """The contents of its first `stop` full blocks."""
+        """Return the contents of the request's first `stop` full blocks."""
         ids, size = self._ids, tokens_per_block * TOKEN_BYTES
         if len(ids) < stop:
             symbols = self.sequence.packed(len(ids) * tokens_per_block, stop * tokens_per_block)
@@ -58,119 +58,126 @@ class RunningRequest:
         return np.frombuffer(ids, np.int64)[:stop].astype(np.intp)
 
     def rewind(self, blocks: int) -> None:
-        """Its tokens were taken back, but for those of its first `blocks` blocks."""
+        """Drop all contents after the first `blocks` blocks, because the request's tokens were rolled back."""
         self._ids = self._ids[:blocks]
 
 
 class EpochClock:
-    """Times of a log whose clock may begin again with an epoch, as it does in logs of simulated time."""
+    """Monotonic times of a log in which the clock may restart with an epoch, as in logs of simulated time."""
 
     def __init__(self) -> None:
         self._shift, self._latest = 0, 0
         self._epochs = 0
         self.set_back: list[int] = []
-        """Batches with which epochs began that have been shifted behind those before them."""
+        """Sequence numbers of the batches that began an epoch and had to be shifted after the preceding ones."""
 
     def begin(self, at: int, batch: int) -> None:
-        """An epoch begins at this time (ns)."""
+        """Begin an epoch at time `at` (ns)."""
         self._epochs += 1
         self._shift = max(0, self._latest - at) if self._epochs > 1 else 0
         if self._shift:
             self.set_back.append(batch)
 
     def of(self, at: int) -> int:
-        """A time of this epoch, shifted where its clock began too early."""
+        """Return a time of this epoch, shifted if the epoch's clock started too early."""
         shifted = at + self._shift
         self._latest = max(self._latest, shifted)
         return shifted
 
     def of_batch(self, batch: EventBatch) -> int:
-        """The time of the next batch, with which an epoch may begin."""
+        """Return the time of the next batch, which may begin an epoch."""
         if any(type(event) is EpochStarted for event in batch.events):
             self.begin(batch.ts, batch.seq)
         return self.of(batch.ts)
 
 
 def laid_out(batches: Iterable[EventBatch], clock: EpochClock) -> Iterator[EventBatch]:
-    """The batches, with shifted times."""
+    """Yield the batches with times shifted by `clock`."""
     for batch in batches:
         at = clock.of_batch(batch)
         yield batch if at == batch.ts else msgspec.structs.replace(batch, ts=at)
 
 
 class HistoryListener:
-    """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
+    """Receiver of the events of a `HistoryFold`, called after each event is folded.
+
+    `reused` alone is called before, so that ages are those before the reuse.
+    """
 
     counting = True
-    """False before the part of the log that is audited, for who must know what was before."""
+    """False before the audited part of the log, for listeners that also need the part before it."""
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """A request is being admitted; what it takes from secondary, and what comes later in the step, is not known."""
+        """Handle an admission at lookup, before onboarding and the later events of the step are known."""
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Of each admission, at the end of its batch."""
+        """Handle an admission at the end of its batch."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
-        """A request did not fit."""
+        """Handle the refusal of a request that did not fit."""
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
-        """A sequence branched: the branch has looked nothing up, so it is no admission."""
+        """Handle a fork. The child has looked nothing up, so it is no admission."""
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
-        """A request ended."""
+        """Handle the end of a request."""
 
     def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
-        """Prompt tokens that were to be loaded from outside have not come."""
+        """Handle prompt tokens that were to be loaded from outside and did not arrive."""
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-        """Prompt tokens and reused ones since the cache was created: of the log, and as its engine has counted them."""
+        """Handle the counts of prompt and reused tokens since the cache was created: the log's, and those its engine
+        reports.
+        """
 
     def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
-        """A request is about to reuse full blocks from a level."""
+        """Handle the reuse of full blocks from a level, before it is folded."""
 
     def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
-        """A request computed full blocks that another one had stored meanwhile."""
+        """Handle full blocks that a request computed although another request had stored them meanwhile."""
 
     def stored(self, history: HistoryFold, window: Window, ids: Ids) -> None:
-        """Full blocks are cached."""
+        """Handle full blocks that were cached."""
 
     def moved(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksMoved) -> None:
-        """Blocks, among them these full ones, changed their level."""
+        """Handle full blocks that changed their level."""
 
     def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
-        """Full blocks have left a level: they moved from primary to secondary, or are about to be `removed`."""
+        """Handle full blocks that leave a level: moved from primary to secondary, or about to be `removed`."""
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Full blocks are gone; without a word on it, as if they were lost."""
+        """Handle full blocks that were removed. Calls `lost` by default."""
         self.lost(history, window, ids)
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
-        """Full blocks are gone otherwise: cleared, or not in the state that was exported anew. The window may be that
-        of the cache before.
+        """Handle full blocks that are gone for another reason: cleared, or absent from the state exported anew.
+
+        The window may be that of the previous cache.
         """
 
     def restarted(self, history: HistoryFold) -> None:
-        """The state was exported anew, and what is not in it has been told as lost."""
+        """Handle a state exported anew, after `lost` was called for everything that is not in it."""
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """After the last event of a batch."""
+        """Handle the end of a batch, after its last event."""
 
 
 class HistoryFold:
-    """Folds batches; reports to listeners what happens to contents, and of each admission why it computed what it did.
+    """Fold of batches that notifies listeners of what happens to contents, and explains each admission.
 
-    Each event is applied to the cache's state, too, which refuses what does not follow from those before it. Who holds
-    which slots is read there: of blocks that are released just before the event is applied, of all else just after.
+    Each event is also applied to the cache's state, which refuses events that do not follow from earlier ones.
+    Ownership
+    of slots is read there: before the event is applied for released blocks, after it for everything else.
     """
 
     tokens_recorded = True
     reuse = True
     engine = model = ""
-    """Who decides, empty: this library's manager; and of which model, as the settings name it."""
+    """Decision maker (empty: this library's manager) and model, as named in the settings."""
     drops_last_hit = False
-    """As in `CacheCreated`."""
+    """`CacheCreated.drops_last_hit` of the current cache."""
     not_taken = Reason.NOT_SERVABLE
-    """Why a block is not reused that is cached in every window."""
+    """Reason for not reusing a block that is cached in every window."""
     tokens_per_block = 0
     key_bytes = 0
 
@@ -180,37 +187,37 @@ class HistoryFold:
         self.contents = ContentIds()
         self.windows: list[Window] = []
         self.running: dict[int, RunningRequest] = {}
-        """By handle."""
+        """Running requests by handle."""
         self.pending = Columns(count=(np.int32, 0))
-        """Per content: running requests in whose prompt it is, and that have not computed it yet."""
+        """Per content: running requests that have it in their prompt and have not computed it yet."""
         self.names = Columns(name=(np.uint64, 0))
-        """Per content its name; 0 where the log has none."""
+        """Per content: its name, 0 if the log has none."""
         self.shared = SharedGroups()
-        """Further groups, whose slots lie in the pool of the first one."""
+        """Further groups, with slots in the pool of the first group."""
         self.epochs = EpochClock()
         self.batch, self.now = -1, 0
-        """The batch that is folded, and its wall clock in ns."""
+        """Sequence number of the batch being folded, and its wall clock in ns."""
         self.requests: list[RequestId] = []
-        """By number of the admission."""
+        """Request ids by admission number."""
         self.origins: list[RequestOrigin] = []
-        """Likewise."""
+        """Request origins by admission number."""
         self.replayed = Replayed(CacheState())
-        """The cache after the last event."""
+        """Cache after the last event."""
         self.listeners = listeners
         self._details = details
         self._cross: int | None = None
-        """The group of cross attention. Of it and of encoders' inputs nothing is said: an audit explains why prompts
-        were computed, and a prompt's namespace tells inputs apart already."""
+        """The cross-attention group. It and the encoders' inputs are not audited: an audit explains why prompts were
+        computed, and a prompt's namespace already distinguishes inputs."""
         self._inputs: set[int] = set()
         """Handles of encoders' inputs."""
         self._admitted: dict[int, ExplainedAdmission] = {}
-        """Of this batch, by handle: what they claim follows."""
+        """Admissions of this batch by handle; the slots they claim follow in later events."""
         self._counts: tuple[int, int] | None = None
-        """Prompt tokens and reused ones since the cache was created; None: something is missing."""
+        """Prompt and reused tokens since the cache was created; None if part of the log is missing."""
         self._failed = False
-        """Whether a copy fails in this batch: by it all that goes in it is lost."""
+        """True if a copy fails in this batch: everything removed in the batch is then lost through it."""
         self._losing: list[tuple[Window, Ids]] = []
-        """What was cached when everything went, as long as a state may bring it back."""
+        """Contents cached when everything was lost, kept while an exported state may restore them."""
         self._before: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.BlocksDetached: self._on_detached,
             ev.BlocksUnpinned: self._on_unpinned,
@@ -218,7 +225,7 @@ class HistoryFold:
             ev.SequenceRewound: self._on_rewind,
             ev.SequenceRemoved: self._on_ended,
         }
-        """What is done before an event is applied to the state."""
+        """Handlers that run before an event is applied to the state."""
         self._after = self._handlers_after()
 
     def _handlers_after(self) -> dict[type[ev.Event], Callable[[Any], None]]:
@@ -251,11 +258,11 @@ class HistoryFold:
         }
 
     def request_id(self, number: int) -> RequestId | None:
-        """The id of a request, by the number of its admission; None for -1."""
+        """Return the id of a request by its admission number; None for -1."""
         return self.requests[number] if number >= 0 else None
 
     def reach(self) -> None:
-        """Have rows for all contents."""
+        """Extend all tables to the number of known contents."""
         rows = len(self.contents)
         self.pending.reach(rows)
         self.names.reach(rows)
@@ -263,7 +270,7 @@ class HistoryFold:
             window.of.reach(rows)
 
     def fold(self, batch: EventBatch) -> None:
-        """Fold one batch. Raises `Unreplayable` for one that does not follow, and `TooLarge`."""
+        """Fold one batch. Raises `Unreplayable` if it does not follow the previous one, and `TooLarge`."""
         self.batch, self.now = batch.seq, batch.ts
         self._failed = any(type(event) is ev.TransferFailed for event in known_events(batch))
         before, after = partial(self._follow, self._before), partial(self._follow, self._after)
@@ -294,14 +301,14 @@ class HistoryFold:
         of_input = "handle" in fields and event.handle in self._inputs
         return of_input or ("group" in fields and event.group == self._cross)
 
-    # -- the life of the cache
+    # -- lifecycle of the cache
 
     def _on_epoch(self, event: ev.EpochStarted) -> None:
         self.tokens_recorded = event.tokens_recorded
         self.epochs.begin(self.now, self.batch)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
-        """What ran before is forgotten by the state that follows, as far as it does not go on."""
+        """Start a new cache. The state that follows drops all requests that do not continue."""
         self._lose_all(Reason.RESTARTED)
         self.contents.learn((), anew=True)
         self.pending["count"].fill(0)
@@ -322,7 +329,9 @@ class HistoryFold:
             new.of = old.of
 
     def _on_exported(self, event: ev.StateExported) -> None:
-        """What is not in it is gone: batches were lost before it, or the cache began with it."""
+        """Handle an exported state: what it lacks is gone, because batches before it were lost or the cache began with
+        it.
+        """
         self.shared.end(self.batch, self.now)
         if event.next_handle > first_number(self.replayed.state.epoch):
             self._counts = None
@@ -360,7 +369,7 @@ class HistoryFold:
         self._hold(request)
 
     def _held(self, request: RunningRequest, group: int, first: int = 0, stop: int | None = None) -> Ids:
-        """The contents of blocks that a request holds."""
+        """Return the contents of the blocks that a request holds."""
         slots = np.array(request.sequence.tables[group][first:stop], np.int32)
         ids = self.windows[group].slots[PRIMARY][slots[slots >= 0]]
         return ids[ids >= 0]
@@ -378,7 +387,7 @@ class HistoryFold:
             self._losing.append((window, window.remove_all(why, self.batch, self.now)))
 
     def _tell_lost(self) -> None:
-        """Everything cached is gone, but for what an exported state has brought back."""
+        """Report everything cached as lost, except what an exported state has restored."""
         for window, ids in self._losing:
             for each in self.listeners:
                 each.lost(self, window, ids[window.of["level"][ids] == NOWHERE])
@@ -447,7 +456,7 @@ class HistoryFold:
                 admission.reasons[block] = Reason.SAME_STEP
 
     def _set_computed(self, request: RunningRequest, num_tokens: int, *, added: bool = False) -> None:
-        """Note how far a prompt is computed."""
+        """Record how far a prompt is computed."""
         size, stop = self.tokens_per_block, request.sequence.num_prompt_tokens // self.tokens_per_block
         before, after = min(request.computed // size, stop), min(num_tokens // size, stop)
         request.computed = num_tokens
@@ -470,7 +479,7 @@ class HistoryFold:
             each.not_loaded(self, self.running[event.handle], event.num_tokens)
 
     def _on_appended(self, event: ev.TokensAppended) -> None:
-        # Those that go on together as before have had their prompts computed.
+        # Sequences that continue together had their prompts computed before.
         if not event.draft and (event.counts or event.handles != self.replayed.state.running.handles):
             for handle in array("q", event.handles):
                 request = self.running[handle]
@@ -478,7 +487,7 @@ class HistoryFold:
                     self._set_computed(request, request.sequence.num_prompt_tokens)
 
     def _on_forked(self, event: ev.SequenceForked) -> None:
-        """No admission: the branch has looked nothing up."""
+        """Handle a fork, which is no admission: the child has looked nothing up."""
         parent, sequence = self.running[event.handle], self.replayed.state.sequences[event.child]
         number = self._numbered(event.request_id, self.origins[parent.number])
         child = self.running[event.child] = RunningRequest(number, sequence)
@@ -557,7 +566,7 @@ class HistoryFold:
             each.stored(self, window, ids)
 
     def _name(self, ids: Ids, names: bytes) -> None:
-        """Note the names of contents, where the log has any."""
+        """Record the names of contents, if the log has any."""
         if names:
             self.names["name"][ids] = np.frombuffer(names, np.uint64)
 
@@ -612,7 +621,7 @@ class HistoryFold:
 
 
 def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -> ExplainedAdmission:
-    """The admission, with a reason for each block. What it takes from secondary is told by the events that follow."""
+    """Return the admission with a reason for each block. Its onboarded blocks follow from later events."""
     size, last = history.tokens_per_block, event.num_tokens - 1
     external = event.reused + event.reused_external
     reasons = np.full(-(-last // size), Reason.UNALIGNED, np.int8)
@@ -656,7 +665,7 @@ def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -
 
 
 def _lacking(history: HistoryFold, ids: Ids, reused: int) -> Lacking | None:
-    """What a group that shares the pool lost of the leading blocks that full attention has."""
+    """Return what a group that shares the pool lacks of the leading blocks that full attention has."""
     if not history.shared.groups or not history.reuse:
         return None
     gone = np.flatnonzero(history.windows[0].of["level"][ids] < 0)
@@ -669,7 +678,7 @@ def _lacking(history: HistoryFold, ids: Ids, reused: int) -> Lacking | None:
 
 
 def _why_not(history: HistoryFold, ids: Ids) -> tuple[Ids, Ids]:
-    """Reason and window of blocks that were not reused."""
+    """Return reason and window of each block that was not reused."""
     reasons = np.full(len(ids), history.not_taken, np.intp)
     windows = np.full(len(ids), -1, np.intp)
     if not len(ids):
@@ -696,7 +705,7 @@ def _why_not(history: HistoryFold, ids: Ids) -> tuple[Ids, Ids]:
 
 
 def facts_of(history: HistoryFold, admission: ExplainedAdmission) -> dict[str, npt.NDArray[np.int64]]:
-    """Of each block what its window knows of it now: numbers of requests and batches, times in ns, or -1."""
+    """Return what each block's window knows of it now: numbers of requests and batches, times in ns, or -1."""
     names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
     size = len(admission.ids)
     blocks = (admission.num_tokens - 1) // admission.tokens_per_block
@@ -712,7 +721,7 @@ def facts_of(history: HistoryFold, admission: ExplainedAdmission) -> dict[str, n
 
 
 def note_reused(admission: ExplainedAdmission, event: BlocksReused, window: Window, ids: Ids) -> None:
-    """Add to the facts where reused blocks lie, and whose they are; the first window that says so counts."""
+    """Add slots and storing requests of reused blocks to the facts; the first window that has them counts."""
     slots = np.frombuffer(event.slots, np.int32)
     at = np.arange(event.first_block, event.first_block + len(slots))
     new = admission.facts["slot"][at] < 0
@@ -722,7 +731,7 @@ def note_reused(admission: ExplainedAdmission, event: BlocksReused, window: Wind
 
 
 def _computing(history: HistoryFold, content: int, block: int) -> int:
-    """The first running request that has this content in its prompt, still to be computed."""
+    """Return the first running request that has this content in its prompt and has still to compute it, or -1."""
     size = history.tokens_per_block
     for request in history.running.values():
         stop = request.sequence.num_prompt_tokens // size
@@ -733,11 +742,11 @@ def _computing(history: HistoryFold, content: int, block: int) -> int:
 
 
 _ONE = ([True], [True, False])
-"""Of two blocks after what is reused, whether they could have been: only the first."""
+"""For the two blocks after the reused prefix, if they were reusable: only the first was."""
 _COMPUTING = np.full(len(Reason), Reason.COMPUTING_AGAIN)
 _COMPUTING[Reason.CLEARED] = Reason.COMPUTING_CLEARED
 _COMPUTING[Reason.COPY_FAILED] = Reason.COMPUTING_COPY_FAILED
 _COMPUTING[Reason.INVALIDATED] = Reason.COMPUTING_INVALIDATED
 _COMPUTING[Reason.RESTARTED] = Reason.COMPUTING_RESTARTED
-"""By why a block is gone: its reason while a running request computes it again."""
+"""Reason for a block that a running request is already computing again, by the reason for which it is gone."""
 _PENDING = (*range(Reason.COMPUTING_AGAIN, Reason.COMPUTING_RESTARTED + 1), Reason.BEING_COMPUTED)

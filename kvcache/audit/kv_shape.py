@@ -1,4 +1,4 @@
-"""How many bytes the K and V of a token have in a model, by its configuration as Hugging Face has them."""
+"""Bytes of K and V per token of a model, from its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
     **dict.fromkeys(("fp32", "float32", "float"), 4),
 }
-"""Bytes of an element, by the names that its type has."""
+"""Bytes of an element, by the names of its type."""
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _KINDS = {
     **dict.fromkeys((_FULL, "attention", "full", "global"), _FULL),
@@ -50,7 +50,7 @@ _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 256},
     "recurrent_gemma": {"attention_window_size": 2048},
 }
-"""What configurations of these types leave out, since Transformers adds it."""
+"""Defaults that Transformers adds for configurations of these types."""
 _OTHER_LAYERS = {
     "index_head_dim": "the index of sparse attention",
     "linear_attn_config": "layers of linear attention",
@@ -97,7 +97,7 @@ _UNDERSTOOD = {
 
 @dataclass(eq=False, repr=False)
 class ModelNotUnderstood(UsageError):
-    """A model's configuration does not say what the K and V of a token take. `file` is where it is."""
+    """A model's configuration does not determine the size of a token's K and V. `file` is its path."""
 
     file: str
     reason: str
@@ -109,19 +109,19 @@ class KVShape:
     """Bytes of K and V on one GPU."""
 
     name: str
-    """The type of the model."""
+    """Type of the model."""
     dtype: str
-    """Of the elements of K and V."""
+    """Type of the elements of K and V."""
     layers: int
-    """That have K and V of all tokens; where all slide, those of the shortest window."""
+    """Number of layers with K and V of all tokens; if all slide, those of the shortest window."""
     bytes_per_token: int
-    """Of these layers."""
+    """Bytes per token of these layers."""
     window: int = 0
-    """Of these layers, where all slide."""
+    """Window of these layers, if all slide."""
     sliding: tuple[tuple[int, int, int], ...] = ()
-    """Of layers that attend to a window, if there are others: its tokens, how many layers, their bytes per token."""
+    """Further layers with a sliding window: its tokens, number of layers, their bytes per token."""
     without: Mapping[str, int] = field(default_factory=dict)
-    """Layers that have no K and V, by their kind: their states are not counted."""
+    """Layers without K and V, by kind: their states are not counted."""
     tensor_parallel: int = 1
     """GPUs over which the heads are divided."""
 
@@ -142,7 +142,7 @@ class KVShape:
 
 
 class _Config:
-    """A configuration, and what its fields mean."""
+    """A configuration, with the interpretation of its fields."""
 
     def __init__(self, given: dict[str, Any], file: str) -> None:
         nested = next((given[name] for name in _NESTED if isinstance(given.get(name), dict)), None)
@@ -161,11 +161,11 @@ class _Config:
                 raise self.error(f"{name}: what this field changes is not known")
 
     def error(self, reason: str) -> ModelNotUnderstood:
-        """What is wrong with it."""
+        """Return an error about the configuration."""
         return ModelNotUnderstood(self._file, reason)
 
     def shape(self, dtype: str | None, tensor_parallel: int) -> KVShape:
-        """What K and V take."""
+        """Return the size of K and V."""
         name = dtype or str(self._values.get("torch_dtype", self._values.get("dtype", "")))
         item = DTYPES.get(name.removeprefix("torch."))
         if item is None:
@@ -231,7 +231,7 @@ class _Config:
         return [self._on_one_gpu(each, tensor_parallel) * (dim + value_dim) for each in self._kv_heads(heads)]
 
     def _kv_heads(self, heads: int) -> list[int]:
-        """Of each layer."""
+        """Return the number of KV heads of each layer."""
         if self._values.get("multi_query") and not self._values.get("new_decoder_architecture"):
             return [1] * self._num_layers
         names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups")
@@ -240,7 +240,7 @@ class _Config:
         return [self._number(*names, default=heads)] * self._num_layers
 
     def _on_one_gpu(self, heads: int, tensor_parallel: int) -> int:
-        """Heads are divided over the GPUs; where there are more GPUs than heads, each head is on several of them."""
+        """Divide heads over the GPUs; with more GPUs than heads, each head is replicated."""
         if heads % tensor_parallel and tensor_parallel % heads:
             raise self.error(
                 f"num_key_value_heads: {heads} heads cannot be divided over {tensor_parallel} GPUs (--tensor-parallel)"
@@ -250,13 +250,13 @@ class _Config:
     # -- kinds of layers
 
     def _window(self, kind: str) -> int:
-        """How many tokens such a layer attends to."""
+        """Return the number of tokens that such a layer attends to."""
         if kind == _CHUNKED:
             return self._number("attention_chunk_size")
         return self._number("sliding_window")
 
     def _kinds(self) -> Sequence[str]:
-        """Of each layer that has K and V of its own, or none."""
+        """Return the kind of each layer that has K and V of its own, or none."""
         number = self._num_layers
         kinds = self._given_kinds() or [self._kind(layer) for layer in range(number)]
         if len(kinds) != number:
@@ -281,7 +281,7 @@ class _Config:
         return given
 
     def _kind(self, layer: int) -> str:
-        """As a rule says it."""
+        """Return the kind of a layer by rule."""
         values = self._values
         if "full_attention_interval" in values:
             return _FULL if self._is_last_of("full_attention_interval", layer) else "linear_attention"
@@ -302,7 +302,7 @@ class _Config:
         return _SLIDING if self._slides(layer) else _FULL
 
     def _is_last_of(self, name: str, layer: int, default: int | None = None) -> bool:
-        """Whether a layer is the last of so many."""
+        """Return True if a layer is the last of every `name` layers."""
         return (layer + 1) % self._number(name, default=default) == 0
 
     def _slides(self, layer: int) -> bool:
@@ -317,7 +317,7 @@ class _Config:
 
     @property
     def _sees_all(self) -> bool:
-        """Whether what is called a window is none."""
+        """True if the nominal window spans all tokens."""
         if self._values.get("use_sliding_window") is False:
             return True
         longest = self._values.get("max_position_embeddings")
@@ -325,5 +325,5 @@ class _Config:
 
 
 def _types_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration of several parts says for all of them."""
+    """Return the types that a multi-part configuration gives for all its parts."""
     return {name: given[name] for name in ("torch_dtype", "dtype") if given.get(name) is not None}

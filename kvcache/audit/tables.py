@@ -1,8 +1,8 @@
-"""A log, opened for programs: its batches, and what they say as rows of plain values.
+"""A log for programs: its batches, and tables of plain values derived from them.
 
 docs/how-to/export.md defines each column. Times are the writer's wall clock in nanoseconds since 1970 (UTC), `seq` and
-`..._seq` numbers of batches, windows in tokens, levels by name. A request is named twice: by its id as the engine gave
-it, which may come again, and by the number of its admission in the log, which does not.
+`..._seq` numbers of batches, windows in tokens, levels by name. A request is named twice: by the engine's id, which may
+recur, and by its unique admission number in the log.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from kvcache.replay import known_events
 
 
 class RequestRow(NamedTuple):
-    """One admission of a request, with what became of it; or a request that was refused and never admitted."""
+    """One admission of a request with its outcome, or a request that was refused and never admitted."""
 
     admission: int | None
-    """Counts from 0. None where the admission is not in the log."""
+    """Admission number from 0. None if the admission is not in the log."""
     request_id: RequestId
     outcome: str
     """``ended``, ``running`` at the end of the log, ``lost`` with a restart or lost batches, or ``refused``."""
     lora_id: int | None = None
     lora_name: str | None = None
     salt_digest: str | None = None
-    """Hex digits; the salt itself is in no log."""
+    """Digest of the salt in hex digits; the salt itself is in no log."""
     uses_extra_ids: bool = False
     refusals: int = 0
-    """Noted before the admission, since the one before."""
+    """Refusals before this admission, since the previous one of the same id."""
     first_refused_ts: int | None = None
     admitted_seq: int | None = None
     admitted_ts: int | None = None
@@ -52,15 +52,15 @@ class RequestRow(NamedTuple):
     ended_ts: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    """So far, where it has not ended."""
+    """Output tokens, so far if the request has not ended."""
     reused_tokens: int | None = None
     stop: str | None = None
-    """Why its output ended, as the engine has said it."""
+    """Stop reason reported by the engine."""
     tokens_by_reason: dict[str, int] = {}  # noqa: RUF012
-    """Prompt tokens by reason (docs/how-to/audit.md), all of them; empty where the admission is not in the log."""
+    """Prompt tokens by reason (docs/how-to/audit.md), all of them; empty if the admission is not in the log."""
     session: str | None = None
     labels: dict[str, str] | None = None
-    """As the engine gave them; None: it gave none."""
+    """Labels given by the engine; None if it gave none."""
 
 
 class BlockLife(NamedTuple):
@@ -68,70 +68,71 @@ class BlockLife(NamedTuple):
 
     window: int
     content: int
-    """Equal numbers: equal tokens, equal tokens before them, equal namespace."""
+    """Content number. Equal numbers: equal tokens, equal tokens before them, equal namespace."""
     num_tokens: int
     stored_by: RequestId | None
     stored_by_admission: int | None
-    """None, as `stored_by`: it came with an exported state."""
+    """Admission that stored the block; None, like `stored_by`, if it came with an exported state."""
     stored_seq: int
     stored_ts: int
     priority: int
-    """The last one."""
+    """Latest priority."""
     reused: int
-    """By how many admissions."""
+    """Number of admissions that reused it."""
     last_used_ts: int
-    """When it was stored, reused, or let go of last."""
+    """Time when it was last stored, reused, or released."""
     offloads: int
     last_offloaded_ts: int | None
     onboards: int
     last_onboarded_ts: int | None
     level: str | None
-    """Where it is cached at the end of the log; None if it is gone."""
+    """Level in which it is cached at the end of the log; None if it is gone."""
     gone_seq: int | None
     gone_ts: int | None
     gone_why: str | None
-    """``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated``, ``restarted`` (docs/how-to/audit.md)."""
+    """Reason for which it is gone: ``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated``,
+    ``restarted`` (docs/how-to/audit.md)."""
     gone_for: RequestId | None
     gone_for_admission: int | None
     eviction: int | None
-    """The `EvictionRow` that removed it."""
+    """The `EvictionRow` that removed the block."""
 
 
 class EvictionRow(NamedTuple):
     """Cached content of one window and level that was removed at once."""
 
     eviction: int
-    """Counts from 0."""
+    """Eviction number from 0."""
     seq: int
     ts: int
     window: int
     level: str
     why: str
-    """As in `BlocksRemoved`: ``capacity``, ``superseded``, ``unreachable``, ``cleared`` or ``invalidated``."""
+    """Reason as in `BlocksRemoved`: ``capacity``, ``superseded``, ``unreachable``, ``cleared`` or ``invalidated``."""
     blocks: int
     full_blocks: int
-    """The others have fewer tokens, and no `BlockLife`."""
+    """Number of full blocks. Others have fewer tokens, and no `BlockLife`."""
     never_reused: int
-    """Of the full ones, those that no admission reused since they were stored."""
+    """Number of full blocks that no admission reused since they were stored."""
     for_request: RequestId | None
     for_admission: int | None
 
 
 class OccupancyRow(NamedTuple):
-    """How many blocks one level of a window has after a batch, by what they are."""
+    """Blocks of one level of a window after a batch, by use."""
 
     window: int
     level: str
     blocks: int
     held: int
-    """By running requests."""
+    """Blocks held by running requests."""
     unreferenced: int
-    """Cached and free to evict."""
+    """Blocks that are cached and free to evict."""
     blank: int
 
 
 class StepRow(NamedTuple):
-    """One batch: what it did, and the cache after it."""
+    """One batch: its effects, and the cache after it."""
 
     seq: int
     ts: int
@@ -139,18 +140,18 @@ class StepRow(NamedTuple):
     refused: int
     ended: int
     running: int
-    """Requests, after it."""
+    """Requests that run after the batch."""
     prompt_tokens: int
-    """Of the requests that it admitted."""
+    """Prompt tokens of the requests that the batch admitted."""
     reused_tokens: int
     computed_tokens: int
-    """The rest of these prompts, which the engine has to compute, in this step or later."""
+    """Remaining tokens of these prompts, which the engine has to compute, in this step or later."""
     output_tokens: int
-    """Appended."""
+    """Output tokens appended."""
     stored_blocks: int
     removed_blocks: int
     cleared_blocks: int
-    """Gone when the cache was cleared."""
+    """Blocks removed by clearing the cache."""
     offloaded_blocks: int
     onboarded_blocks: int
     occupancy: tuple[OccupancyRow, ...]
@@ -160,63 +161,65 @@ Row = TypeVar("Row")
 
 
 class RowCollector(HistoryListener, Generic[Row]):
-    """Keeps rows until somebody takes them."""
+    """Listener that collects rows until they are taken."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def take(self) -> list[Row]:
-        """The rows since the last call."""
+        """Return the rows since the last call."""
         rows, self.rows = self.rows, []
         return rows
 
     def remaining(self, history: HistoryFold) -> Iterator[list[Row]]:
-        """Rows of what is not over at the log's end, some at a time."""
+        """Yield the rows of what has not ended at the log's end, in portions."""
         yield from ()
 
 
 _Fields = dict[str, Any]
-"""Some of those of a `RequestRow`."""
+"""Some fields of a `RequestRow`."""
 
 
 class Requests(RowCollector[RequestRow]):
-    """A row when a request ends; at the log's end those that run still, and those that were never admitted."""
+    """Rows of requests: one when a request ends; at the log's end one for each that still runs or was never
+    admitted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._refused: dict[RequestId, _Fields] = {}
-        """Since their last admission."""
+        """Refused requests by id, since their last admission."""
         self._running: dict[int, _Fields] = {}
-        """By number of the admission."""
+        """Running requests by admission number."""
         self._exported: dict[int, RunningRequest] = {}
-        """Those that run without an admission in the log, by their number."""
+        """Running requests without an admission in the log, by number."""
         self._over: list[tuple[RunningRequest, _Fields]] = []
-        """In this batch: of its admissions is told at its end."""
+        """Requests that ended in this batch; their rows follow at its end, when its admissions are known."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
-        """Count."""
+        """Count a refusal."""
         first = {"refusals": 0, "first_refused_ts": history.now}
         self._refused.setdefault(event.request_id, first)["refusals"] += 1
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Wait for its end."""
+        """Record the admission until the request's end."""
         refused = self._refused.pop(admission.request_id, {})
         self._running[admission.number] = _admitted(admission) | refused
         self._exported.pop(admission.number, None)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
-        """Without an admission, as those that came with an exported state."""
+        """Record the child without an admission, like requests that came with an exported state."""
         self._exported[child.number] = child
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
-        """Note the end."""
+        """Record the end."""
         output = event.num_tokens - request.sequence.num_prompt_tokens
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
         end = {"output_tokens": output, "ended_seq": history.batch, "ended_ts": history.now}
         self._over.append((request, {"outcome": outcome, "stop": event.stop, **end}))
 
     def restarted(self, history: HistoryFold) -> None:
-        """What the exported state has not is lost."""
+        """Add rows for requests that the exported state lacks: they are lost."""
         known = {request.number: request for request in history.running.values()}
         for number in sorted(self._running.keys() - known.keys()):
             self.rows.append(RequestRow(outcome="lost", **self._running.pop(number)))
@@ -225,7 +228,7 @@ class Requests(RowCollector[RequestRow]):
         self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Tell the ends."""
+        """Add rows for the requests that ended."""
         for request, end in self._over:
             self._add(history, request, end)
         self._over.clear()
@@ -239,7 +242,7 @@ class Requests(RowCollector[RequestRow]):
         self.rows.append(RequestRow(**known, **end))
 
     def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
-        """What runs still, and what was refused to the last."""
+        """Yield the rows of requests that still run, and of those refused last."""
         for request in history.running.values():
             output = request.sequence.num_tokens - request.sequence.num_prompt_tokens
             self._add(history, request, {"outcome": "running", "output_tokens": output})
@@ -280,23 +283,23 @@ def _of_prompt(
 
 
 class Lives(RowCollector[BlockLife]):
-    """A row when a block is gone; at the log's end those that are cached still."""
+    """Rows of block lives: one when a block is gone; at the log's end one for each that is still cached."""
 
     def __init__(self) -> None:
         super().__init__()
         self._evictions = 0
 
     def removed(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Lives end for want of room."""
+        """Add rows for evicted blocks."""
         self._end(history, window, ids, self._evictions)
         self._evictions += 1
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
-        """Lives end with the cache."""
+        """Add rows for blocks that were lost with the cache."""
         self._end(history, window, ids)
 
     def remaining(self, history: HistoryFold) -> Iterator[list[BlockLife]]:
-        """What is cached."""
+        """Yield the rows of cached blocks."""
         for window in history.windows:
             ids = np.flatnonzero(window.of["level"] != NOWHERE)
             for begin in range(0, len(ids), _MOST):
@@ -309,11 +312,11 @@ class Lives(RowCollector[BlockLife]):
 
 
 _MOST = 1 << 13
-"""Rows that are made at once."""
+"""Most rows that are made at once."""
 
 
 def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) -> list[BlockLife]:
-    """The lives of these blocks, as they are now."""
+    """Return the lives of these blocks up to now."""
     known = window.of
     level = known["level"][ids]
     gone = level == NOWHERE
@@ -350,14 +353,14 @@ _LABELS = [reason.label for reason in Reason]
 
 
 def _where(there: Any, values: Any) -> list[int | None]:
-    """The values that there are; None elsewhere."""
+    """Return the values where `there` is set, None elsewhere."""
     return [
         value if is_there else None for value, is_there in zip(values.tolist(), there.tolist(), strict=True)
     ]
 
 
 class Evictions(RowCollector[EvictionRow]):
-    """A row per `BlocksRemoved`."""
+    """Rows of evictions: one per `BlocksRemoved`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +391,7 @@ _COUNTED = [name for name in StepRow._fields if name not in _NOT_COUNTED]
 
 
 def step_row(batch: EventBatch, state: CacheState) -> StepRow:
-    """The row of a batch. What is held, free to evict and blank is counted by the state after it."""
+    """Return the row of a batch. Held, free and blank blocks are counted in the state after it."""
     counts = dict.fromkeys(_COUNTED, 0)
     for event in known_events(batch):
         _count(event, counts)
@@ -403,7 +406,7 @@ def step_row(batch: EventBatch, state: CacheState) -> StepRow:
 
 
 def _count(event: ev.Event, counts: dict[str, int]) -> None:
-    """Add what the event tells."""
+    """Add the event's counts."""
     match event:
         case ev.SequenceAdded():
             counts["admitted"] += 1
@@ -421,14 +424,14 @@ def _count(event: ev.Event, counts: dict[str, int]) -> None:
         case ev.BlocksRemoved():
             counts["removed_blocks"] += len(event.slots) // SLOT_BYTES
         case ev.CacheCleared():
-            # What sequences hold keeps its slots, but is cached no more.
+            # Blocks held by sequences keep their slots, but are no longer cached.
             counts["cleared_blocks"] += sum(map(sum, event.removed)) + sum(event.unnamed)
         case ev.BlocksMoved(why=MoveReason.OFFLOAD | MoveReason.ONBOARD):
             counts[f"{event.why}ed_blocks"] += len(event.from_slots) // SLOT_BYTES
 
 
 def occupancy(state: CacheState) -> list[OccupancyRow]:
-    """Of each level of each window, by what its blocks are."""
+    """Return the occupancy of each level of each window."""
     windows = () if state.created is None else state.created.groups
     rows = list[OccupancyRow]()
     for created, group in zip(windows, state.groups, strict=True):
@@ -453,39 +456,44 @@ _COLLECTORS: dict[TableName, type[RowCollector[Any]]] = {
 class Log:
     """A log directory. Each iteration, and each call, reads it anew from its first batch to its end.
 
-    Rows come as soon as they are known and are not kept: a request's when it ends, a block's when it is gone, and at
-    the end what is not over. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not follow
-    from those before them; what was read until then has been given.
+    Rows are yielded as soon as they are known and are not kept: a request's when it ends, a block's when it is gone,
+    the rest at the end of the log. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not
+    follow
+    from those before them; rows read until then have been yielded.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __iter__(self) -> Iterator[EventBatch]:
-        """The batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by `events.packed`."""
+        """Iterate over the batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by
+        `events.packed`.
+        """
         return iter(LogReader(self.path))
 
     @property
     def log_id(self) -> str | None:
-        """What its writer called it, in hex digits; copies have the same. None where the first batch does not say."""
+        """The id that the writer gave the log, in hex digits; copies have the same. None if the first batch has
+        none.
+        """
         first = next(iter(self), None)
         events = () if first is None else first.events
         return next((event.log_id.hex() for event in events if isinstance(event, EpochStarted)), None)
 
     def requests(self) -> Iterator[RequestRow]:
-        """Each admission with its outcome, in the order in which they ended, and requests that were only refused."""
+        """Yield each admission with its outcome, in the order of their ends, and requests that were only refused."""
         return self._rows("requests")
 
     def block_lives(self) -> Iterator[BlockLife]:
-        """Each life of a full block in a window, in the order in which they ended."""
+        """Yield each life of a full block in a window, in the order of their ends."""
         return self._rows("blocks")
 
     def evictions(self) -> Iterator[EvictionRow]:
-        """Each removal of cached content, in order."""
+        """Yield each removal of cached content, in order."""
         return self._rows("evictions")
 
     def steps(self) -> Iterator[StepRow]:
-        """Each batch, and the cache after it."""
+        """Yield each batch, with the cache after it."""
         return self._rows("steps")
 
     def _rows(self, name: TableName) -> Iterator[Any]:
@@ -494,7 +502,7 @@ class Log:
 
 
 def open_log(path: str | PathLike[str]) -> Log:
-    """Open a log for reading; a writer may be at work in it. Raises `NotALog`."""
+    """Open a log for reading; it may still be written to. Raises `NotALog`."""
     directory = Path(path)
     if not is_log(directory):
         raise NotALog(directory)
@@ -502,7 +510,7 @@ def open_log(path: str | PathLike[str]) -> Log:
 
 
 def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tuple[TableName, list[Any]]]:
-    """The rows of several tables in one pass, each list with the name of its table."""
+    """Yield the rows of several tables in one pass, each list with the name of its table."""
     collectors = {name: _COLLECTORS[name]() for name in names if name in _COLLECTORS}
     history = HistoryFold(*collectors.values())
     replayed = history.replayed

@@ -1,4 +1,4 @@
-"""All requests of a log at once: where prompt tokens came from, and what evictions, offload and duplicates cost."""
+"""Totals over all requests of a log: sources of prompt tokens, and the cost of evictions, offload and duplicates."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.phrases import count, duration, share
 
 PARTS = 120
-"""At most; from then on two become one."""
+"""Most parts of a timeline; when there are more, pairs of parts are merged."""
 _FIRST_NS = 1_000_000_000
 
 
 class Timeline:
-    """Rows of sums, each over a part of the time since the first."""
+    """Sums per part of the time since the first entry."""
 
     def __init__(self, columns: int) -> None:
         self.start: int | None = None
-        """Wall-clock ns of the first."""
+        """Wall-clock ns of the first entry."""
         self.width = _FIRST_NS
-        """Of each part, in ns."""
+        """Width of each part, in ns."""
         self.sums = np.zeros((PARTS, columns), np.int64)
         self._used = 0
 
     def add(self, at: int, numbers: npt.NDArray[np.int64]) -> None:
-        """Add to the part of this time; before the first counts as the first."""
+        """Add to the part of this time; times before the first count as the first."""
         if self.start is None:
             self.start = at
         part = max(0, at - self.start) // self.width
@@ -56,36 +56,37 @@ class Timeline:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The parts up to the last that has something."""
+        """The parts up to the last that is not empty."""
         return self.sums[: self._used]
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """Consecutive blocks that were reused equally often, with no other reused ones beside them."""
+    """Consecutive blocks that were reused equally often, with no other reused blocks between or next to them."""
 
     number: int
     parent: int | None
-    """The number of the prefix that it continues."""
+    """Number of the prefix that it continues."""
     first: int
     stop: int
-    """Tokens of the prompt, from `first` up to `stop`."""
+    """End of the prefix in tokens of the prompt, which starts at `first`."""
     times: int
-    """How often it was reused."""
+    """Number of reuses."""
     tokens_served: int
     last_used: int
     """Wall-clock ns."""
     name: str | None
-    """Of its last block, 16 hex digits; None if the log has no names."""
+    """Name of the last block, 16 hex digits; None if the log has no names."""
     stored_by: RequestId | None
     cached: bool
-    """Whether it is cached at the end of the log, in any window."""
+    """True if it is cached at the end of the log, in any window."""
 
 
 def hot_prefixes(history: HistoryFold, top: int) -> list[HotPrefix]:
-    """The `top` prefixes that served the most tokens, the most first; then those that they continue beside these.
+    """Return the `top` prefixes that served the most tokens, in descending order, then the further ones that they
+    continue.
 
-    The times of a block are those of the window in which it was reused most often.
+    Reuses of a block are those of the window in which it was reused most often.
     """
     if not history.windows or not len(history.contents):
         return []
@@ -111,8 +112,8 @@ def hot_prefixes(history: HistoryFold, top: int) -> list[HotPrefix]:
 def chains_of(
     children: dict[int, list[int]], roots: Iterable[int], value: Callable[[int], object]
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """The blocks of a tree in chains of one value: (number of the chain that it continues or -1, blocks before it, its
-    blocks), parents before children.
+    """Yield the blocks of a tree in chains of one value, parents before children: (number of the chain that it
+    continues or -1, blocks before it, its blocks).
     """
     stack, number = [(-1, 0, root) for root in roots], 0
     while stack:
@@ -147,39 +148,39 @@ def _prefix(
 
 
 MOST_USES = 4
-"""Blocks that were reused so often or more are counted together."""
+"""Number of reuses from which on blocks are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What one eviction, and those of the same step for the same request, cost later."""
+    """Later cost of one eviction, and of those of the same step for the same request."""
 
     window: int
-    """In tokens."""
+    """Window, in tokens."""
     batch: int
     at: int
     for_request: RequestId | None
     tokens: int
-    """Computed again since, whoever asked for them: as often as they were asked for."""
+    """Tokens computed again since, by any request, counted each time."""
 
 
 @dataclass(slots=True)
 class LevelLives:
-    """How blocks fare in one level."""
+    """Lives of blocks in one level."""
 
     hit_ages: Ages = field(default_factory=Ages)
-    """Of reused blocks that nobody held: since their last use."""
+    """Ages of reused blocks that no request held: time since their last use."""
     eviction_ages: Ages = field(default_factory=Ages)
-    """Of evicted blocks (from primary to secondary, too): since their last use."""
+    """Ages of evicted blocks, also from primary to secondary: time since their last use."""
     evicted: int = 0
-    """Blocks."""
+    """Evicted blocks."""
     recomputed: int = 0
     """Tokens computed again because this level had evicted their blocks for good."""
 
 
 @dataclass(slots=True)
 class Audit:
-    """What a log says of its reuse."""
+    """Reuse in a log, as totals."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -189,66 +190,67 @@ class Audit:
     over_time: Timeline = field(default_factory=lambda: Timeline(len(Reason)))
     refusals: int = 0
     not_loaded: int = 0
-    """Of the tokens that were to be loaded from outside, those that did not come."""
+    """Tokens that were to be loaded from outside and did not arrive."""
     counts: tuple[tuple[int, int], tuple[int, int]] | None = None
-    """Prompt tokens and reused ones since a cache was created, in the log and as its engine has counted them: where
-    they differ for the first time, or else those compared last. None: there is nothing to compare."""
+    """Prompt and reused tokens since a cache was created, by the log and by its engine: at the first difference, or
+    else at the last comparison. None: there is nothing to compare."""
     lost_ages: Ages = field(default_factory=Ages)
-    """Per block that was computed again because it had been evicted: since it went."""
+    """Per block that was computed again because it had been evicted: time since the eviction."""
     lost_by_priority: Counter[int] = field(default_factory=Counter)
     """Tokens computed again because of evictions, by the priority of the blocks."""
     lost_by_group: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Tokens that full attention had cached, by number and kind of the further group that had not what they need."""
+    """Tokens that full attention had cached and a further group lacked, by that group's number and kind."""
     worst: list[Eviction] = field(default_factory=list)
     levels: tuple[LevelLives, LevelLives] = field(default_factory=lambda: (LevelLives(), LevelLives()))
     lifetimes: Ages = field(default_factory=Ages)
-    """Of blocks that are gone: from being stored to being gone from both levels."""
+    """Lifetimes of blocks that are gone: from being stored to being gone from both levels."""
     uses: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MOST_USES + 1, np.int64))
-    """Blocks that are gone by how often they were reused; the last: `MOST_USES` or more."""
+    """Blocks that are gone by number of reuses; the last entry: `MOST_USES` or more."""
     stored: int = 0
-    """Full blocks."""
+    """Full blocks stored."""
     never_reused: int = 0
-    """Full blocks that are gone, or still cached, and that nobody reused."""
+    """Full blocks, gone or still cached, that were never reused."""
     computed_twice: int = 0
-    """Tokens of full blocks that a request had computed when they were cached already, in the first window."""
+    """Tokens of full blocks that a request computed although they were already cached, in the first window."""
     offloaded: int = 0
     onboarded: int = 0
     taken_over: int = 0
     """Blocks in secondary that a request computed nevertheless."""
     prefixes: list[HotPrefix] = field(default_factory=list)
     set_back: list[int] = field(default_factory=list)
-    """Batches with which epochs began whose clock had begun again; `over_time` has them behind those before."""
+    """Sequence numbers of batches that began an epoch with a clock set back; `over_time` shifts them after the
+    preceding ones."""
     first_batch: int = -1
     last_batch: int = -1
     first_at: int = 0
     last_at: int = 0
     tokens_recorded: bool = True
     engine: str = ""
-    """Whose decisions these are; empty: this library's manager decided."""
+    """Engine that decided; empty: this library's manager."""
     created: ev.CacheCreated | None = None
     """The last cache of the log."""
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that were found in the cache."""
+        """Prompt tokens found in the cache."""
         return int(self.reasons[: Reason.PARTIAL + 1].sum())
 
     @property
     def loaded(self) -> int:
-        """Prompt tokens that came from outside."""
+        """Prompt tokens loaded from outside."""
         return int(self.reasons[Reason.EXTERNAL]) - self.not_loaded
 
 
 class AuditTotals(HistoryListener):
-    """Counts what happens while it listens."""
+    """Listener that counts what happens while it listens."""
 
     def __init__(self) -> None:
         self.audit = Audit()
         self._lost: Counter[tuple[int, int, int, int]] = Counter()
-        """(window, batch, time, number of the request that needed the room) → tokens."""
+        """Tokens by (window, batch, time, number of the request that needed the room)."""
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Charge evictions with what is computed again."""
+        """Charge evictions with the tokens that are computed again."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         tokens_of = admission.tokens()
         for group, window in enumerate(history.windows):
@@ -284,22 +286,22 @@ class AuditTotals(HistoryListener):
         self.audit.refusals += 1
 
     def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
-        """Count what did not come."""
+        """Count tokens that did not arrive."""
         self.audit.not_loaded += tokens
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-        """Keep what differs."""
+        """Keep the first counts that differ."""
         before = self.audit.counts
         if before is None or before[0] == before[1]:
             self.audit.counts = ours, theirs
 
     def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
-        """Note how long reused blocks had been idle."""
+        """Record idle times of reused blocks."""
         idle = ids[window.of["holders"][ids] == 0]
         self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
 
     def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
-        """Count work done twice; what is so in one window mostly is in others."""
+        """Count tokens computed twice, in the first window only, because other windows mostly repeat it."""
         if window is history.windows[0]:
             self.audit.computed_twice += blocks * history.tokens_per_block
 
@@ -319,12 +321,12 @@ class AuditTotals(HistoryListener):
             audit.offloaded += blocks
 
     def evicted(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
-        """Count evicted blocks, and note how long they had been idle."""
+        """Count evicted blocks, and record their idle times."""
         self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
         self.audit.levels[level].evicted += len(ids)
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
-        """Note how blocks that are gone had lived."""
+        """Record the lives of blocks that are gone."""
         self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
         uses = np.minimum(window.of["uses"][ids], MOST_USES)
         counts = np.bincount(uses, minlength=MOST_USES + 1)
@@ -332,14 +334,14 @@ class AuditTotals(HistoryListener):
         self.audit.never_reused += int(counts[0])
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Note how far the counts reach."""
+        """Record the latest counts."""
         audit = self.audit
         if audit.first_batch < 0:
             audit.first_batch, audit.first_at = history.batch, history.now
         audit.last_batch, audit.last_at = history.batch, history.now
 
     def finish(self, history: HistoryFold, top: int) -> Audit:
-        """The audit, with the `top` worst evictions and hottest prefixes."""
+        """Return the audit, with the `top` worst evictions and hottest prefixes."""
         audit = self.audit
         audit.tokens_recorded, audit.set_back = history.tokens_recorded, history.epochs.set_back
         audit.engine, audit.created = history.engine, history.replayed.state.created
@@ -366,10 +368,10 @@ def audit_batches(
     top: int = 10,
     others: Sequence[HistoryListener] = (),
 ) -> Audit:
-    """Audit a log's batches, from its first one on; of each is given whether it counts.
+    """Audit a log's batches from the first one on; each comes with a flag that says if it counts.
 
-    `top` of the worst evictions and of the prefixes that served most are named. `counting` listen to what counts,
-    `others` to everything.
+    `top` is the number of worst evictions and of hottest prefixes that are named. `counting` receive what counts,
+    `others` everything.
     """
     totals, history = AuditTotals(), HistoryFold()
     for batch, counts in batches:
@@ -381,39 +383,39 @@ def audit_batches(
 
 
 WORTH = 0.01
-"""The part of all prompt tokens from which on what evictions cost is worth a larger level."""
+"""Least part of all prompt tokens that evictions must cost for a larger level to pay."""
 _FEW = 20
-"""Hits below which ages say little."""
+"""Number of hits below which ages are not significant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On one level."""
+    """Verdict on the size of one level."""
 
     level: int
     size: Literal["too_small", "large_enough", "unknown"]
-    """By what its evictions cost; unknown: the log has no tokens, so nobody can tell."""
+    """Size by the cost of its evictions; unknown if the log has no tokens."""
     recomputed: int
-    """Tokens that were computed again because this level had evicted them."""
+    """Tokens computed again because this level had evicted them."""
     prompt_tokens: int
     hits: int
-    """That the ages rest on."""
+    """Number of hits behind the ages."""
     evictions: int
     early_eviction: float | None
-    """In seconds: a tenth of the evictions come sooner."""
+    """First decile of the ages of evicted blocks, in seconds."""
     late_hit: float | None
-    """A tenth of the hits come later."""
+    """Last decile of the ages of reused blocks, in seconds."""
     offloaded: int
-    """Blocks that it moved to secondary rather than lose them."""
+    """Blocks moved to secondary instead of being dropped."""
     onboarded: int
 
     @property
     def crosses(self) -> bool:
-        """Whether late hits come as late as early evictions."""
+        """True if late hits are as late as early evictions."""
         return None not in (self.late_hit, self.early_eviction) and self.late_hit >= self.early_eviction  # type: ignore[operator]
 
     def in_words(self) -> list[str]:
-        """One sentence on the cost, one on the ages, one on what went to secondary."""
+        """Return one sentence each on the cost, the ages, and offloaded blocks."""
         said = [self._cost()]
         if self.late_hit is not None and self.early_eviction is not None:
             said.append(self._ages(self.late_hit, self.early_eviction))
@@ -444,7 +446,7 @@ class Verdict:
 
 
 def verdict_on(audit: Audit, level: int) -> Verdict | None:
-    """The verdict on a level; None if it has evicted nothing."""
+    """Return the verdict on a level; None if it has evicted nothing."""
     lives = audit.levels[level]
     if not lives.eviction_ages.total:
         return None

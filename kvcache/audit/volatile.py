@@ -1,10 +1,10 @@
-"""What differs from request to request in the middle of prompts that are otherwise the same, such as a date or an id.
+"""Volatile parts of prompts, such as a date or an id: parts that differ between otherwise equal prompts.
 
 A block is reused only if all before it is the same, so that one token at the beginning of a system prompt can keep
-everything after it from being reused. It is looked for in two readings. The first one keeps a sample of the prompts and
-compares each with each: two prompts that are the same up to a position, differ in at most `MOST_VOLATILE` tokens there,
-and go on alike for `LEAST_ALIKE` or more. The second one counts, over all prompts, those that have the part before
-(`VolatilePart.head`) and the part after it (`VolatilePart.tail`), and what these would reuse if what differs came last.
+everything after it from being reused. The search takes two passes. The first keeps a sample of the prompts and compares
+all pairs: two prompts that are equal up to a position, differ in at most `MOST_VOLATILE` tokens there, and are equal
+again for `LEAST_ALIKE` or more. The second counts all prompts that have the part before (`VolatilePart.head`) and the
+part after it (`VolatilePart.tail`), and what these would reuse if the volatile part came last.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import numpy.typing as npt
 Symbols = npt.NDArray[np.int64]
 """Token ids, or numbers that stand for blocks of tokens."""
 MOST_VOLATILE = 64
-"""Tokens that may differ. An id of 36 letters has about as many at most."""
+"""Most tokens that may differ. An id of 36 letters has about as many at most."""
 LEAST_ALIKE = 64
-"""Tokens after these that must be the same."""
+"""Fewest equal tokens after the difference."""
 _SAMPLED = 128
 _LONGEST = 1 << 15
-"""Leading tokens that are kept of a sampled prompt."""
+"""Most leading tokens kept of a sampled prompt."""
 _MOST_CANDIDATES = 64
 _ITEM = 8
 
 
 def plain(symbols: npt.NDArray[np.integer]) -> Symbols:
-    """The leading symbols that are tokens: numbers below 0 stand for parts of images and the like."""
+    """Return the leading symbols that are tokens: negative numbers stand for parts of images and the like."""
     others = np.flatnonzero(symbols < 0)
     return symbols[: int(others[0]) if len(others) else None].astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VolatilePart:
-    """Where prompts differ that are otherwise the same."""
+    """Place where otherwise equal prompts differ."""
 
     head: Symbols
-    """The part before it, from the prompt's beginning."""
+    """Part before it, from the prompt's beginning."""
     tail: Symbols
-    """The part after it."""
+    """Part after it."""
 
     def find(self, symbols: Symbols, unit: int) -> tuple[int, int] | None:
-        """Where `tail` begins in a prompt that begins with `head`, and how much of it is there; None: this is no such
-        prompt. A symbol stands for `unit` tokens.
+        """Return where `tail` begins in a prompt with `head`, and its length there; None if the prompt lacks either. A
+        symbol stands for `unit` tokens.
         """
         at, least = len(self.head), _least(unit)
         if not np.array_equal(symbols[:at], self.head):
@@ -60,21 +60,20 @@ class VolatilePart:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two prompts of the sample that are the same but for a part."""
+    """Two prompts of the sample that are equal but for a part."""
 
     one: int
     position: int
     behind: int
-    """Where `one` goes on like the other."""
+    """Place where `one` continues like the other."""
     alike: int
 
 
 class PromptSample:
-    """Keeps some of the prompts, each with the same chance, however many there are.
+    """Uniform sample of the prompts, of bounded size.
 
     Args:
         unit: Tokens that a symbol stands for: 1, or those of a block.
-
     """
 
     def __init__(self, unit: int = 1) -> None:
@@ -84,14 +83,14 @@ class PromptSample:
         self._seen = 0
 
     def add(self, symbols: npt.NDArray[np.integer]) -> None:
-        """The next prompt."""
+        """Add the next prompt."""
         self._seen += 1
         place = self._seen - 1 if self._seen <= _SAMPLED else self._random.randrange(self._seen)
         if place < _SAMPLED:
             self._kept[place : place + 1] = [plain(symbols[:_LONGEST])]
 
     def part(self) -> VolatilePart | None:
-        """The part by which most is lost in the sample; None: there is none."""
+        """Return the part that costs the most tokens in the sample; None if there is none."""
         pairs = self._pairs()
         best, most = None, 0
         for position, head in self._candidates(pairs):
@@ -116,18 +115,20 @@ class PromptSample:
         return found
 
     def _candidates(self, pairs: list[_Pair]) -> list[tuple[int, bytes]]:
-        """Where parts may begin, and what is before them; the first ones first, so that a date begins with its year."""
+        """Return possible starts of parts, each with what precedes it; the first ones first, so that a date begins with
+        its year.
+        """
         found = Counter((each.position, self._kept[each.one][: each.position].tobytes()) for each in pairs)
         return sorted(candidate for candidate, _ in found.most_common(_MOST_CANDIDATES))
 
     def _template(self, position: int, pairs: list[_Pair]) -> VolatilePart:
-        """The part as in the prompt that is like others for longest; `tail` ends where the last of these does."""
+        """Return the part as in the prompt that equals others for longest; `tail` ends where the last of these does."""
         alike: dict[int, int] = {}
         for each in pairs:
             alike[each.one] = alike.get(each.one, 0) + each.alike
         one = max(alike, key=alike.__getitem__)
         own = [each for each in pairs if each.one == one]
-        # Where parts end alike by chance, as two days of a month may, others tell where they end.
+        # Parts may end alike by chance, as two days of a month do; other pairs show the true end.
         behind, stop = max(each.behind for each in own), max(each.behind + each.alike for each in own)
         symbols = self._kept[one]
         return VolatilePart(symbols[:position].copy(), symbols[behind:stop].copy())
@@ -135,32 +136,31 @@ class PromptSample:
 
 @dataclass(slots=True)
 class VolatileCount:
-    """Counts the prompts that have such a part, and what they would reuse if it came last.
+    """Count of the prompts with a volatile part, and of their reuse if it came last.
 
     Args:
-        part: What to look for.
-        tokens_per_block: Of the blocks that are reused.
-        unit: Tokens that a symbol stands for.
-
+        part: Part to look for.
+        tokens_per_block: Block size for reuse.
+        unit: Tokens per symbol.
     """
 
     part: VolatilePart
     tokens_per_block: int
     unit: int = 1
     shortest: int = -1
-    """Tokens that differ, at least and at most."""
+    """Fewest differing tokens; `longest` is the most."""
     longest: int = 0
     tokens: int = 0
-    """Prompt tokens that would be reused, in a cache of any size, and are not."""
+    """Prompt tokens that would be reused in a cache of any size, and are not."""
     example: Hashable = None
-    """The request that would reuse most."""
+    """Request that would reuse most."""
     _alike: array[int] = field(default_factory=lambda: array("q"))
-    """Of each request the tokens after the part that are those of `part.tail`."""
+    """Per request: tokens after the part that equal those of `part.tail`."""
     _values: set[int] = field(default_factory=set)
     _known: set[int] = field(default_factory=set)
-    """Blocks that were in a prompt."""
+    """Blocks seen in prompts."""
     _moved: set[int] = field(default_factory=set)
-    """Blocks that would have been in one, had the part come last, by hashes of all tokens up to their ends."""
+    """Blocks that prompts would have if the part came last, by hashes of all tokens up to their ends."""
     _most: int = 0
 
     @property
@@ -170,17 +170,17 @@ class VolatileCount:
 
     @property
     def requests(self) -> int:
-        """How many have the part."""
+        """Number of requests with the part."""
         return len(self._alike)
 
     @property
     def values(self) -> int:
-        """How many different ones there are."""
+        """Number of distinct values."""
         return len(self._values)
 
     @property
     def alike(self) -> int:
-        """Tokens after the part that are the same: the median."""
+        """Median of the equal tokens after the part."""
         return sorted(self._alike)[len(self._alike) // 2] if self._alike else 0
 
     def add(
@@ -190,7 +190,7 @@ class VolatileCount:
         symbols: npt.NDArray[np.integer],
         blocks: Sequence[int],
     ) -> None:
-        """The next request.
+        """Add the next request.
 
         Args:
             request: Its name.
@@ -198,7 +198,6 @@ class VolatileCount:
             symbols: Its prompt.
             blocks: The numbers of the full blocks before the prompt's last token, equal for equal blocks after equal
                 blocks.
-
         """
         reused = _leading(blocks, self._known)
         own = plain(symbols)
@@ -227,14 +226,14 @@ class VolatileCount:
 
 
 def _leading(blocks: Sequence[int], known: set[int]) -> int:
-    """How many leading blocks are known; all are from now on."""
+    """Return the number of leading blocks that are known, and add all blocks."""
     leading = next((at for at, block in enumerate(blocks) if block not in known), len(blocks))
     known.update(blocks)
     return leading
 
 
 def _most(unit: int) -> int:
-    """Symbols that may differ: a part of `MOST_VOLATILE` tokens may lie in one block more than it fills."""
+    """Return the most symbols that may differ: `MOST_VOLATILE` tokens may touch one block more than they fill."""
     return MOST_VOLATILE if unit == 1 else -(-MOST_VOLATILE // unit) + 1
 
 
@@ -243,7 +242,7 @@ def _least(unit: int) -> int:
 
 
 def _common(one: Symbols, other: Symbols) -> int:
-    """How many leading symbols are the same."""
+    """Return the number of leading symbols that are equal."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     at = int(differs.argmax()) if length else 0
@@ -251,7 +250,9 @@ def _common(one: Symbols, other: Symbols) -> int:
 
 
 def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
-    """Where the first, which differs from the other in its first symbol, goes on like that, and for how long."""
+    """Return where `one`, which differs from `other` in its first symbol, continues like it, and for how long; or
+    None.
+    """
     most, least = _most(unit), _least(unit)
     hay = other[: most + least].tobytes()
     for begin in range(most + 1):
@@ -264,7 +265,7 @@ def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
 
 
 def _index(hay: bytes, needle: bytes) -> int | None:
-    """The first symbol at which these symbols are."""
+    """Return the first index of `needle` in `hay`, or None."""
     at = hay.find(needle)
     while at >= 0 and at % _ITEM:
         at = hay.find(needle, at + 1)
