@@ -1,6 +1,6 @@
-"""Why prompt tokens were computed: a log as a history of block contents, and each admission explained by it.
+"""Reasons why prompt tokens were computed: a log as a history of block contents that explains each admission.
 
-`open_log` gives a log to programs: its batches, and requests, lives of blocks, evictions and steps as rows.
+`open_log` opens a log for programs: its batches, and rows of requests, block lives, evictions and steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Log", "open_log"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: commands that need only a part of this package load no more."""
+    """Import on first use, so that commands load only what they need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvcache.audit import tables

@@ -1,4 +1,4 @@
-"""What became of each prompt token of one admission, also in groups that share a pool."""
+"""Origin of each prompt token of one admission, also in groups that share a pool."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Names = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """Leading blocks of a prompt that full attention has, and that another group cannot go on behind."""
+    """Leading blocks of a prompt that full attention has, and after which another group cannot continue."""
 
     group: int
     kind: str
     window: int
-    """In tokens; 0 where the kind has none."""
+    """Window in tokens; 0 if the kind has none."""
     first_block: int
-    """The first that is lost by that, of full attention's."""
+    """First of full attention's blocks that is lost for that reason."""
     stop_block: int
     gone_batch: int = -1
-    """When the last of what is missing went; -1: it never had a name."""
+    """Batch in which the last missing block was removed; -1: it never had a name."""
     gone_at: int = -1
     gone_by: int = -1
-    """The number of the request that needed the room."""
+    """Number of the request that needed the room."""
 
 
 class SharedGroup:
-    """The names of one group, as numbers."""
+    """Names of one group's blocks, as numbers."""
 
     def __init__(self, number: int, made: ev.SharingGroup, key_bytes: int) -> None:
         self.number, self.made, self._key_bytes = number, made, key_bytes
         self._named = Counter[int]()
         self.gone: dict[int, tuple[int, int, int]] = {}
-        """By name: the batch, the time and the number of the request for which it went last."""
+        """By name: batch, time and request number of its last removal."""
         self._named.update(self._numbers(made.keys))
 
     def _numbers(self, keys: bytes) -> Iterator[int]:
@@ -52,11 +52,11 @@ class SharedGroup:
             yield int.from_bytes(keys[at : at + NAME_BYTES], "little")
 
     def name(self, keys: bytes) -> None:
-        """Blocks have got these names."""
+        """Add names given to blocks."""
         self._named.update(self._numbers(keys))
 
     def unname(self, keys: bytes, batch: int, at: int, by: int) -> None:
-        """Blocks have lost these names."""
+        """Remove names that blocks have lost."""
         for name in self._numbers(keys):
             self._named[name] -= 1
             if not self._named[name]:
@@ -64,14 +64,14 @@ class SharedGroup:
                 self.gone[name] = batch, at, by
 
     def clear(self, batch: int, at: int) -> None:
-        """Nothing has a name any more."""
+        """Remove all names."""
         self.gone.update(dict.fromkeys(self._named, (batch, at, -1)))
         self._named.clear()
 
     def serves(self, names: list[int], size: int) -> list[bool]:
-        """Whether the group can go on behind so many leading blocks of `size` tokens, from none to all of them.
+        """Return if the group can continue after each number of leading blocks of `size` tokens, from none to all.
 
-        `names` are those of the blocks. What ends between two of them is taken for present.
+        `names` are those of the blocks. Blocks that end between two of them count as present.
         """
         own, run, served = self.made.tokens_per_block, 0, [True]
         for position in range(own, len(names) * size + 1, own):
@@ -83,14 +83,14 @@ class SharedGroup:
         return served + [False] * (len(names) + 1 - len(served))
 
     def serves_before(self, served: list[bool], size: int) -> list[bool]:
-        """The same where the block behind these is looked up, too, and computed again."""
+        """Return `serves` for lookups that include the next block and compute it again."""
         if self.made.kind in (STATE, UNCACHED):
             return served[:-1]
         behind = [*served[max(1, self.made.tokens_per_block // size) :], *[False] * len(served)]
         return [at == 0 or (served[at] and behind[at]) for at in range(len(served) - 1)]
 
     def missing(self, names: list[int], size: int) -> Iterator[int]:
-        """The names that would be needed to go on behind all of these blocks, and that nothing has."""
+        """Yield the names that are needed to continue after all of these blocks, and that no block has."""
         own, position = self.made.tokens_per_block, len(names) * size
         for at in range(position, position - self._needed(position) * own, -own):
             if not self._has(names, at, size):
@@ -101,7 +101,7 @@ class SharedGroup:
         return not name or name in self._named
 
     def _needed(self, position: int) -> int:
-        """How many blocks that end with the last of so many tokens must have names."""
+        """Return how many blocks up to that position in tokens must have names."""
         own, window = self.made.tokens_per_block, self.made.window
         return {
             FULL: position // own,
@@ -119,28 +119,29 @@ class SharedGroups:
         self._before: list[SharedGroup] = []
 
     def begin(self, event: ev.PoolShared, first: int, key_bytes: int) -> None:
-        """Begin with these, which are numbered from `first` on; what had gone before is known still."""
+        """Start with these groups, numbered from `first` on; earlier removals stay known."""
         self.groups = [SharedGroup(first + at, made, key_bytes) for at, made in enumerate(event.groups)]
         for old, new in zip(self._before, self.groups, strict=False):
             new.gone = old.gone
 
     def end(self, batch: int, at: int) -> None:
-        """What follows tells the state anew."""
+        """Drop the state, which the following events report anew."""
         self.clear(batch, at)
         if self.groups:
             self._before, self.groups = self.groups, []
 
     def clear(self, batch: int, at: int) -> None:
-        """Nothing has a name any more."""
+        """Remove all names."""
         for group in self.groups:
             group.clear(batch, at)
 
     def lacking(self, names: Names, reused: int, size: int, *, drops_last: bool = False) -> Lacking | None:
-        """Which group lost blocks of a prompt that full attention had, of which `reused` were taken; None: none did.
+        """Return the group that lost blocks of a prompt that full attention had, `reused` of which were reused; None if
+        none did.
 
-        `names` are those of the leading blocks that it had. Of several groups it is the one that can go on behind the
-        fewest of them. `drops_last`: the engine computes the last of them again, and groups other than states must
-        be able to go on behind that one, too.
+        `names` are those of the leading blocks that it had. Of several groups, the one that can continue after the
+        fewest is returned. If `drops_last`, the engine computes the last of them again, and groups other than states
+        must also be able to continue after that one.
         """
         known, blocks = names.tolist(), len(names) - drops_last
         served = [group.serves(known, size) for group in self.groups]
@@ -162,7 +163,7 @@ class SharedGroups:
 
 
 class RequestOrigin(NamedTuple):
-    """Where a request comes from, as its engine says; nothing of a request that ran before the log's beginning."""
+    """Origin of a request, as reported by its engine; empty for a request that ran before the log's beginning."""
 
     session: str | None = None
     labels: dict[str, str] | None = None
@@ -173,10 +174,10 @@ NO_ORIGIN = RequestOrigin()
 
 @dataclass(eq=False, slots=True)
 class ExplainedAdmission:
-    """One request, as it was admitted; `counts` is known when its batch is over."""
+    """One admitted request; `counts` is filled at the end of its batch."""
 
     number: int
-    """Admissions of the log before this one."""
+    """Number of admissions in the log before this one."""
     request_id: RequestId
     namespace: Namespace
     batch: int
@@ -185,29 +186,29 @@ class ExplainedAdmission:
     num_tokens: int
     reused: int
     partial: int
-    """Of the reused tokens, those of a copied block."""
+    """Reused tokens from a block that was copied in part."""
     external: int
     """Tokens after the reused ones that were to be loaded from outside."""
     tokens_per_block: int
     handle: int
     resumed: bool
-    """It had run before, and was preempted."""
+    """True if the request had run before and was preempted."""
     ids: Ids
-    """The contents of the blocks that end before the last token; empty for a log without tokens."""
+    """Contents of the blocks that end before the last token; empty for a log without tokens."""
     reasons: npt.NDArray[np.int8]
-    """`Reason` per block, of its `tokens`."""
+    """`Reason` per block, which applies to its `tokens`."""
     windows: npt.NDArray[np.int8]
-    """Per block the window (as an index) that the reason is about; -1: none in particular."""
+    """Window (as an index) per block that the reason concerns; -1: none in particular."""
     lacking: Lacking | None = None
-    """What a further group lost of it."""
+    """Blocks that a further group lacked."""
     facts: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
-    """For who asked for details: what was known of each block."""
+    """Facts known of each block, filled if details were requested."""
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by reason."""
     origin: RequestOrigin = NO_ORIGIN
 
     def spans(self) -> list[tuple[int, int, Reason, int]]:
-        """The prompt in parts of one reason: first token, the one behind the last, reason, window."""
+        """Return the prompt in parts of one reason: first token, token after the last, reason, window."""
         size, last = self.tokens_per_block, self.num_tokens - 1
         spans: list[tuple[int, int, Reason, int]] = []
         for block, (reason, window) in enumerate(
@@ -227,7 +228,7 @@ class ExplainedAdmission:
         return [*spans, (last, last + 1, Reason.LAST_TOKEN, -1)]
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Per block the tokens in it that the reason is about: neither reused nor loaded in part, nor the last one."""
+        """Return the tokens per block that the reason concerns: neither reused nor loaded in part, nor the last one."""
         size, last = self.tokens_per_block, self.num_tokens - 1
         begins = np.arange(len(self.reasons)) * size
         tokens = np.minimum(begins + size, last) - begins
@@ -239,7 +240,7 @@ class ExplainedAdmission:
 
     @property
     def _begun(self) -> int:
-        """Tokens that were to be loaded in a block that was to be loaded only in part."""
+        """Tokens that were to be loaded in a block of which only a part was to be loaded."""
         end = self.reused + self.external
         return end % self.tokens_per_block if self.external and end < self.num_tokens - 1 else 0
 

@@ -1,4 +1,4 @@
-"""Ages as counts between logarithmic edges, a hundred per factor of ten, and the mean between each two."""
+"""Histogram of ages between logarithmic edges, a hundred per factor of ten, with the mean in each bin."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 _DECADES = 15
 _FINE, _COARSE = 100, 10
-"""Steps per factor of ten: of what is counted, and of what is told."""
+"""Bins per factor of ten, as counted and as reported."""
 _EDGES = np.logspace(3, 3 + _DECADES, _DECADES * _FINE + 1)
-"""From a microsecond to thirty years, in ns."""
+"""Edges in ns, from a microsecond to thirty years."""
 _MILLISECOND = 3 * _FINE
 _TOLD = np.concatenate([[0], np.arange(_MILLISECOND + 1, len(_EDGES) + 1, _FINE // _COARSE)])
-"""Where the coarse steps begin; the first one is a millisecond."""
+"""Starts of the reported bins; the first edge is a millisecond."""
 
 
 class Ages:
-    """A histogram of durations in ns. However many are counted, it takes 24 KB."""
+    """Histogram of durations in ns. It takes 24 KB, independent of their number."""
 
     __slots__ = ("_sums", "counts")
 
@@ -27,21 +27,21 @@ class Ages:
         self._sums = np.zeros(len(_EDGES) + 1)
 
     def add(self, ages: npt.NDArray[np.int64]) -> None:
-        """Count durations; wall clocks may go back, so negative ones count as none."""
+        """Count durations; negative ones, since wall clocks may go back, count as 0."""
         steps = np.searchsorted(_EDGES, ages, "right")
         np.add.at(self.counts, steps, 1)
         np.add.at(self._sums, steps, np.maximum(ages, 0))
 
     @property
     def total(self) -> int:
-        """How many were counted."""
+        """Number of durations counted."""
         return int(self.counts.sum())
 
     def quantile(self, share: float) -> float | None:
-        """The duration in seconds that this share does not exceed; None if nothing was counted.
+        """Return the duration in seconds that this share does not exceed; None if nothing was counted.
 
-        It is the mean of those in its step, so at most 2.4 % off, and exact where they are equal. Below a microsecond
-        it is that of all.
+        It is the mean of its bin, so at most 2.4 % off, and exact if all in the bin are equal. Below a microsecond
+        there is one bin.
         """
         if not self.total:
             return None
@@ -49,7 +49,9 @@ class Ages:
         return float(self._sums[at] / self.counts[at]) / 1e9 if self.counts[at] else 0.0
 
     def rows(self) -> Iterator[tuple[float, int]]:
-        """(upper edge in seconds, count) in ten steps per factor of ten from a millisecond on, where there are any."""
+        """Yield (upper edge in seconds, count) in ten bins per factor of ten from a millisecond on, without empty
+        bins.
+        """
         counts = np.add.reduceat(self.counts, _TOLD)
         for at in np.flatnonzero(counts).tolist():
             edge = _EDGES[min(_MILLISECOND + at * _FINE // _COARSE, len(_EDGES) - 1)]

@@ -1,4 +1,4 @@
-"""What evictions cost: by the prefix that was lost and by tenant, and how much of the cache running requests held."""
+"""Cost of evictions by lost prefix and by tenant, and the part of the cache that running requests held."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kvcache.audit.reasons import EVICTIONS
 from kvcache.audit.tables import occupancy
 
 NEARLY_ALL = 0.9
-"""The part of the blocks from which on running requests leave no room for others."""
+"""Part of the blocks from which on running requests leave no room for others."""
 _SHARED, _FEW = 0.05, 10
-"""A prefix is shared if this part of the requests have it, and so many of them."""
+"""Least part and least number of requests with a prefix for it to count as shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The beginning of the prompts of many requests."""
+    """Common beginning of the prompts of many requests."""
 
     blocks: int
     requests: int
-    """That begin with all of it."""
+    """Requests that begin with all of it."""
     asked: int
     """Block requests for it or a part of it."""
     lost: int
-    """Tokens of it that were computed again because of evictions."""
+    """Its tokens that were computed again because of evictions."""
     first: int
-    """The number of the request that asked for it first."""
+    """Number of the first request with it."""
     last_block: int
-    """The number of its last block."""
+    """Number of its last block."""
 
 
 class SharedPrefixes:
-    """Counts by block how often it was asked for, and what was lost of it."""
+    """Counter of block requests and lost tokens by block."""
 
     def __init__(self) -> None:
         self._of = Columns(
@@ -51,13 +51,12 @@ class SharedPrefixes:
         self._requests = 0
 
     def add(self, blocks: Ids, lost: npt.NDArray[np.int64] | int = 0) -> None:
-        """The next prompt.
+        """Add the next prompt.
 
         Args:
             blocks: Numbers of its blocks, from 0 on; equal ones stand for equal blocks after equal blocks, and each
                 is larger than that of the block before it.
-            lost: Of each block, the tokens that are computed again because of an eviction.
-
+            lost: Tokens of each block that are computed again because of an eviction.
         """
         if len(blocks):
             of = self._of
@@ -70,8 +69,8 @@ class SharedPrefixes:
         self._requests += 1
 
     def worst(self) -> SharedPrefix | None:
-        """Of the prefixes that many requests have, the one of which most was lost; if nothing was, the one that was
-        asked for most. None: no prefix is shared.
+        """Return the shared prefix with the most lost tokens; if nothing was lost, the most requested one. None: no
+        prefix is shared.
         """
         of, least = self._of, max(_FEW, _SHARED * self._requests)
         shared = np.flatnonzero(of["asked"][: self._blocks] >= least).tolist()
@@ -88,7 +87,7 @@ class SharedPrefixes:
 
 @dataclass(slots=True)
 class TenantLosses:
-    """What evictions cost the requests of one tenant."""
+    """Cost of evictions for the requests of one tenant."""
 
     by: str
     """What tells it apart: ``tenant``, ``model``, ``salt`` or ``lora``."""
@@ -97,27 +96,27 @@ class TenantLosses:
     lost: int = 0
     """Tokens that were computed again because of evictions."""
     lost_to: Counter[str | None] = field(default_factory=Counter)
-    """These by the tenant whose request needed the room; None: nobody knows."""
+    """These tokens by the tenant of the request that needed the room; None: unknown."""
 
 
 @dataclass(slots=True)
 class RunningHeld:
-    """How many blocks running requests held, at the end of each step that admitted one."""
+    """Blocks held by running requests, at the end of each step that admitted one."""
 
     moments: int = 0
-    """Admissions."""
+    """Number of admissions."""
     full: int = 0
-    """Those at which they held `NEARLY_ALL` or more."""
+    """Number of admissions at which they held `NEARLY_ALL` or more."""
     blocks: int = 0
-    """All moments together: blocks that were held, and requests that ran."""
+    """Sums over all moments: blocks held, and running requests."""
     requests: int = 0
     most: int = 0
-    """Blocks, at one moment."""
+    """Most blocks held at one moment."""
     most_at: int = -1
-    """The batch of that moment."""
+    """Batch of that moment."""
 
     def note(self, held: int, size: int, requests: int, batch: int) -> None:
-        """A moment: blocks that are held of so many, and by how many requests."""
+        """Add a moment at which `requests` requests hold `held` of `size` blocks."""
         self.moments += 1
         self.full += held >= NEARLY_ALL * size
         self.blocks += held
@@ -139,34 +138,34 @@ def tenant_of(admission: ExplainedAdmission) -> tuple[str, str]:
 
 
 class LossCounter(HistoryListener):
-    """What evictions cost; listens to a log's history."""
+    """Listener that counts the cost of evictions."""
 
     def __init__(self) -> None:
         self.request_ids: list[RequestId] = []
-        """Of all admissions, in order: `SharedPrefix.first` is a place in it."""
+        """Request ids of all admissions, in order: `SharedPrefix.first` is an index into it."""
         self.reused_tokens = 0
-        """Prompt tokens."""
+        """Reused prompt tokens."""
         self.lost_tokens = 0
         """Prompt tokens that were computed again because of evictions."""
         self.evictions = 0
-        """Blocks, from any level."""
+        """Blocks evicted from any level."""
         self.used = 0
-        """The most blocks of primary that were not blank."""
+        """Largest number of primary blocks that were not blank."""
         self.refusals = 0
         self.tenants: dict[str, TenantLosses] = {}
-        """By `tenant_of`."""
+        """Losses by `tenant_of`."""
         self.prefixes = SharedPrefixes()
         self.held = RunningHeld()
         self.primary = 0
         """Blocks of the last cache, of the window with full attention."""
         self.secondary = 0
         self._tenant_of: dict[int, str] = {}
-        """By the numbers of admissions."""
+        """Tenants by admission number."""
         self._moments = 0
         """Admissions of this batch."""
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Count what was lost of a prompt."""
+        """Count the lost tokens of a prompt."""
         blocks = len(admission.ids)
         reasons = admission.reasons[:blocks]
         lost = np.where(np.isin(reasons, EVICTIONS), admission.tokens()[:blocks], 0)
@@ -195,7 +194,7 @@ class LossCounter(HistoryListener):
         self.evictions += len(ids)
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Look at what running requests hold, if one was admitted."""
+        """Record the blocks that running requests hold, if a request was admitted."""
         state = history.replayed.state
         if not self._moments or state.created is None:
             return

@@ -1,4 +1,4 @@
-"""What blocks take, in bytes: of a model that is given, or of the one that a log's settings name."""
+"""Memory of blocks in bytes, for a given model or for the one in a log's settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 
 _SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype")
-"""Settings that tell how many bytes a block has."""
+"""Settings that determine the bytes of a block."""
 
 
 def names_model(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings of a cache have a model's shape: the defaults are those of no model."""
+    """Return True if the settings have a model's shape: the defaults are those of no model."""
     fields = KVCacheConfig.model_fields
     return any(settings.get(name, fields[name].default) != fields[name].default for name in _SHAPE)
 
 
 def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
-    """K and V of a block of the window with full attention: of `model`, or else as the cache's settings say.
+    """Return the bytes of a block's K and V, for the window with full attention: by `model`, or else by the cache's
+    settings.
 
-    None: they name none.
+    None if neither has a model.
     """
     if model is not None:
         return model.bytes_per_token * created.tokens_per_block
@@ -38,7 +39,7 @@ def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
 
 
 def cache_bytes(config: KVCacheConfig, model: KVShape | None) -> tuple[int, int] | None:
-    """What the levels of a cache take for its window with full attention; None: nobody knows."""
+    """Return the bytes of each level of a cache for its window with full attention; None if unknown."""
     if model is None and not names_model(config.model_dump(mode="json")):
         return None
     windows = Layout.of(config).windows
@@ -50,23 +51,23 @@ def cache_bytes(config: KVCacheConfig, model: KVShape | None) -> tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a log's blocks take, of the window with full attention."""
+    """Memory of a log's blocks, for the window with full attention."""
 
     bytes_per_block: int
     cache_bytes: tuple[int, int]
-    """Of each level of the last cache."""
+    """Bytes of each level of the last cache."""
     stored_bytes: int | None
-    """Of all full blocks that were stored; None, as what follows: there are several windows, whose blocks are counted
-    together.
+    """Bytes of all full blocks that were stored. This and the next field are None if there are several windows, because
+    their blocks are counted together.
     """
     evicted_bytes: tuple[int, int] | None
-    """From each level."""
+    """Bytes evicted from each level."""
     offloaded_bytes: int | None
     onboarded_bytes: int | None
 
     @classmethod
     def of(cls, audit: Audit, model: KVShape | None) -> Memory | None:
-        """What they take of `model`, or of the log's own; None: nobody knows."""
+        """Return the memory by `model`, or by the log's own settings; None if unknown."""
         created = audit.created
         block = None if created is None else bytes_per_block(created, model)
         if created is None or block is None:

@@ -1,4 +1,4 @@
-"""The prefill model that suits measurements best: those in a table, or the steps of a log."""
+"""Fit of the prefill model to measurements: rows of a table, or steps of a log."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ _ANEW = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
 
 
 class PrefillSample(NamedTuple):
-    """Something that was measured: a prefill, or a step of an engine."""
+    """A measured prefill, or a measured step of an engine."""
 
     seconds: float
     tokens: int
-    """That were computed."""
+    """Tokens computed."""
     reads: float
-    """Tokens that these attended to, over all of them."""
+    """Tokens that these attended to, summed over them."""
     decoding: int = 0
-    """Requests that got a token besides."""
+    """Requests that also got a token each."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedPrefill:
-    """A model, and how far it is off."""
+    """A fitted model, with its errors."""
 
     model: PrefillModel
     per_decoding: float
     """Seconds of a step for each request that decodes in it."""
     samples: int
     rms_seconds: float
-    """Root mean square of what was measured less what the model says."""
+    """Root mean square of the differences between measurements and model."""
     median_part: float
-    """The median of the difference, as a part of what was measured."""
+    """Median of the differences, as a part of the measured values."""
 
 
 def read_samples(path: Path) -> list[PrefillSample]:
-    """The rows of a CSV file with the columns ``tokens``, ``cached`` and ``seconds``. Raises `UsageError`."""
+    """Read a CSV file with the columns ``tokens``, ``cached`` and ``seconds``. Raises `UsageError`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         try:
@@ -83,7 +83,7 @@ def _sample(row: dict[str, str], place: str) -> PrefillSample:
 
 
 def logged_samples(log: Path) -> list[PrefillSample]:
-    """The steps of a log in which prompts were computed and that began as soon as the one before had ended.
+    """Return the steps of a log that computed prompts and began as soon as the previous one had ended.
 
     A batch is a step, and takes the time since the batch before, if requests were running then: otherwise the engine
     may have waited. Raises what `LogReader` raises.
@@ -99,14 +99,14 @@ def logged_samples(log: Path) -> list[PrefillSample]:
 
 
 class _Steps:
-    """Which prompt tokens each step computes."""
+    """Fold that determines the prompt tokens computed in each step."""
 
     def __init__(self) -> None:
         self.left: dict[int, tuple[int, int]] = {}
-        """By handle of a running sequence: up to where its prompt is computed, and how long it is."""
+        """By handle of a running sequence: end of its prompt's computed part, and the prompt's length."""
 
     def follow(self, batch: ev.EventBatch) -> PrefillSample | None:
-        """What a step did; None: nobody knows."""
+        """Return the tokens computed in a step; None if unknown."""
         computed = list[tuple[int, int]]()
         prefilling, decoding, known = set[int](), 0, True
         for event in batch.events:
@@ -138,7 +138,7 @@ class _Steps:
         return PrefillSample(0.0, sum(stop - first for first, stop in computed), reads, decoding)
 
     def _compute(self, handle: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Note that a prompt is computed up to there; what of it is new."""
+        """Record that a prompt is computed up to `stop`; yield the newly computed part."""
         first, length = self.left.get(handle, (0, 0))
         stop = min(stop, length)
         if first < stop:
@@ -147,7 +147,7 @@ class _Steps:
 
 
 def fit(samples: Sequence[PrefillSample], where: str) -> FittedPrefill:
-    """The model with the least squares of errors, none of whose numbers are below 0; `where` names the samples.
+    """Return the least-squares model with no negative coefficients; `where` names the samples in errors.
 
     Raises `UsageError` for samples that differ too little.
     """
@@ -181,7 +181,7 @@ def fit(samples: Sequence[PrefillSample], where: str) -> FittedPrefill:
 
 
 def _least_squares(columns: Seconds, seconds: Seconds) -> Seconds:
-    """The factors of the columns, none below 0: of each choice of columns the best ones, as there are few choices."""
+    """Return the non-negative factors of the columns, the best over all subsets of columns, of which there are few."""
     best, least = np.zeros(columns.shape[1]), math.inf
     several = range(columns.shape[1])
     for chosen in map(list, chain.from_iterable(combinations(several, number + 1) for number in several)):

@@ -1,4 +1,4 @@
-"""Why a prompt token was reused or computed; docs/how-to/audit.md defines each reason."""
+"""Reasons why prompt tokens were reused or computed; docs/how-to/audit.md defines each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Self
 
 
 class Reason(IntEnum):
-    """What became of a prompt token when its request was admitted."""
+    """Reason why a prompt token was reused or computed when its request was admitted."""
 
     words: str
-    """For tables."""
+    """Text for tables."""
 
     def __new__(cls, number: int, words: str = "") -> Self:  # noqa: D102  as int has it
         reason = int.__new__(cls, number)
@@ -41,35 +41,35 @@ class Reason(IntEnum):
     RESTARTED = 21, "lost with a restart, or with lost batches"
     OUT_OF_WINDOW = 22, "a sliding window had left it behind uncached"
     SAME_STEP = 23, "stored later in the same step"
-    """Being computed by another request, and stored in this very step, but later."""
+    """Computed by another request, and stored later in the same step."""
     BEING_COMPUTED = 24, "being computed by a running request"
     OTHER_NAMESPACE = 25, "cached for another LoRA adapter or salt"
     NEVER_SEEN = 26, "never seen before"
 
     @property
     def label(self) -> str:
-        """The name in tables and in JSON."""
+        """Name in tables and in JSON."""
         return self.name.lower()
 
     @property
     def is_reuse(self) -> bool:
-        """Whether the token was found in this cache, and not computed."""
+        """True if the token was found in this cache, and not computed."""
         return self <= Reason.PARTIAL
 
     @property
     def is_computed(self) -> bool:
-        """Whether the token was computed, if what was to be loaded has come."""
+        """True if the token was computed, provided that loads from outside succeeded."""
         return self > Reason.EXTERNAL
 
     @property
     def is_lost(self) -> bool:
-        """Whether the token's block had been cached before."""
+        """True if the token's block had been cached before."""
         return Reason.COMPUTING_AGAIN <= self <= Reason.RESTARTED
 
 
 EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
-"""Of tokens that are computed again since their blocks made room for others."""
+"""Reasons of tokens that are computed again because their blocks made room for others."""
 LOSSES = tuple(reason for reason in Reason if reason.is_lost and reason not in EVICTIONS)
-"""Of tokens that are computed again since their blocks were cleared, or lost."""
+"""Reasons of tokens that are computed again because their blocks were cleared, or lost."""
 IN_WORDS = {reason: reason.words for reason in Reason}
-"""For tables."""
+"""Texts for tables."""

@@ -1,4 +1,4 @@
-"""What happened lately in a log, by its own clock: counts over the last seconds and minutes."""
+"""Recent activity in a log, by its own clock: counts over the last seconds and minutes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import Reason
 
 _PARTS = 3600
-"""Of the longest time: batches that are closer together are counted together."""
+"""Number of parts of the longest time: batches closer together than a part are merged."""
 _STEPS, _ADMITTED, _REFUSED, _PREEMPTED, _EVICTED = range(5)
 _REASONS = _EVICTED + 2
-"""Where the columns for reasons begin, after one for each level's evictions."""
+"""Start of the columns for reasons, after one for each level's evictions."""
 _COLUMNS = _REASONS + len(Reason)
 
 
@@ -28,25 +28,25 @@ class Lately:
     """Counts over a time that ends with the last batch or later."""
 
     seconds: float
-    """How long it is; less than was asked for where no more was read."""
+    """Length in seconds; less than requested if less was read."""
     first_seq: int | None
-    """The first batch that counts; None: none does."""
+    """First batch that counts; None if none does."""
     steps: int
-    """Batches."""
+    """Number of batches."""
     admitted: int
-    """Requests."""
+    """Requests admitted."""
     refused: int
     """Refusals; a request may have several."""
     preempted: int
-    """Requests."""
+    """Requests preempted."""
     evicted: tuple[int, int]
-    """Full blocks evicted from primary (to secondary, too) and from secondary."""
+    """Full blocks evicted from primary (also to secondary) and from secondary."""
     reasons: npt.NDArray[np.int64]
     """Prompt tokens of admitted requests, by `Reason`."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of admitted requests."""
+        """Prompt tokens of admitted requests."""
         return int(self.reasons.sum())
 
     @property
@@ -59,27 +59,27 @@ class Lately:
 class _Part:
     first_seq: int
     at: int
-    """When its first batch was made."""
+    """Time of its first batch."""
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
 
 
 class Recent(HistoryListener):
-    """Counts over a time that moves on. `longest` is in ns; what is older is forgotten."""
+    """Counts over a moving time, of which the last `longest` ns are kept."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.last_at = 0
-        """When the last batch was made, in ns; later than those before it (`EpochClock`)."""
+        """Time of the last batch in ns; later than those before it (`EpochClock`)."""
         self.began_at: int | None = None
-        """When the first batch was made; None: there was none."""
+        """Time of the first batch; None if there was none."""
         self._parts: deque[_Part] = deque()
         self._now = np.zeros(_COLUMNS, np.int64)
-        """Of the batch that is folded."""
+        """Counts of the batch being folded."""
         self._waiting: dict[RequestId, int] = {}
-        """When requests were refused or preempted last that were not admitted since."""
+        """Time of the last refusal or preemption of requests that were not admitted since."""
 
     def over(self, length: int, until: int) -> Lately:
-        """What happened in the `length` ns up to `until`, which is no earlier than the last batch."""
+        """Return counts over the `length` ns up to `until`, which is no earlier than the last batch."""
         since = until - length
         parts = [part for part in self._parts if part.at >= since]
         begun = until if self.began_at is None else self.began_at
@@ -98,11 +98,13 @@ class Recent(HistoryListener):
         )
 
     def waiting(self, until: int) -> int:
-        """Requests that were refused or preempted in the longest time up to `until`, and not admitted since."""
+        """Return the requests that were refused or preempted in the longest time up to `until`, and not admitted
+        since.
+        """
         return sum(at >= until - self.longest for at in self._waiting.values())
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """The request waits no longer; what comes later in the step may have it wait again."""
+        """Stop waiting; later events of the step may start it again."""
         self._waiting.pop(admission.request_id, None)
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
@@ -126,11 +128,11 @@ class Recent(HistoryListener):
         self._now[_EVICTED + level] += len(ids)
 
     def restarted(self, history: HistoryFold) -> None:
-        """Who waited before waits no longer, or is refused again."""
+        """Drop the requests that waited; they may be refused again."""
         self._waiting.clear()
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Add the batch to a part, and forget what is too old."""
+        """Add the batch to a part, and drop parts that are too old."""
         self._now[_STEPS] += 1
         self.last_at = at = max(self.last_at, history.epochs.of(history.now))
         if self.began_at is None:

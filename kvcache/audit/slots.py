@@ -1,7 +1,7 @@
-"""Who has a slot: which requests hold it, which block is cached there, and how that came about.
+"""History of a slot: the requests that hold it, the block cached in it, and the events that led there.
 
-Read from the state that a log folds into, after each event that may concern the slot. So the history says what the
-cache itself decided, event by event.
+It is read from the state that a log folds into, after each event that may concern the slot, so it reflects the cache's
+own decisions, event by event.
 """
 
 from __future__ import annotations
@@ -33,58 +33,58 @@ _ALWAYS = (
     ev.TransferLanded,
     ev.TransferFailed,
 )
-"""Events that may concern a slot which they do not name."""
+"""Events that may concern a slot without naming it."""
 _NEVER = (ev.SequenceAdded, ev.TokensAppended, ev.ContextComputed, ev.Checkpoint)
 """Events with other numbers in their columns."""
 
 
 class Occupant(NamedTuple):
-    """What is in a slot. Nothing: it is blank."""
+    """Occupant of a slot. Without fields set, the slot is blank."""
 
     requests: tuple[RequestId, ...] = ()
-    """The running requests that hold it, in the order in which they were admitted."""
+    """Running requests that hold it, in the order of admission."""
     block: int | None = None
-    """The block's place in their prompts, and in that of who stored it, from 0."""
+    """Index of the block in their prompts, and in that of the request that stored it, from 0."""
     cached: bool = False
-    """Whether others can reuse it."""
+    """True if other requests can reuse it."""
     name: str | None = None
-    """Of a cached block: 16 hex digits; None: it has none."""
+    """Name of a cached block: 16 hex digits; None if it has none."""
     landed: bool = True
-    """Whether its bytes are there."""
+    """True if its bytes have arrived."""
     of_group: int | None = None
-    """The further group that has the slot, whose blocks the place counts; None: none has."""
+    """Further group that owns the slot, in the blocks of which `block` counts; None if there is none."""
 
 
 @dataclass(frozen=True)
 class SlotChange:
-    """An event after which a slot had another occupant, or another state of it."""
+    """An event after which a slot had another occupant, or its occupant another state."""
 
     seq: int
     index: int
     ts: int
     type: str
     why: str | None
-    """As the event says it, if it does."""
+    """Reason given by the event, if any."""
     occupant: Occupant
 
 
 @dataclass
 class SlotHistory:
-    """One slot of one window."""
+    """History of one slot of one window."""
 
     group: int
     window: int
     changes: list[SlotChange] = field(default_factory=list)
-    """In order; empty: it was blank all the time."""
+    """Changes in order; empty if it was blank all the time."""
 
     @property
     def now(self) -> Occupant:
-        """Who has it."""
+        """Current occupant."""
         return self.changes[-1].occupant if self.changes else Occupant()
 
 
 class SlotWatch:
-    """The histories of a slot in all windows that have it (or in one: `group`), while a log is folded."""
+    """Fold that records the histories of a slot in all windows that have it (or in one: `group`)."""
 
     def __init__(self, level: int, slot: int, group: int | None = None) -> None:
         self.level, self.slot, self.group = level, slot, group
@@ -92,7 +92,7 @@ class SlotWatch:
         self._histories: dict[int, SlotHistory] = {}
 
     def fold(self, batches: Iterable[EventBatch], progress: Progress | None = None) -> Replayed:
-        """Fold all batches, and note what becomes of the slot. Raises `Unreplayable`."""
+        """Fold all batches, and record the slot's changes. Raises `Unreplayable`."""
         replayed = Replayed(CacheState())
         for batch in batches:
             replayed.fold(batch, verify=False, after=partial(self._see, replayed, batch))
@@ -101,7 +101,7 @@ class SlotWatch:
         return replayed
 
     def histories(self, state: CacheState) -> list[SlotHistory]:
-        """Of the windows that have the slot in a state, ascending."""
+        """Return the histories of the windows that have the slot in a state, in ascending order."""
         return [
             self._histories.get(index) or SlotHistory(index, group.window)
             for index, group in self._groups(state)
@@ -130,13 +130,13 @@ class SlotWatch:
                 )
 
     def _is_named(self, event: ev.AnyEvent) -> bool:
-        """Whether the slot's number is in any column of an event; it may be there by chance."""
+        """Return True if the slot's number is in any column of an event, perhaps by chance."""
         values = (getattr(event, name) for name in event.__struct_fields__)
         return any(isinstance(value, bytes) and self._packed in value for value in values)
 
 
 def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupant:
-    """Who has a slot of a group's level."""
+    """Return the occupant of a slot of a group's level."""
     group, requests, block = state.groups[index], list[RequestId](), None
     for sequence in state.sequences.values() if level == PRIMARY else ():
         table = sequence.tables[index]
@@ -154,7 +154,7 @@ def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupan
 
 
 def _sharer(state: CacheState, group: PositionalGroup, slot: int) -> Occupant:
-    """Who has a slot of the first group's pool in a further group."""
+    """Return the occupant, in a further group, of a slot of the first group's pool."""
     held = [
         (handle, at) for handle, table in group.tables.items() for at, own in table.items() if own == slot
     ]
@@ -168,7 +168,7 @@ def _sharer(state: CacheState, group: PositionalGroup, slot: int) -> Occupant:
 
 
 def _cached(group: FullGroup | SlidingGroup, level: int, slot: int) -> tuple[Run, int, bool]:
-    """The run of a cached block, its place in it, and whether it has landed."""
+    """Return the run of a cached block, its index in it, and True if it has landed."""
     if isinstance(group, SlidingGroup):
         place = slot + level * group.levels[PRIMARY].size
         return *group.find(place), not group.transfers[place]

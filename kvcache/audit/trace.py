@@ -1,4 +1,4 @@
-"""A log as a trace that others may get: lengths, times, and numbers that say which prompts begin alike.
+"""A log as a trace fit for publication: lengths, times, and numbers that show which prompts share a beginning.
 
 The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key nobody can find out whether a text
 that they know was among the prompts, and traces with different keys cannot be joined. Sessions, agents, tenants and
@@ -57,7 +57,7 @@ class BailianLine(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Admission:
-    """One that waits until its output, and those of all before it, are known."""
+    """An admission that waits until its output, and those of all before it, are known."""
 
     ts: int
     prompt: LoggedPrompt
@@ -66,13 +66,12 @@ class _Admission:
 
 
 class TraceWriter:
-    """Writes the admissions of a log, in order, as lines of a trace.
+    """Writer of a log's admissions, in order, as lines of a trace.
 
     Args:
-        prompts: Of the log; not iterated over before.
-        form: ``mooncake`` or ``bailian``.
-        key: Of the hashes, at least 16 bytes.
-
+        prompts: Prompts of the log, not iterated over before.
+        form: Form of the lines, ``mooncake`` or ``bailian``.
+        key: Key of the hashes, at least 16 bytes.
     """
 
     def __init__(self, prompts: LoggedPrompts, form: TraceForm, key: bytes) -> None:

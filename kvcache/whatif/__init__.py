@@ -1,1 +1,1 @@
-"""The recorded requests again, under other settings and other orders of eviction."""
+"""Replay of recorded requests under other settings and eviction orders."""

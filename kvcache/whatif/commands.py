@@ -1,4 +1,4 @@
-"""What an engine asked of a cache, read off its log as calls that can be made again."""
+"""An engine's calls to its cache, derived from its log so that they can be repeated."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from kvcache.replay import Replayed, fitting
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
-    """What a request gave when it was admitted."""
+    """Arguments of a request's admission."""
 
     handle: int
-    """Its number in the log, which is never used twice there: the request's id in what is played again."""
+    """Handle in the log, unique there: the request's id in the replay."""
     request_id: RequestId
-    """Its id in the log, where it has it again when it comes back after it was preempted."""
+    """Request id in the log, which recurs when the request resumes after a preemption."""
     namespace: Namespace
     content: RichTokens
     resumed: bool = False
     retention: structs.StatedRetention | None = None
     slots: int | None = None
-    """For how many of its tokens, from the first one on, it had slots when it was admitted; None: for all."""
+    """Number of leading tokens with slots at admission; None: all."""
     had_room: bool = True
-    """Whether all of it would have fitted then."""
+    """True if all of it would have fitted then."""
     passed_over: int = 0
-    """Tokens that were cached, and that the engine that decided did not reuse."""
+    """Cached tokens that the deciding engine did not reuse."""
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.content)
 
     @property
     def played_namespace(self) -> Namespace:
-        """The namespace of the request when it is played. A log knows salts by their digests only, so a digest's digits
-        stand for the salt: what was shared is shared.
+        """Namespace of the request in the replay. A log has only digests of salts, so the digest stands for the salt:
+        sharing is preserved.
         """
         mine = self.namespace
         return namespace_of(mine.lora_id, mine.lora_name, self._salt, mine.uses_extra_ids)
@@ -65,7 +65,7 @@ class RecordedPrompt:
         return None if self.namespace.salt_digest is None else self.namespace.salt_digest.hex()
 
     def request(self) -> Request:
-        """The request for a manager."""
+        """Return the request for a manager."""
         content, namespace = self.content, self.namespace
         items = [
             MultimodalItem(item.digest, item.begin, item.end - item.begin, item.uuid)
@@ -89,11 +89,11 @@ class RecordedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A manager was made."""
+    """Creation of a manager."""
 
     config: KVCacheConfig
     engine: str = ""
-    """Who decided in its place; empty: it did."""
+    """Engine that decided in its place; empty: the manager did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,16 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`fork`."""
+    """A call of `fork`."""
 
     handle: int
     child: RecordedPrompt
-    """The branch, as if it were admitted with all that its parent had by then."""
+    """The child, as if admitted with all tokens that its parent had by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """`store_context_blocks`."""
+    """A call of `store_context_blocks`."""
 
     handle: int
     num_tokens: int
@@ -122,41 +122,41 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """`reserve`: a chunk of a prompt got its slots, or tokens to come did."""
+    """A call of `reserve`: slots for a chunk of a prompt, or for future tokens."""
 
     handles: tuple[int, ...]
     slots: tuple[int, ...]
-    """For how many tokens each sequence has slots from now on, from its first one on."""
+    """Number of leading tokens of each sequence with slots from now on."""
 
     def only(self, handles: Container[int]) -> Reserve:
-        """The call for some of its sequences."""
+        """Return the call for some of its sequences."""
         kept = [pair for pair in zip(self.handles, self.slots, strict=True) if pair[0] in handles]
         return Reserve(tuple([handle for handle, _ in kept]), tuple([slots for _, slots in kept]))
 
     def of_each(self) -> Iterator[tuple[int, Reserve]]:
-        """A call for each sequence alone."""
+        """Yield a call for each single sequence."""
         for handle, slots in zip(self.handles, self.slots, strict=True):
             yield handle, Reserve((handle,), (slots,))
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """`add_tokens`."""
+    """A call of `add_tokens`."""
 
     handles: tuple[int, ...]
     counts: tuple[int, ...] | None
-    """None: one token each."""
+    """Tokens per sequence; None: one each."""
     tokens: memoryview
-    """int32."""
+    """Token ids as int32."""
     draft: bool = False
-    """They may be taken back."""
+    """True if they may be rolled back."""
 
     def only(self, handles: Container[int]) -> Append:
-        """The call for some of its sequences."""
+        """Return the call for some of its sequences."""
         return self._of([part for part in self.parts() if part[0] in handles])
 
     def of_each(self) -> Iterator[tuple[int, Append]]:
-        """A call for each sequence alone."""
+        """Yield a call for each single sequence."""
         for part in self.parts():
             yield part[0], self._of([part])
 
@@ -166,7 +166,7 @@ class Append:
         return Append(handles, counts, tokens, self.draft)
 
     def parts(self) -> list[tuple[int, memoryview]]:
-        """The tokens of each sequence."""
+        """Return the tokens of each sequence."""
         found, start = [], 0
         for index, handle in enumerate(self.handles):
             stop = start + (1 if self.counts is None else self.counts[index])
@@ -177,7 +177,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Prioritize:
-    """`set_priority`, of the blocks whose priority it changed."""
+    """A call of `set_priority`, for the blocks that it changed."""
 
     handle: int
     priority: int
@@ -187,7 +187,7 @@ class Prioritize:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """`rewind`."""
+    """A call of `rewind`."""
 
     handle: int
     num_tokens: int
@@ -195,7 +195,7 @@ class Rewind:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """`remove_sequence`."""
+    """A call of `remove_sequence`."""
 
     handle: int
     store: bool
@@ -205,52 +205,52 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """`clear`; also what the cache did when a copy failed."""
+    """A call of `clear`, or the cache's own clearing after a failed copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """`poll`, or the end of a step: copies have landed."""
+    """A call of `poll`, or the end of a step: copies have landed."""
 
 
 Command = Create | Admit | Fork | Compute | Reserve | Append | Prioritize | Rewind | Remove | Clear | Poll
 OfOne = Compute | Prioritize | Rewind | Remove
 """Commands about one sequence."""
 OfSeveral = Reserve | Append
-"""Commands that give sequences slots, and are divided where these are not at the same point."""
+"""Commands that give sequences slots; split up if these are not at the same point."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """A batch of a log, and the commands that made it. A command never makes more than one batch."""
+    """A batch of a log, and the commands that produced it. A command never produces more than one batch."""
 
     seq: int
     events: tuple[AnyEvent, ...]
     commands: tuple[Command, ...]
     clock: int = 0
-    """The last time that the log has told by its end, or when it was written, counted from the cache's creation: all
-    that is played of it happens then."""
+    """Latest time in the log by the batch's end, or the time of writing, since the cache's creation: the replay happens
+    at this time."""
     ts: int = 0
-    """Its wall clock, in ns."""
+    """Wall clock in ns."""
 
 
 class _Wanted(Exception):
-    """No error, but an answer: an event was decided upon."""
+    """Signal, not an error: an event was decided upon."""
 
 
 class Unstored:
-    """Asks the decisions what they would do. They change nothing but by events, and here the first one ends them."""
+    """Probe of pending decisions. They change state only through events, and here the first event ends them."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self._windows: tuple[WindowManager, ...] = ()
 
     def begin(self) -> None:
-        """The state has begun anew."""
+        """Start with a new state."""
         self._windows = ()
 
     def any_of(self, sequence: Sequence) -> bool:
-        """Whether blocks of this running sequence are computed that could be stored now, and are not."""
+        """Return True if blocks of this running sequence are computed and could be stored now, but are not."""
         try:
             for window in self._windows or self._made():
                 window.store(sequence, partial=True)
@@ -263,7 +263,7 @@ class Unstored:
         config = KVCacheConfig.model_validate_json(self._state.created.config)
         self._windows = BlockManager(config, self._state, _refuse, recorded=False, monotonic_ns=int).windows
         for group in self._state.groups:
-            group.watcher = Watcher()  # what can be evicted is not asked here
+            group.watcher = Watcher()  # evictability does not matter here
         return self._windows
 
 
@@ -273,7 +273,7 @@ def _refuse(event: Event) -> None:
 
 @dataclass(eq=False, repr=False)
 class Unplayable(UsageError):
-    """A log does not hold all that is needed to play its requests again. `reason` says what is missing."""
+    """The log lacks data needed to replay its requests. `reason` names what is missing."""
 
     log: str
     reason: str
@@ -281,7 +281,7 @@ class Unplayable(UsageError):
 
 
 def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Iterator[RecordedBatch]:
-    """The batches of a log with the commands that made them; `reader` knows then how the log ends.
+    """Yield the batches of a log with the commands that produced them; afterwards `reader` has the log's end.
 
     Raises `Unplayable` for a log without tokens, without its beginning, or with batches missing; `Unreplayable`, and
     what `LogReader` raises for a damaged, newer or missing log.
@@ -293,7 +293,9 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedPrompt]]:
-    """The prompts of all admissions, in order, with the settings of their cache. Raises what `recorded` raises."""
+    """Yield the prompts of all admissions, in order, with the settings of their cache. Raises what `recorded`
+    raises.
+    """
     config = None
     for batch in recorded(log):
         for command in batch.commands:
@@ -305,7 +307,7 @@ def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedP
 
 
 class _Commands:
-    """Folds a log, and tells the commands of each batch."""
+    """Fold of a log that derives the commands of each batch."""
 
     def __init__(self, log: str) -> None:
         self._log = log
@@ -315,23 +317,23 @@ class _Commands:
         self._longest = 0
         """Tokens of the longest prompt that gets all of its slots at once."""
         self._engine = ""
-        """Who decided; empty: a manager of this library."""
+        """Engine that decided; empty: a manager of this library."""
         self._unstored = Unstored(self.state)
         self._commands: list[Command] = []
         self._admitting: list[RecordedPrompt] = []
-        """Of an admission whose end was not seen yet."""
+        """Prompts of an admission that is not complete yet."""
         self._has_slots = False
-        """Whether it has taken slots."""
+        """True if it has claimed slots."""
         self._had_room = False
-        """And whether there was room for all of it by then."""
+        """True if there was room for all of it by then."""
         self._growing: frozenset[int] = frozenset()
-        """Sequences that got slots for tokens to come."""
+        """Sequences that got slots for future tokens."""
         self._storing: frozenset[int] = frozenset()
         """Sequences of which the last command stores blocks."""
         self._created_at = 0
-        """What the wall clock showed when the cache was created."""
+        """Wall clock at the cache's creation."""
         self._bare: int | None = None
-        """A sequence of which blocks were stored that no command has accounted for so far."""
+        """Sequence with stored blocks that no command has accounted for so far."""
         self._readers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
             ev.StateExported: lambda _: self._unstored.begin(),
@@ -355,11 +357,11 @@ class _Commands:
         }
 
     def clock(self, batch: ev.EventBatch) -> int:
-        """When a batch that was read is played."""
+        """Return the time at which a batch is replayed."""
         return self.state.clock or max(0, batch.ts - self._created_at)
 
     def of(self, batch: ev.EventBatch) -> tuple[Command, ...]:
-        """The commands that made a batch, in order."""
+        """Return the commands that produced a batch, in order."""
         self._commands, before = [], self.state.created
         self._replayed.fold(batch, verify=False, before=self._read)
         if self.state.created is not before:
@@ -376,7 +378,7 @@ class _Commands:
             reader(event)
 
     def _check(self, event: ev.AnyEvent) -> None:
-        """Refuse what cannot be played, before it is applied."""
+        """Raise before applying an event that cannot be replayed."""
         if isinstance(event, ev.EpochStarted) and not event.tokens_recorded:
             self._refuse("it records no tokens. Write it with log.record_tokens=true")
         elif isinstance(event, ev.Gap):
@@ -403,14 +405,14 @@ class _Commands:
         raise Unplayable(self._log, reason)
 
     def _add(self, command: Command, storing: frozenset[int] = frozenset()) -> None:
-        """A command begins, which stores blocks of these sequences."""
+        """Begin a command that stores blocks of these sequences."""
         self._settle()
         self._commands.append(command)
         self._storing = storing
 
     def _settle(self) -> None:
-        """What was going on is over. Blocks that no other command accounts for were stored by a call that had nothing
-        new computed to tell.
+        """Finish the current command. Blocks that no command accounts for were stored by a call without newly computed
+        tokens.
         """
         handle, self._bare = self._bare, None
         if handle is not None:
@@ -420,18 +422,18 @@ class _Commands:
             self._admitting, self._has_slots, self._had_room = [], False, False
 
     def _with_slots(self, prompt: RecordedPrompt) -> RecordedPrompt:
-        """A prompt that was admitted, with what is known of its slots by now."""
+        """Return an admitted prompt, with its current slots."""
         slots = self._slots_of(prompt.handle)
         if self._longest >= prompt.num_tokens <= slots:
             return prompt
         return replace(prompt, slots=slots, had_room=self._had_room)
 
     def _slots_of(self, handle: int) -> int:
-        """For how many tokens a sequence has slots."""
+        """Return the number of tokens of a sequence that have slots."""
         return len(self.state.sequences[handle].tables[0]) * self.state.tokens_per_block
 
     def _have_room(self) -> bool:
-        """Whether the one prompt that has claimed what it reuses could have slots for all of it at once."""
+        """Return True if the prompt that has claimed what it reuses could get slots for all of it at once."""
         state, (prompt, *others) = self.state, self._admitting
         lacking = -(-(prompt.num_tokens - self._slots_of(prompt.handle)) // state.tokens_per_block)
         return not others and all(
@@ -440,7 +442,7 @@ class _Commands:
             for group in state.groups
         )
 
-    # -- life of the cache and of sequences
+    # -- lifecycle of the cache and of sequences
 
     def _create(self, event: ev.CacheCreated) -> None:
         assert self.config is not None
@@ -468,13 +470,13 @@ class _Commands:
         elif self._engine and event.handles not in [
             array("q", [each.handle]).tobytes() for each in self._admitting
         ]:
-            self._reserve(event, 1)  # it has told of something else since the admission
+            self._reserve(event, 1)  # other events followed the admission
         elif self._admitting and not self._has_slots:
-            # Each admission takes at least one slot, but only when the whole batch has claimed what it reuses.
+            # Each admission takes at least one slot, but only after the whole batch has claimed what it reuses.
             self._has_slots, self._had_room = True, self._have_room()
 
     def _reserve(self, event: ev.BlocksAllocated | ev.BlocksReturned, sign: int) -> None:
-        """Slots for tokens to come were taken or given back: as many in each window."""
+        """Handle slots for future tokens, taken or given back: as many in each window."""
         if event.group:
             return
         handles, size = tuple(array("q", event.handles)), self.state.tokens_per_block
@@ -498,7 +500,7 @@ class _Commands:
     def _fork(self, event: ev.SequenceForked) -> None:
         parent = self.state.sequences[event.handle]
         if self._bare == event.handle:
-            self._bare = None  # the fork itself has stored these blocks
+            self._bare = None  # the fork itself stored these blocks
         content = self.state.symbols.spell(parent.tokens.tobytes())
         child = RecordedPrompt(
             event.child, event.request_id, parent.namespace, content, retention=parent.retention
@@ -506,16 +508,16 @@ class _Commands:
         self._add(Fork(event.handle, child))
 
     def _remove(self, event: ev.SequenceRemoved) -> None:
-        # An engine that decides itself has said what it stores.
+        # An engine that decides itself records what it stores.
         store = bool(self._engine) or not self._unstored.any_of(self.state.sequences[event.handle])
         if store and self._bare == event.handle:
-            self._bare = None  # the end itself has stored these blocks
+            self._bare = None  # the removal itself stored these blocks
         self._add(Remove(event.handle, store, event.why, event.stop))
 
     def _update(self, event: ev.BlocksUpdated) -> None:
-        """One event tells of a row of a sequence's blocks; the call may have been about more that had the priority."""
+        """Handle a priority change of one row of blocks; the call may have covered more that already had it."""
         if event.why != ev.UpdateReason.SET or event.handle is None:
-            return  # it follows from what requests state, and from the time
+            return  # it follows from the requests' settings, and from the time
         size, slots = self.state.tokens_per_block, array("i", event.slots)
         first = self.state.sequences[event.handle].tables[event.group].index(slots[0])
         self._add(Prioritize(event.handle, event.priority, first * size, (first + len(slots)) * size))
@@ -523,9 +525,10 @@ class _Commands:
     # -- blocks
 
     def _store(self, handle: int, first: int, slots: bytes) -> None:
-        """Blocks of a sequence are stored: by the command before, or by one that says nothing else.
+        """Account for stored blocks of a sequence: by the previous command, or by one that does nothing else.
 
-        Of an engine that decides itself a call of its own says so, which counts if it tells more than what is computed.
+        An engine that decides itself has a separate call for it, which counts if it covers more than the computed
+        blocks.
         """
         if self._engine:
             stop = (first + len(slots) // SLOT_BYTES) * self.state.tokens_per_block
@@ -537,11 +540,11 @@ class _Commands:
             self._storing = frozenset()
 
     def _stored(self) -> None:
-        """A command leaves blocks behind when it has stored all that it does: what follows is stored by another one."""
+        """End the current command's stores: blocks stored from now on belong to another command."""
         self._storing = frozenset()
 
     def _fill(self, event: ev.BlocksFilled) -> None:
-        """Tokens that arrive fill blocks; an engine may store them before the next ones arrive."""
+        """Handle tokens that fill blocks; an engine may store them before the next ones arrive."""
         if self._engine:
             for handle, block in zip(array("q", event.handles), array("I", event.blocks), strict=True):
                 self._store(handle, block, bytes(SLOT_BYTES))

@@ -1,10 +1,10 @@
-"""Playing recorded commands against a manager of other settings.
+"""Replay of recorded commands against a manager with other settings.
 
-What fits is done when the log has it done. A request that does not fit waits: at the end of each batch the first ones
-in line are admitted as far as they fit, and all that the log says of such a request comes as much later as it was
-admitted later. Others are not held up by it. Where there is no block for a sampled token, or for a chunk of a prompt,
-the running request that was admitted last is removed, which stores what it has computed, and waits with its tokens so
-far for its prompt; then nobody is admitted from the line before a running request has ended.
+Commands that fit run in the batch in which they were recorded. A request that does not fit waits: at the end of each
+batch the first requests in line are admitted if they fit, and all later commands of such a request are delayed by the
+same number of batches. Other requests are not delayed. If there is no block for a sampled token, or for a chunk of a
+prompt, the running request that was admitted last is preempted: it is removed, which stores its computed blocks, and
+waits with its tokens so far as its prompt; then no request is admitted from the line until a running request has ended.
 """
 
 from __future__ import annotations
@@ -58,72 +58,74 @@ from kvcache.whatif.commands import (
 
 @dataclass(slots=True)
 class Tally:
-    """Blocks are counted over all attention windows."""
+    """Counts of a replay. Blocks are counted over all attention windows."""
 
     requests: int = 0
-    """Admitted; one that comes again after it was preempted is none."""
+    """Requests admitted, not counting resumptions after a preemption."""
     prompt_tokens: int = 0
-    """Of all of these."""
+    """Prompt tokens of all these requests."""
     reused_tokens_primary: int = 0
-    """Prompt tokens in full blocks that lay in primary in all windows."""
+    """Prompt tokens in full blocks that were in primary in all windows."""
     reused_tokens_secondary: int = 0
-    """Those that some window had to bring back from secondary."""
+    """Prompt tokens in full blocks that some window had to onboard from secondary."""
     reused_tokens_partial: int = 0
-    """Tokens copied from a block of which only the start matched."""
+    """Tokens copied from a block that matched only at its start."""
     waited: int = 0
-    """Requests that did not fit when the log had them admitted; as recorded, refusals that the log notes."""
+    """Requests that did not fit when they were admitted in the log; for the recording, its refusals."""
     waited_batches: int = 0
-    """How many batches later they were admitted, over all of them."""
+    """Batches by which their admission was delayed, summed over all of them."""
     preempted: int = 0
-    """How often a running request was removed to make room, to be admitted again."""
+    """Preemptions of running requests."""
     recomputed_tokens: int = 0
     """Tokens that preempted requests had to compute again."""
     cut_short: int = 0
-    """Requests that were ended before their end, since they alone were larger than the cache."""
+    """Requests ended early because each alone was larger than the cache."""
     too_long: int = 0
-    """Requests whose prompt is larger than the cache."""
+    """Requests with a prompt larger than the cache."""
     unserved: int = 0
-    """Requests that still waited when nothing was left that would end."""
+    """Requests still waiting when no running request was left."""
     unserved_tokens: int = 0
     """Prompt tokens of requests that were never admitted, too long or unserved."""
     blocks_offloaded: int = 0
-    """Evicted from primary, kept in secondary."""
+    """Blocks evicted from primary and kept in secondary."""
     blocks_onboarded: int = 0
-    """Brought back from secondary."""
+    """Blocks onboarded from secondary."""
     blocks_removed_primary: int = 0
     """Blocks evicted from primary for good."""
     blocks_removed_secondary: int = 0
     """Blocks evicted from secondary."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
-    """Of each request its prompt tokens and those that it reused, by turns."""
+    """Prompt tokens and reused tokens of each request, alternating."""
     lengths_again: array[int] = field(default_factory=lambda: array("q"))
-    """The same each time that a preempted one came again."""
+    """The same for each resumption after a preemption."""
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that needed no computing."""
+        """Prompt tokens that were not computed."""
         return self.reused_tokens_primary + self.reused_tokens_secondary + self.reused_tokens_partial
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that were computed, and what was computed again."""
+        """Prompt tokens that were computed, and tokens computed again."""
         return self.prompt_tokens - self.reused_tokens + self.recomputed_tokens
 
     @property
     def hit_rate(self) -> float:
-        """The reused part of the prompt tokens of all requests, from 0 to 1; who is never admitted reuses nothing."""
+        """Reused part of the prompt tokens of all requests, from 0 to 1; requests that are never admitted reuse
+        nothing.
+        """
         asked = self.prompt_tokens + self.unserved_tokens
         return self.reused_tokens / asked if asked else 0.0
 
     def count(self, event: AnyEvent | Event) -> None:
-        """Follow any event of a log."""
+        """Count any event of a log."""
         if isinstance(event, AdmissionRefused):
             self.waited += 1
         else:
             self.follow(event)
 
     def follow(self, event: AnyEvent | Event) -> None:
-        """Follow what happens to requests and blocks, but for refusals: who is refused may be tried again and again."""
+        """Count events of requests and blocks, except refusals, because one request may be refused many times."""
         match event:
             case SequenceAdded(resumed=True):
                 self.recomputed_tokens += event.num_tokens - event.reused
@@ -155,48 +157,48 @@ Step = OfOne | OfSeveral
 
 
 class Played:
-    """One request, its recorded steps that are still to be done, and how far it is behind."""
+    """One request with its remaining recorded steps, and its delay."""
 
     __slots__ = ("delay", "prompt", "steps", "stopped_at")
 
     def __init__(self, prompt: RecordedPrompt) -> None:
         self.prompt = prompt
-        """Of one that was removed to be admitted again, with the tokens that it had then."""
+        """Prompt of the request; after a preemption, with its tokens by then."""
         self.steps: deque[tuple[int, Step]] = deque()
-        """With the batch in which each was recorded."""
+        """Remaining steps, with the batch in which each was recorded."""
         self.delay = 0
-        """Batches by which its steps come later than recorded."""
+        """Delay of its steps, in batches."""
         self.stopped_at = 0
-        """The batch in which it began to wait last."""
+        """Batch in which it last began to wait."""
 
     @property
     def handle(self) -> int:
-        """Its number in the log, and its id in the manager."""
+        """Handle in the log, and id in the manager."""
         return self.prompt.handle
 
     def go_on(self, now: int) -> int:
-        """Go on in the next batch, as it is admitted at the end of this one; returns for how many it has waited."""
+        """Continue in the next batch, because it is admitted at the end of this one; return the batches it waited."""
         waited = now + 1 - self.stopped_at
         self.delay += waited
         return waited
 
     def is_due(self, now: int) -> bool:
-        """Whether its next step is to be done in this batch."""
+        """Return True if its next step is due in this batch."""
         return bool(self.steps) and self.steps[0][0] + self.delay <= now
 
 
 Settings = Callable[[KVCacheConfig], KVCacheConfig]
-"""What a cache is made with instead of the recorded settings."""
+"""Function from the recorded settings to those of the replay's cache."""
 
 
 def unchanged(config: KVCacheConfig) -> KVCacheConfig:
-    """The recorded settings."""
+    """Return the recorded settings."""
     return config
 
 
 class Playback:
-    """One combination of settings and order of eviction (None: that of the settings). `hear` is told all events of its
-    managers.
+    """Replay with one combination of settings and eviction order (None: that of the settings). `hear` receives all
+    events of its managers.
     """
 
     def __init__(
@@ -213,42 +215,42 @@ class Playback:
         self.tally = Tally()
         self._manager: KVCacheManager | None = None
         self._now = 0
-        """Batches so far."""
+        """Number of batches so far."""
         self._clock = 0
         self._running: dict[int, Played] = {}
-        """By handle, in the order of admission."""
+        """Running requests by handle, in the order of admission."""
         self._waiting: dict[int, Played] = {}
         self._never_came: set[RequestId] = set()
-        """Requests that the log has preempted before they were admitted here."""
+        """Requests that were preempted in the log before they were admitted here."""
         self._cut_off: set[RequestId] = set()
-        """Requests that ended before their end, or were never admitted, and so do not come back either."""
+        """Requests ended early, or never admitted, which do not resume either."""
         self._line: list[int] = []
-        """The handles of those that wait, ascending: in the order in which the log has them admitted."""
+        """Handles of waiting requests in ascending order: the order of admission in the log."""
         self._may_admit = True
-        """False from a preemption on until a running request ends: who waits would only take its room again."""
+        """False from a preemption until a running request ends: a waiting request would only take its room again."""
         self._late: dict[int, Played] = {}
-        """Those of the running ones that are behind what was recorded."""
+        """Running requests that are delayed."""
 
     @property
     def manager(self) -> KVCacheManager:
-        """The cache as it is."""
+        """The current cache."""
         assert self._manager is not None, "a log begins with a cache"
         return self._manager
 
     def play(self, batch: RecordedBatch) -> None:
-        """Do what a batch of the log says."""
+        """Execute a batch of the log."""
         self._clock = batch.clock
         for command in batch.commands:
             self._do(command)
         self._end_batch()
 
     def finish(self) -> Tally:
-        """Let those that are late come to their end; returns the counts."""
+        """Finish all delayed requests; return the counts."""
         while self._manager is not None and (self._line or self._has_steps()):
             before = len(self._line)
             self._end_batch()
             if len(self._line) == before and not self._has_steps():
-                break  # nothing will end any more that they could wait for
+                break  # no running request is left to wait for
         self.tally.unserved += len(self._line)
         never = (each for each in self._waiting.values() if not each.prompt.resumed)
         self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
@@ -293,12 +295,12 @@ class Playback:
 
     def _create(self, command: Create) -> None:
         self.finish()
-        # Names are for orders that tell contents apart; the log is not ours to write.
+        # Names are for orders that depend on contents; the log itself is not written.
         config = self._settings(command.config)
         block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
         quiet = {"block_hash": block_hash, "event_buffer_max_size": 0}
         if command.engine:
-            quiet["evict_ahead"] = 0  # as engines do that decide themselves
+            quiet["evict_ahead"] = 0  # as engines that decide themselves do
         self._manager = manager = KVCacheManager(
             config.model_copy(update=quiet),
             substitutes=Substitutes(eviction_order=self._order, monotonic_ns=lambda: self._clock),
@@ -308,13 +310,13 @@ class Playback:
             manager.bus.subscribe(self._hear)
 
     def _put_off(self, handle: int, step: Step) -> None:
-        """A request that is late, or waits, does this later; one that is gone for good does not."""
+        """Defer a step of a request that is delayed or waits; drop it if the request is gone for good."""
         request = self._running.get(handle) or self._waiting.get(handle)
         if request is not None:
             request.steps.append((self._now, step))
 
     def _step(self, request: Played, step: Step) -> None:
-        """Do one step of a running request."""
+        """Execute one step of a running request."""
         handle, manager = request.handle, self.manager
         match step:
             case Append() | Reserve():
@@ -335,8 +337,8 @@ class Playback:
         self._late.pop(request.handle, None)
 
     def _give_way(self, command: Remove) -> None:
-        """End a request that the log has preempted. It comes back there with all its tokens, so that nothing is left to
-        be done, however late it is here.
+        """End a request that was preempted in the log. It resumes there with all its tokens, so no steps are left, even
+        if it is delayed here.
         """
         handle = command.handle
         request = self._running.get(handle) or self._waiting.pop(handle, None)
@@ -348,13 +350,13 @@ class Playback:
                 self._never_came.add(request.prompt.request_id)
 
     def _rewind(self, request: Played, num_tokens: int) -> None:
-        """Take tokens back; where this cache cannot, the request is admitted again with what is left."""
+        """Roll tokens back; if this cache cannot, admit the request again with the rest."""
         try:
             self.manager.rewind(request.handle, num_tokens)
         except (
             UsageError,
             OutOfBlocks,
-        ):  # a narrower window has let go of what is needed, or there is no block
+        ):  # a narrower window has released what is needed, or there is no block
             late = request.handle in self._late
             self._may_admit = True
             if not self._take_out(request, num_tokens):
@@ -365,8 +367,8 @@ class Playback:
                 self._late[request.handle] = request
 
     def _take_out(self, request: Played, num_tokens: int | None = None) -> bool:
-        """Remove a request that is to be admitted again with its first tokens (None: all); False: they are more than a
-        prompt may have, so it is cut short.
+        """Remove a request so that it is admitted again with its first tokens (None: all). Returns False if they exceed
+        the longest prompt, so that it is cut short.
         """
         sequence, state = self._sequence(request.handle), self.manager.state
         tokens, slots = sequence.tokens[:num_tokens], self._slots_of(sequence)
@@ -383,7 +385,7 @@ class Playback:
         return True
 
     def _cut_short(self, request: Played) -> None:
-        """End a request for good before its end."""
+        """End a request early, for good."""
         self.tally.cut_short += 1
         self._cut_off.add(request.prompt.request_id)
         self._end(request, Remove(request.handle, store=True))
@@ -394,18 +396,18 @@ class Playback:
         return state.sequences[state.handles[handle]]
 
     def _slots_of(self, sequence: Sequence) -> int:
-        """For how many tokens a sequence has slots."""
+        """Return the number of tokens of a sequence that have slots."""
         return len(sequence.tables[0]) * self.manager.config.tokens_per_block
 
     def _lacks_slots(self, handle: int) -> bool:
-        """Whether some of a sequence's tokens have no slots yet."""
+        """Return True if some of a sequence's tokens have no slots yet."""
         sequence = self._sequence(handle)
         return self._slots_of(sequence) < sequence.num_tokens
 
     # -- admission
 
     def _admit(self, requests: list[Played]) -> None:
-        """Admit a recorded batch, but for those that do not fit, which wait."""
+        """Admit a recorded batch; requests that do not fit wait."""
         left = [request for request in requests if self._comes(request)]
         while left:
             misfit = self._try(left)
@@ -418,7 +420,7 @@ class Playback:
             left = left[misfit + 1 :]
 
     def _comes(self, request: Played) -> bool:
-        """Whether a request that the log has admitted is to be admitted here, now or later."""
+        """Return True if a request admitted in the log is to be admitted here, now or later."""
         prompt = request.prompt
         if prompt.resumed and prompt.request_id in self._cut_off:
             return False
@@ -436,14 +438,16 @@ class Playback:
         return False
 
     def _is_short_enough(self, prompt: RecordedPrompt) -> bool:
-        """Whether a prompt can be admitted at all; one that gets its slots chunk by chunk need not have all at once."""
+        """Return True if a prompt can be admitted at all; one that gets its slots by chunks need not have all at
+        once.
+        """
         manager = self.manager
         return prompt.num_tokens <= (
             manager.max_prompt_tokens if prompt.slots is None else manager.max_tokens
         )
 
     def _fork(self, command: Fork) -> None:
-        """Branch a request that is on time; a branch of one that is not, or without room, is a request like others."""
+        """Fork a request that is on time; if it is not, or has no room, the child is a request like others."""
         child = Played(command.child)
         if command.handle in self._running and command.handle not in self._late:
             try:
@@ -456,7 +460,7 @@ class Playback:
         self._admit([child])
 
     def _try(self, requests: list[Played]) -> int | None:
-        """Admit all of these, or none; returns the index of the first that does not fit."""
+        """Admit all of these, or none; return the index of the first that does not fit."""
         for request in requests:
             self._foresee(request.handle, True)
         misfit = self._admit_all([request.prompt for request in requests])
@@ -468,10 +472,10 @@ class Playback:
         return misfit
 
     def _admit_all(self, prompts: list[RecordedPrompt]) -> int | None:
-        """Admit prompts, or none of them; returns the index of the first that does not fit.
+        """Admit prompts, or none of them; return the index of the first that does not fit.
 
-        One that gets its slots chunk by chunk must have room for all of it, as it had: else many would begin, and
-        preempt each other.
+        If it had room for all of it, a prompt that gets its slots by chunks must have that here: else many would begin,
+        and preempt each other.
         """
         asked = [self._request(prompt) for prompt in prompts]
         if any(prompt.slots is not None for prompt in prompts):
@@ -492,7 +496,7 @@ class Playback:
         return None
 
     def _request(self, prompt: RecordedPrompt) -> Request:
-        """A prompt as it is admitted: with slots as far as it had them, whatever it finds here."""
+        """Return the request of a prompt, with as many slots as in the log, independent of what it reuses here."""
         request = prompt.request()
         if prompt.slots is None:
             return request
@@ -510,7 +514,7 @@ class Playback:
     # -- slots and tokens
 
     def _grow(self, command: OfSeveral) -> None:
-        """Give slots, and perhaps tokens, to those that are on time; the others get them later."""
+        """Give slots, and perhaps tokens, to requests that are on time; defer those of the others."""
         if self._late or self._waiting or not self._running.keys() >= set(command.handles):
             on_time = {each for each in command.handles if each in self._running and each not in self._late}
             for handle, part in command.of_each():
@@ -520,7 +524,7 @@ class Playback:
         self._give(command)
 
     def _give(self, command: OfSeveral) -> None:
-        """Give running requests slots and tokens, after removing as many of them as are in the way."""
+        """Give running requests slots and tokens, after preempting as many of them as necessary."""
         manager = self.manager
         while command.handles:
             try:
@@ -535,7 +539,7 @@ class Playback:
                     )
             except OutOfBlocks:
                 if isinstance(command, Reserve) and not any(map(self._lacks_slots, command.handles)):
-                    return  # the tokens that they are for take theirs when they come
+                    return  # their tokens claim slots when they arrive
                 command = self._preempt(command)
             except PromptTooLong:
                 assert isinstance(command, Append), "no more is reserved than a sequence may have"
@@ -544,20 +548,20 @@ class Playback:
                 return
 
     def _reserved(self, handle: int, slots: int) -> int:
-        """What `reserve` takes for a sequence to have slots for so many tokens."""
+        """Return the argument with which `reserve` gives a sequence slots for `slots` tokens."""
         sequence = self._sequence(handle)
         begin = sequence.computed if self._lacks_slots(handle) else sequence.num_tokens
         return max(0, min(slots, self.manager.max_tokens) - begin)
 
     def _preempt(self, command: OfSeveral) -> OfSeveral:
-        """Remove the request that was admitted last; returns what is left to be given."""
+        """Preempt the request that was admitted last; return the remaining command."""
         request = self._running[next(reversed(self._running))]
         rest = command.only({*command.handles} - {request.handle})
         if len(self._running) == 1:
             self._cut_short(request)
             return rest
         if request.handle in command.handles:
-            # Recorded as much earlier as it is late.
+            # Recorded earlier, by the request's delay.
             part = command.only((request.handle,))
             request.steps.appendleft((self._now - request.delay, part))
         again = self._take_out(request)
@@ -567,7 +571,7 @@ class Playback:
         return rest
 
     def _cut(self, command: Append) -> Append:
-        """End the requests that would get longer than the cache can hold."""
+        """End the requests that would outgrow the cache."""
         gone = {
             handle
             for handle, part in command.parts()

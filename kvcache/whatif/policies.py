@@ -1,7 +1,7 @@
-"""Orders of eviction to compare: our own, others that are known, two that know what comes, and those of other packages.
+"""Eviction orders to compare: the default, other known ones, two clairvoyant ones, and those of other packages.
 
 A block *returns* with the next prompt in which it lies whole, and not with its last token: a prompt's last token is
-always computed. Prompts come in the order in which the log has them admitted; whoever waits is still to come.
+always computed. Prompts come in the order of admission in the log; waiting requests are still to come.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Future:
 
     def __init__(self) -> None:
         self.ids: dict[bytes, int] = {}
-        """Blocks by name."""
+        """Block numbers by name."""
         self.first = array("q")
-        """By block, its first use."""
+        """Per block: its first use."""
         self.following = array("q")
-        """By use, the next one of the same block."""
+        """Per use: the next one of the same block."""
         self.prompt_of = array("q")
-        """By use, the number of the prompt."""
+        """Per use: the number of the prompt."""
         self.numbers: dict[int, int] = {}
-        """By handle, the number of its prompt."""
+        """Prompt numbers by handle."""
         self._last = array("q")
 
     @classmethod
     def of(cls, prompts: Iterable[tuple[int, RecordedPrompt]]) -> Future:
-        """What prompts say, each with the tokens of a block of the cache that it comes to."""
+        """Build the future from prompts, each with the block size of its cache in tokens."""
         future = cls()
         for tokens_per_block, prompt in prompts:
             future._add(tokens_per_block, prompt)
@@ -71,7 +71,7 @@ class Future:
 
 
 def names_in(prompt: RecordedPrompt, tokens_per_block: int) -> bytes:
-    """The names of the blocks that a prompt can reuse whole."""
+    """Return the names of the full blocks that a prompt can reuse."""
     hashing, namespace = ALGORITHMS[DEFAULT_ALGORITHM], prompt.played_namespace
     count, content = (prompt.num_tokens - 1) // tokens_per_block, prompt.content
     size, root = tokens_per_block * 4, hashing.root_key(namespace)
@@ -85,7 +85,7 @@ def names_in(prompt: RecordedPrompt, tokens_per_block: int) -> bytes:
 
 
 class Outlook:
-    """What is still to come while requests are played."""
+    """Future uses that are still to come during a replay."""
 
     def __init__(self, future: Future) -> None:
         self._future = future
@@ -93,16 +93,17 @@ class Outlook:
         self._admitted = bytearray(len(future.numbers))
 
     def note(self, handle: int, admitted: bool) -> None:
-        """A request is about to be admitted, so that its uses are no longer to come, or was not admitted after all.
+        """Mark a request's uses as past because it is about to be admitted, or as future because it was not admitted
+        after all.
 
-        A branch that is played as a request has no prompt of its own in the log: its uses are not foreseen.
+        A child that is replayed as a request has no prompt of its own in the log: its uses are not foreseen.
         """
         number = self._future.numbers.get(handle)
         if number is not None:
             self._admitted[number] = admitted
 
     def next_use(self, name: bytes) -> int | None:
-        """The number of the next prompt that has the block; None: there is none."""
+        """Return the number of the next prompt that has the block; None if there is none."""
         future = self._future
         block = future.ids.get(name)
         if block is None:
@@ -117,7 +118,7 @@ class Outlook:
 class ByBlock(LeastRecentlyUsed):
     """Lower priority first, then by the rank of the block, then as `LeastRecentlyUsed`.
 
-    A block's rank is worked out when its turn may come, and stays until something happens to the block.
+    A block's rank is computed when it may be next, and is cached until an event concerns the block.
     """
 
     needs_names = True
@@ -125,20 +126,20 @@ class ByBlock(LeastRecentlyUsed):
     def __init__(self, group: FullGroup) -> None:
         self._group, self._key_bytes = group, group.tree.key_bytes
         self._ranks: tuple[dict[int, int], ...] = tuple({} for _ in group.levels)
-        """By level and slot."""
+        """Ranks by level and slot."""
         super().__init__(group)
 
     @abstractmethod
     def rank(self, run: Run, at: int) -> int:
-        """The rank of a block, by its place in its run, from 0; the lowest goes first."""
+        """Return the rank of a block, by its index in its run, from 0; the lowest goes first."""
 
     def name(self, run: Run, at: int) -> bytes:
-        """The name of a block, by its place in its run."""
+        """Return the name of a block, by its index in its run."""
         begin = at * self._key_bytes
         return bytes(run.keys[begin : begin + NAME_BYTES])
 
     def key(self, run: Run) -> Any:
-        """By the rank of the last block."""
+        """Return the key of a run, by the rank of its last block."""
         slot = run.slots[-1]
         ranks = self._ranks[run.level]
         rank = ranks.get(slot)
@@ -147,11 +148,11 @@ class ByBlock(LeastRecentlyUsed):
         return (run.priority, rank, run.released_at, -run.end)
 
     def _key_behind(self, run: Run, gone: int) -> Any:
-        """The key that a run will have when so many of its blocks are gone."""
+        """Return the key of a run after `gone` of its blocks are gone."""
         rank = self.rank(run, len(run.slots) - 1 - gone)
         return (run.priority, rank, run.released_at, gone - run.end)
 
-    # -- what happens
+    # -- notifications
 
     def evictable(self, run: Run) -> None:
         """Make the run a candidate."""
@@ -159,15 +160,15 @@ class ByBlock(LeastRecentlyUsed):
         super().evictable(run)
 
     def held(self, level: int, slots: array[int]) -> None:
-        """Forget ranks: something happened to these blocks."""
+        """Drop the ranks of blocks that an event concerns."""
         self._forget(level, slots)
 
     def gone(self, level: int, slots: array[int]) -> None:
-        """Forget ranks."""
+        """Drop ranks."""
         self._forget(level, slots)
 
     def cleared(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         super().cleared()
         for ranks in self._ranks:
             ranks.clear()
@@ -177,12 +178,12 @@ class ByBlock(LeastRecentlyUsed):
         for slot in slots:
             ranks.pop(slot, None)
 
-    # -- what goes next
+    # -- next victims
 
     lowest = EvictionOrder.lowest
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
-        """How many blocks of the next run go before any other run's, and before `other`."""
+        """Return how many blocks of the next run go before any other run's, and before `other`."""
         heap = self._heaps[run.level]
         if count == 1 or heap[0][2] != run.id:
             return 1
@@ -198,30 +199,30 @@ class ByBlock(LeastRecentlyUsed):
 
 
 _REMEMBERED = 5
-"""Capacities of names whose counts are kept: one for what is cached, four for what was."""
+"""Number of remembered names, in capacities: one for what is cached, four for what was."""
 
 
 class LeastFrequentlyUsed(ByBlock):
-    """What was used least goes first: by the sequence that stored it first, and by each that found it.
+    """Least frequently used block first; uses are those by the sequence that first stored it and by each that found it.
 
-    Uses are remembered after a block was evicted. They count from the last victim's count on, so that old fame does
-    not last. Use by several sequences at a time counts once. A block that is found in secondary is counted when it is
+    Uses are remembered after a block was evicted. They count from the last victim's count on, so that old counts age.
+    Use by several sequences at a time counts once. A block that is found in secondary is counted when it is
     released.
     """
 
     def __init__(self, group: FullGroup) -> None:
         self.uses: OrderedDict[bytes, int] = OrderedDict()
-        """By name; those that were counted last are last."""
+        """Uses by name; the last counted come last."""
         self._most = _REMEMBERED * sum(level.size for level in group.levels)
         self._known = bytearray(group.levels[PRIMARY].size)
-        """Primary slots whose block was counted."""
+        """Primary slots with a counted block."""
         self._clock = 0
         self._clock_at: dict[int, int] = {}
-        """By release, what the clock showed."""
+        """Clock value by release."""
         super().__init__(group)
 
     def evictable(self, run: Run) -> None:
-        """Count the run's blocks that are new."""
+        """Count the new blocks of the run."""
         if run.level == PRIMARY:
             at, known = len(run.slots) - 1, self._known
             while at >= 0 and not known[run.slots[at]]:
@@ -242,7 +243,7 @@ class LeastFrequentlyUsed(ByBlock):
         super().held(level, slots)
 
     def gone(self, level: int, slots: array[int]) -> None:
-        """Whatever lies there next is new; the clock goes on to the count of what was evicted."""
+        """Mark the slots as unknown; advance the clock to the count of what was evicted."""
         if level == PRIMARY:
             rank = self._ranks[level].get(slots[0], 0) if slots else 0
             self._clock = max(self._clock, rank)
@@ -251,7 +252,7 @@ class LeastFrequentlyUsed(ByBlock):
         super().gone(level, slots)
 
     def cleared(self) -> None:
-        """Counts outlive the blocks."""
+        """Keep the counts, which outlive the blocks."""
         self._known = bytearray(len(self._known))
         super().cleared()
 
@@ -262,7 +263,7 @@ class LeastFrequentlyUsed(ByBlock):
             uses.popitem(last=False)
 
     def rank(self, run: Run, at: int) -> int:
-        """Uses, from what the clock showed at the release on."""
+        """Return the uses, counted from the clock value at the release."""
         return self._clock_at.setdefault(run.released_at, self._clock) + self.uses.get(self.name(run, at), 1)
 
 
@@ -270,7 +271,7 @@ _NEVER = -(1 << 62)
 
 
 class Clairvoyant(ByBlock):
-    """Knows the outlook that its class was made for."""
+    """Base of orders that use the outlook their class was made for."""
 
     outlook: Outlook
 
@@ -280,62 +281,62 @@ class Clairvoyant(ByBlock):
 
 
 class Belady(Clairvoyant):
-    """The block that returns last goes first: the fewest are missed."""
+    """Block that returns last first: the optimum, with the fewest misses."""
 
     def rank(self, run: Run, at: int) -> int:
-        """How far away the next use is, below 0."""
+        """Return the negated distance to the next use."""
         use = self._next_use(self.name(run, at))
         return _NEVER if use is None else -use
 
 
 class Returns(Clairvoyant):
-    """What never returns goes first; what does, as least recently used."""
+    """Blocks that never return first; then least recently used."""
 
     def rank(self, run: Run, at: int) -> int:
-        """1 if the block returns."""
+        """Return 1 if the block returns, else 0."""
         return int(self._next_use(self.name(run, at)) is not None)
 
 
 def with_outlook(order: type[Clairvoyant], future: Future) -> tuple[type[Clairvoyant], Outlook]:
-    """The order for one play of the requests, and what has to be told who is admitted."""
+    """Return the order for one replay, and the outlook to notify of admissions."""
     outlook = Outlook(future)
     return type(order.__name__, (order,), {"outlook": outlook}), outlook
 
 
 class ArcLists:
-    """Which cached blocks were used once and which again, and the same of as many that were evicted (ghosts).
+    """Lists of cached blocks used once and used again, and of as many evicted ones (ghosts).
 
-    Blocks are known by name. A ghost that comes back says which list was too short: the target, a number of blocks,
-    moves towards it, by more the shorter the list of its ghosts is beside the other.
+    Blocks are known by name. A returning ghost shows which list was too short: the target, a number of blocks, moves
+    towards it, by more the shorter its list of ghosts is relative to the other.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._again: dict[bytes, bool] = {}
-        """Of cached blocks, whether they were used again."""
+        """Cached blocks; True for those used again."""
         self._recent = 0
-        """How many were not."""
+        """Number of cached blocks used once."""
         self._recent_ghosts: OrderedDict[bytes, None] = OrderedDict()
         """Evicted blocks that were used once, in the order of their eviction."""
         self._frequent_ghosts: OrderedDict[bytes, None] = OrderedDict()
         """Evicted blocks that were used again."""
         self.target = 0
-        """How many blocks that were used once are to be cached, from 0 to the capacity."""
+        """Target number of cached blocks used once, from 0 to the capacity."""
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._again
 
     @property
     def excess(self) -> int:
-        """By how many blocks those used once exceed the target: above 0 they go first, else those used again."""
+        """Number of blocks used once above the target: if positive, they go first, else those used again."""
         return self._recent - self.target
 
     def used_again(self, name: bytes) -> bool:
-        """Whether a cached block was used again."""
+        """Return True if a cached block was used again."""
         return self._again.get(name, False)
 
     def store(self, name: bytes) -> None:
-        """A block is cached that was not: used once, or again if its ghost is known."""
+        """Add a newly cached block as used once, or as used again if its ghost is known."""
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         again = True
         if name in recent:
@@ -350,26 +351,26 @@ class ArcLists:
         self._recent += not again
 
     def find(self, name: bytes) -> None:
-        """A cached block is used again."""
+        """Mark a cached block as used again."""
         self._recent -= not self._again[name]
         self._again[name] = True
 
     def evict(self, name: bytes) -> None:
-        """A cached block becomes a ghost."""
+        """Turn a cached block into a ghost."""
         again = self._again.pop(name)
         self._recent -= not again
         (self._frequent_ghosts if again else self._recent_ghosts)[name] = None
 
     def clear(self) -> None:
-        """Nothing is cached any more; ghosts and target stay, since nothing was evicted."""
+        """Remove all cached blocks; ghosts and target stay, since nothing was evicted."""
         self._again.clear()
         self._recent = 0
 
     def forget_ghosts(self) -> None:
-        """Forget the oldest ghosts, until they are no more than the capacity.
+        """Drop the oldest ghosts beyond the capacity.
 
-        To be called behind what was stored: the blocks that made room for it may have the place of its ghosts. So until
-        then ghosts can be twice as many.
+        Call it after a store: the blocks that made room for it may displace its own ghosts. Until then there can be
+        twice as many ghosts.
         """
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         while recent and self._recent + len(recent) > self._capacity:
@@ -378,7 +379,7 @@ class ArcLists:
             frequent.popitem(last=False)
 
     def check(self, cached: set[bytes]) -> None:
-        """Raise `InvariantViolated` if a block is in two lists, or in the wrong one, or there are too many ghosts."""
+        """Raise `InvariantViolated` if a block is in two lists or in the wrong one, or if there are too many ghosts."""
         recent, frequent = self._recent_ghosts.keys(), self._frequent_ghosts.keys()
         invariant(self._again.keys() <= cached, "a block that was evicted is taken to be cached")
         invariant(
@@ -390,11 +391,11 @@ class ArcLists:
 
 
 class AdaptiveReplacement(EvictionOrder):
-    """Lower priority first, then what was used once if that exceeds its target, else what was used again; then as
+    """Lower priority first, then blocks used once if they exceed their target, else blocks used again; then as
     `LeastRecentlyUsed`.
 
-    Both levels are one cache: moving a block between them changes no list. Ghosts are met when the block that came
-    back is released for the first time. Use by several sequences at a time counts once.
+    Both levels are one cache: moving a block between them changes no list. A ghost is recognized when the returning
+    block is first released. Use by several sequences at a time counts once.
     """
 
     needs_names = True
@@ -408,17 +409,17 @@ class AdaptiveReplacement(EvictionOrder):
                 self.evictable(run)
 
     def used_again(self, run: Run) -> bool:
-        """Whether the last block of a run was used again."""
+        """Return True if the last block of a run was used again."""
         return self._lists.used_again(self._name(run, len(run.slots) - 1))
 
     def _name(self, run: Run, at: int) -> bytes:
         begin = at * self._key_bytes
         return bytes(run.keys[begin : begin + NAME_BYTES])
 
-    # -- what happens
+    # -- notifications
 
     def evictable(self, run: Run) -> None:
-        """Enter the blocks of the prefix that are new, and make the run a candidate."""
+        """Add the new blocks of the prefix, and make the run a candidate."""
         self._enter(run)
         (self._again if self.used_again(run) else self._once).evictable(run)
 
@@ -430,20 +431,20 @@ class AdaptiveReplacement(EvictionOrder):
             self._lists.forget_ghosts()
 
     def _names_up(self, run: Run) -> Iterator[bytes]:
-        """The blocks of the prefix that ends with a run, the deepest first: where one is entered, all before it are."""
+        """Yield the blocks of the prefix that ends with a run, deepest first: if one is known, so are all before it."""
         for above in self._group.path(run):
             for at in reversed(range(len(above.slots))):
                 yield self._name(above, at)
 
     def held(self, level: int, slots: array[int]) -> None:
-        """Blocks were found."""
+        """Mark blocks as found."""
         run = self._group.run_at(level, slots[0])
         self._enter(run)
         for at in range(len(slots)):
             self._lists.find(self._name(run, at))
 
     def gone(self, level: int, slots: array[int]) -> None:
-        """What has not only moved to the other level becomes a ghost."""
+        """Turn blocks into ghosts, unless they only moved to the other level."""
         run = self._runs.get(self._group.levels[level].run_ids[slots[0]])
         if run is not None and run.level == level:
             last = len(run.slots) - 1
@@ -451,35 +452,37 @@ class AdaptiveReplacement(EvictionOrder):
                 self._lists.evict(self._name(run, at))
 
     def cleared(self) -> None:
-        """Forget all candidates."""
+        """Drop all candidates."""
         self._lists.clear()
         self._once.cleared()
         self._again.cleared()
 
-    # -- what goes next
+    # -- next victims
 
     def _turn(self, run: Run) -> tuple[int, bool, int, int]:
-        """Lower goes first, until a list gets longer or shorter."""
+        """Return the sort key of a run: the lowest goes first, until a list changes its length."""
         return (run.priority, self.used_again(run) == (self._lists.excess > 0), run.released_at, -run.end)
 
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
-        """The run whose last block goes next."""
+        """Return the run with the last block that goes next."""
         found = (leaves.next(level, spares) for leaves in (self._once, self._again))
         return min((run for run in found if run is not None), default=None, key=self._turn)
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
-        """How many of the last blocks of the next run go before any other: those in its list, while that is so long."""
+        """Return how many of the last blocks of the next run go before any other: those in its list, while that is too
+        long.
+        """
         last, again, excess = len(run.slots) - 1, self.used_again(run), self._lists.excess
         most = min(count, excess) if excess > 0 and not again else count
         tail = (self._name(run, at) for at in range(last, last - most, -1))
         return sum(1 for _ in takewhile(lambda name: self._lists.used_again(name) == again, tail))
 
     def precedes(self, run: Run, other: Run) -> bool:
-        """Whether a run goes before the other, or neither before the other."""
+        """Return True if `run` goes before `other`, or if they are equal."""
         return self._turn(run) <= self._turn(other)
 
     def check(self) -> None:
-        """Compare the next of each level with all runs, and the lists with what is cached."""
+        """Compare the next run of each level with all runs, and the lists with the cached blocks."""
         runs = self._runs.values()
         self._lists.check({self._name(run, at) for run in runs for at in range(len(run.slots))})
         for level in range(len(self._group.levels)):
@@ -493,7 +496,7 @@ class AdaptiveReplacement(EvictionOrder):
 
 
 class _Leaves(LeastRecentlyUsed):
-    """Of the leaves those whose last block is in one of the lists."""
+    """Least recently used leaves, limited to those with their last block in one of the lists."""
 
     def __init__(self, group: FullGroup, order: AdaptiveReplacement, again: bool) -> None:
         self._order, self._used_again = order, again
@@ -504,19 +507,19 @@ class _Leaves(LeastRecentlyUsed):
         return run if run is not None and self._order.used_again(run) == self._used_again else None
 
     def heard_of(self, level: int) -> set[int]:
-        """The ids of its runs."""
+        """Return the ids of its runs."""
         found = (self._described(entry, level) for entry in self._heaps[level])
         return {run.id for run in found if run is not None}
 
 
 ENTRY_POINT_GROUP = "kvcache.eviction_orders"
-"""The entry's name is the policy's; its object is a class derived from `EvictionOrder`."""
+"""Entry-point group: an entry's name is the policy's, its object a class derived from `EvictionOrder`."""
 BOUND = "belady"
-"""What others are compared with."""
+"""Optimal policy, the bound for comparisons."""
 BASE = "lru"
-"""From where the gap to the bound is measured."""
+"""Baseline for the gap to the bound."""
 HINTED = "returns"
-"""Knows what hints of an application can tell."""
+"""Policy with the knowledge that an application's hints can provide."""
 _BUILT_IN: dict[str, type[EvictionOrder]] = {
     **ORDERS,
     "lfu": LeastFrequentlyUsed,
@@ -528,7 +531,7 @@ _BUILT_IN: dict[str, type[EvictionOrder]] = {
 
 @dataclass(eq=False, repr=False)
 class UnknownPolicy(UsageError):
-    """There is no order of eviction of this name, or it cannot be had; `reason` says which."""
+    """No eviction order has this name, or it cannot be loaded; `reason` says which."""
 
     name: str
     reason: str
@@ -537,7 +540,7 @@ class UnknownPolicy(UsageError):
 
 @dataclass(eq=False, repr=False)
 class PolicyFailed(UsageError):
-    """An order of eviction of another package raised an exception; `failure` is its type and place."""
+    """An eviction order of another package raised an exception; `failure` is its type and place."""
 
     name: str
     provider: str
@@ -550,9 +553,9 @@ class PolicyFailed(UsageError):
 
 @contextmanager
 def blaming(name: str | None) -> Iterator[None]:
-    """What fails inside while an order of another package is at work is its fault. Raises `PolicyFailed`.
+    """Attribute failures inside to the order of another package that is in use. Raises `PolicyFailed`.
 
-    But for what settings and the machine are to blame for. None is the order of the settings, which is ours.
+    Failures due to settings and the machine are excepted. None is the order of the settings, which is this library's.
     """
     try:
         yield
@@ -562,18 +565,19 @@ def blaming(name: str | None) -> Iterator[None]:
         if name is None or name in _BUILT_IN:
             raise
         [provider, *_] = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)]
-        # SECURITY: without its text, which may quote a run's tokens.
+        # SECURITY: without its text, which may quote a request's tokens.
         raise PolicyFailed(name, provider, type_and_place(error)) from error
 
 
 def known_policies() -> list[str]:
-    """The names of all that `policy` finds: ours, then others, sorted."""
+    """Return the sorted names of all policies: this library's and others."""
     others = entry_points(group=ENTRY_POINT_GROUP).names
     return [*_BUILT_IN, *sorted(set(others) - set(_BUILT_IN))]
 
 
 def policy(name: str) -> type[EvictionOrder]:
-    """The order of this name. Raises `UnknownPolicy`, also where another package has an entry of a name of ours.
+    """Return the eviction order of this name. Raises `UnknownPolicy`, also if another package has an entry of a
+    built-in name.
 
     Raises `UsageError` for an entry that is no order.
     """

@@ -1,4 +1,4 @@
-"""Playing a log once for many combinations of settings and policies, also in processes beside each other."""
+"""Replay of a log, once, for many combinations of settings and policies, also in parallel processes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SECONDARY_LIMITS = ("secondary_blocks", "host_cache_size")
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination."""
+    """One combination of settings and policy."""
 
     sets: Values = field(default_factory=dict)
     """Settings that differ from the recorded ones."""
     policy: str | None = None
-    """The order of eviction, whatever the settings say; None: theirs."""
+    """Eviction order, overriding the settings; None: that of the settings."""
 
     def settings(self, config: KVCacheConfig) -> KVCacheConfig:
-        """The settings of its cache where a recorded one had these; raises `ConfigError`.
+        """Return the cache's settings, given the recorded ones. Raises `ConfigError`.
 
-        Where the size of a level is given, nothing else that was recorded limits it.
+        If the size of a level is given, no other recorded setting limits it.
         """
         values = config.model_dump()
         for limits in (PRIMARY_LIMITS, SECONDARY_LIMITS):
@@ -44,30 +44,30 @@ class Trial:
                 values |= dict.fromkeys(limits)
         values = merged(values, self.sets)
         if self.policy is not None:
-            # Orders other than the cache's own ones find a state in which no uses are counted.
+            # Orders other than the cache's own need a state without counted uses.
             values = merged(values, {POLICY_SETTING: self.policy if self.policy in ORDERS else BASE})
         return KVCacheConfig(**values)
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What came out of a trial, or was recorded."""
+    """Outcome of a trial, or of the recording."""
 
     config: KVCacheConfig
-    """Of the last cache in the log."""
+    """Settings of the last cache in the log."""
     tally: Tally
     end: LogEnd | None = None
-    """Of what was recorded: how the log ended when it was read."""
+    """End of the log when it was read; of the recording only."""
     engine: str = ""
-    """Of what was recorded: who decided; empty: a manager of this library."""
+    """Engine that decided, of the recording only; empty: a manager of this library."""
     passed_over: int = 0
-    """Of what was recorded: prompt tokens that were cached, and that this engine did not reuse."""
+    """Cached prompt tokens that this engine did not reuse; of the recording only."""
     hours: float | None = None
-    """Of what was recorded: from the first batch to the last; None: no time has passed."""
+    """Hours from the first batch to the last, of the recording only; None: no time has passed."""
 
 
 def first_config(log: str | PathLike[str]) -> KVCacheConfig:
-    """The settings of the first cache in a log. Raises what `recorded` raises."""
+    """Return the settings of the first cache in a log. Raises what `recorded` raises."""
     for batch in recorded(log):
         for command in batch.commands:
             if isinstance(command, Create):
@@ -78,10 +78,10 @@ def first_config(log: str | PathLike[str]) -> KVCacheConfig:
 def play(
     log: str | PathLike[str], trials: Iterable[Trial], progress: Callable[[int], None] = lambda _: None
 ) -> list[TrialOutcome]:
-    """Play the requests of a log for each trial; the first outcome is what was recorded.
+    """Replay the requests of a log for each trial; return the outcomes, the first of which is the recording's.
 
-    The log is read once, or once more where policies know what comes. Raises what `recorded` raises, `ConfigError`,
-    `UnknownPolicy` and `PolicyFailed`. `progress` hears how many batches are done.
+    The log is read once, or twice if there are clairvoyant policies. Raises what `recorded` raises, `ConfigError`,
+    `UnknownPolicy` and `PolicyFailed`. `progress` receives the number of batches done.
     """
     chosen = list(trials)
     futures: dict[Any, Future] = {}
@@ -113,7 +113,7 @@ def play(
 
 
 def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Future]) -> Playback:
-    """What plays a trial. Trials with blocks of one size share what is known of the future, in `futures`."""
+    """Return the replay of a trial. Trials with the same block size share a future, in `futures`."""
     order = None if trial.policy is None else policy(trial.policy)
     named = order is not None and order.needs_names
     if order is None or not issubclass(order, Clairvoyant):
@@ -128,25 +128,25 @@ def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Futur
 
 @dataclass(frozen=True)
 class TrialRow:
-    """One combination, or what was recorded."""
+    """Row of one combination, or of the recording."""
 
     trial: Trial | None
-    """None: it was recorded."""
+    """The trial; None for the recording."""
     outcome: TrialOutcome
     of_bound: float | None
-    """Its reused tokens, as a part of those of the bound with the same settings; None: that reused none, or was not
-    played."""
+    """Reused tokens as a part of those of the bound with the same settings; None if that reused none, or was not
+    replayed."""
     of_gap: float | None
-    """What it reuses beyond the base (`lru`), as a part of what the bound does; None: these reuse the same, or one of
-    them was not played with the same settings."""
+    """Gain over the base (`lru`) as a part of the bound's gain; None if these reuse the same, or if one was not
+    replayed with the same settings."""
 
     @property
     def policy(self) -> str:
-        """The order of eviction."""
+        """Eviction order."""
         return _policy(self.trial, self.outcome)
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers, and the settings of the last cache."""
+        """Return all numbers, and the settings of the last cache."""
         tally = self.outcome.tally
         counts = {name: count for name, count in asdict(tally).items() if isinstance(count, int)}
         return {
@@ -162,19 +162,21 @@ class TrialRow:
 
 
 def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, and behind them those that they are compared with, as far as these are not among them."""
+    """Return the trials, followed by the missing ones that they are compared with."""
     bounds = [Trial(_other_sets(trial), BOUND) for trial in trials]
     bounds += [Trial(_other_sets(trial), BASE) for trial in trials if trial.policy == HINTED]
     return [*trials, *{repr(bound): bound for bound in bounds if bound not in trials}.values()]
 
 
 def _other_sets(trial: Trial) -> Values:
-    """What a trial sets beside the order of eviction."""
+    """Return a trial's settings without the eviction order."""
     return {name: value for name, value in trial.sets.items() if name != POLICY_SETTING}
 
 
 def compared(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], shown: int) -> list[TrialRow]:
-    """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
+    """Return rows of the recording, which is the first outcome, and of the first `shown` trials, each relative to its
+    bound.
+    """
     then, *played = outcomes
     reused = {
         (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens
@@ -192,7 +194,7 @@ def _row(trial: Trial | None, outcome: TrialOutcome, reused: dict[tuple[str, str
 
 
 def _settings(outcome: TrialOutcome) -> str:
-    """What the order of eviction does not say."""
+    """Return the settings without the eviction order, as a key."""
     return outcome.config.model_dump_json(exclude={POLICY_SETTING})
 
 
@@ -202,15 +204,15 @@ def _policy(trial: Trial | None, outcome: TrialOutcome) -> str:
 
 
 _SECONDS_BETWEEN = 0.1
-"""How often anybody asks whether to stop, and tells how far the processes are."""
+"""Seconds between checks of `stop` and reports of progress."""
 Prepare = Callable[[], None]
-"""Sets a process up; must be picklable."""
+"""Setup function of a process; must be picklable."""
 _batches: Any = None
-"""In a process, how many batches each of them has done, shared by all."""
+"""In a process: number of batches that each process has done, shared by all."""
 
 
 class Stopped(Exception):
-    """No error: the trials were given up before their end."""
+    """Signal, not an error: the trials were abandoned."""
 
 
 def play_side_by_side(
@@ -222,10 +224,10 @@ def play_side_by_side(
     progress: Callable[[int], None],
     prepare: Prepare,
 ) -> list[TrialOutcome]:
-    """`play` in `jobs` processes, each of which reads the log for its part of the trials.
+    """Run `play` in `jobs` processes, each of which reads the log for its part of the trials.
 
-    With one job it is this process. Raises `Stopped` when `stop` says so, and what `play` raises. `progress` hears how
-    many batches the slowest one has done.
+    One job runs in this process. Raises `Stopped` once `stop()` is true, and what `play` raises. `progress` receives
+    the number of batches that the slowest process has done.
     """
 
     def go_on(batches: int) -> None:
@@ -245,7 +247,7 @@ def play_side_by_side(
                 part.result()
             go_on(min(batches))
         outcomes = [part.result() for part in parts]
-    # What was recorded, which each part begins with, comes first; then they are as the trials were given.
+    # The recording, with which each part begins, comes first; then the trials in the given order.
     return [outcomes[0][0], *(outcomes[at % jobs][1 + at // jobs] for at in range(len(trials)))]
 
 
