@@ -1,1 +1,1 @@
-"""What a log's cache did, as one page for a browser, which needs nothing else."""
+"""Report on a log's cache as a single self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""What is drawn: each chart as plain JSON for `Plotly.newPlot`. Colours of paper, text and lines are the page's."""
+"""Charts of the report as plain JSON for `Plotly.newPlot`. Colours of paper, text and lines are the page's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvcache.report.given import GivenCurve, Timeout
 Chart = dict[str, Any]
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VERMILION, PURPLE, YELLOW = "#d55e00", "#cc79a7", "#b3a500"
-"""After Okabe and Ito, so that colour-blind people can tell them apart; the yellow is darker, to be seen on white."""
+"""Colours after Okabe and Ito, distinguishable for colour-blind readers; the yellow is darker, for contrast on
+white."""
 GREY, PALE = "#8c8c8c", "#c4c4c4"
 COLORS = {
     "primary": BLUE,
@@ -34,11 +35,11 @@ COLORS = {
     "decode": PALE,
     "away": PURPLE,
 }
-"""Of the bars in a request's lane: kinds of prompt tokens, and phases."""
+"""Colours of the bars in a request's lane: kinds of prompt tokens, and phases."""
 
 
 class ReasonGroup(NamedTuple):
-    """Reasons of which a picture says the same."""
+    """Reasons that share a colour and a label."""
 
     name: str
     color: str
@@ -61,10 +62,10 @@ GROUPS = (
     ReasonGroup("never seen before", GREY, (Reason.NEVER_SEEN,)),
     ReasonGroup("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),
 )
-"""Every reason is in one of them."""
+"""Groups of reasons. Every reason is in exactly one."""
 _PERCENT = {"tickformat": ".0%", "range": [0, 1.02]}
 _LABEL = 26
-"""Letters beside a bar; longer labels take several lines, since phones are narrow."""
+"""Most letters in a line next to a bar; longer labels take several lines, since phones are narrow."""
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 
 
@@ -78,12 +79,12 @@ class Clock:
         self.title = f"{unit} since the log's first batch"
 
     def of(self, at: int) -> float:
-        """A wall clock in ns."""
+        """Convert a wall clock in ns."""
         return round((at - self._first) / 1e9 / self._seconds, 5)
 
 
 def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
-    """All charts of a page, by the names of their places."""
+    """Return all charts of a page, by the names of their places."""
     audit, clock = found.audit, Clock(found.first_at, found.last_at)
     drawn = {"misses": misses(audit), **dict(_over_time(found, clock))}
     for number, shelf in enumerate(found.shelves):
@@ -103,7 +104,7 @@ def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
 
 
 def chart(data: Sequence[Chart], x: Any, y: Any, **layout: Any) -> Chart:
-    """Traces between two axes; an axis is a title or what Plotly takes."""
+    """Return a chart of traces between two axes; an axis is a title or a Plotly layout."""
     axes = {
         name: {"automargin": True, **({"title": {"text": given}} if isinstance(given, str) else given)}
         for name, given in (("xaxis", x), ("yaxis", y))
@@ -116,8 +117,8 @@ def _line(name: str, x: Sequence[float], y: Sequence[Any], hover: str, **more: A
 
 
 def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
-    """The reused share of the prompt tokens as a line, with a gap where nothing was admitted, and the tokens by groups
-    of reasons as bars.
+    """Yield the reused share of the prompt tokens as a line, with gaps where nothing was admitted, and the tokens by
+    groups of reasons as bars.
     """
     timeline = found.audit.over_time
     if timeline.start is None:
@@ -151,7 +152,7 @@ def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
 
 
 def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], clock: Clock) -> Chart:
-    """Blocks of one level of one window, as areas over time, and the evictions that cost most."""
+    """Return the blocks of one level of one window, as areas over time, with the evictions that cost most."""
     there = [sample for sample in samples if shelf in sample.filled]
     times = [clock.of(sample.at) for sample in there]
     areas = enumerate((("held by requests", BLUE), ("cached, free to evict", SKY), ("blank", PALE)))
@@ -173,7 +174,7 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     ]
     if marked:
         data.append(_markers(marked, top, clock))
-    # A click must mean the marker under it, and none beside it.
+    # A click must select the marker under it, and no other.
     return chart(data, clock.title, "blocks", hovermode="closest")
 
 
@@ -183,14 +184,14 @@ _NO_MARKUP = str.maketrans("<>&", "‹›+")
 
 
 def cache_shares(groups: TopGroups, clock: Clock) -> Chart:
-    """Whose requests had stored what was cached, as shares over time."""
+    """Return the shares of cached blocks over time by the group of the storing request."""
     moments = [each for each in groups.groups.moments if each.blocks]
     times = [clock.of(each.at) for each in moments]
     named = [key for key in groups.named if any(key in each.blocks for each in moments)][:_MOST_AREAS]
     colors = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW)
     named_blocks = [[each.blocks.get(key, 0) for each in moments] for key in named]
     rest = [sum(each.blocks.values()) - sum(own) for each, *own in zip(moments, *named_blocks, strict=True)]
-    # Plotly takes what looks like markup for it.
+    # Plotly would interpret it as markup.
     names = [groups.name_of(key)[:_LONGEST_NAME].translate(_NO_MARKUP) for key in named]
     areas = list(zip(names, colors, named_blocks, strict=False))
     if any(rest):
@@ -221,7 +222,7 @@ def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Char
 
 
 def misses(audit: Audit) -> Chart:
-    """Computed prompt tokens by reason, the most on top."""
+    """Return computed prompt tokens by reason, the most on top."""
     reasons = sorted(
         (reason for reason in Reason if reason.is_computed and audit.reasons[reason]),
         key=lambda reason: int(audit.reasons[reason]),
@@ -239,7 +240,7 @@ def misses(audit: Audit) -> Chart:
 
 
 def ages(hits: Ages, evictions: Ages) -> Chart:
-    """How much of the hits, and of the evictions, comes up to an age."""
+    """Return the cumulative shares of hits and of evictions by age."""
     data = [
         _shares(each, name, color, dash)
         for each, name, color, dash in (
@@ -258,7 +259,7 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
 
 
 def _ticks(values: Sequence[float]) -> Chart:
-    """1, 2, 5, 10 and so on, or powers of ten, written out, as far as the values go."""
+    """Return ticks 1, 2, 5, 10 and so on, or powers of ten, written out, over the range of the values."""
     if not values:
         return {}
     low, high = (math.floor(math.log10(end)) for end in (min(values), max(values)))
@@ -271,7 +272,7 @@ def _ticks(values: Sequence[float]) -> Chart:
 
 def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
     rows = list(counted.rows())
-    # They begin at nothing, so that where a curve starts can be seen.
+    # Curves begin at 0, so that their start is visible.
     rows.insert(0, (rows[0][0] * 0.8, 0))
     shares = np.cumsum([blocks for _, blocks in rows]) / counted.total
     edges = [float(f"{edge:.4g}") for edge, _ in rows]
@@ -280,7 +281,7 @@ def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
 
 
 def prefixes(found: Sequence[HotPrefix]) -> Chart:
-    """The tree of prefixes, each as wide as the tokens that it, and what continues it, served."""
+    """Return the tree of prefixes, each as wide as the tokens served by it and its continuations."""
     tree = {
         "type": "icicle",
         "ids": ["all", *(str(each.number) for each in found)],
@@ -304,19 +305,19 @@ def prefixes(found: Sequence[HotPrefix]) -> Chart:
 
 
 def _prefix_label(prefix: HotPrefix) -> str:
-    """Positions in the prompt and the start of the last block's name, which differs where positions do not."""
+    """Return a label with positions in the prompt and the start of the last block's name, which is unique."""
     named = f"<br>block {prefix.name[:8]}…" if prefix.name else ""
     return f"tokens {prefix.first:,}–{prefix.stop - 1:,}{named}"
 
 
 def curve_by_size(curve: GivenCurve) -> Chart:
-    """Hit rates by size of the cache, and the sizes that have a name."""
+    """Return hit rates by cache size, with the named sizes."""
     sizes = [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes]
     return hit_rates(sizes, curve.marks, curve.policy_rates())
 
 
 def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
-    """Hit rates by how long idle blocks are kept, and the one that no timeout exceeds as a line."""
+    """Return hit rates by retention time of idle blocks, with the rate without a timeout as a line."""
     points = sorted((each.seconds, round(each.hit_rate, 5)) for each in timeouts if each.seconds is not None)
     seconds = [point[0] for point in points]
     look = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"color": BLUE}}
@@ -341,7 +342,7 @@ def hit_rates(
     marks: Sequence[tuple[int, str]],
     policies: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({}),
 ) -> Chart:
-    """Hit rate by size of the cache: (blocks, rate, best rate or None); sizes with a name; and other orders' rates."""
+    """Return hit rate by cache size: (blocks, rate, best rate or None); named sizes; and rates of other orders."""
     data = [_rates([each[:2] for each in sizes], "block hit rate", BLUE, "circle", "lines+markers")]
     if best := [(blocks, rate) for blocks, _, rate in sizes if rate is not None]:
         data.append(_rates(best, "at best, if the future were known", ORANGE, "diamond", "markers"))
@@ -366,8 +367,8 @@ def hit_rates(
 
 
 def _labels(marks: Sequence[tuple[int, str]], sizes: Sequence[int]) -> list[Chart]:
-    """A name beside each line, each lower than the one before: sizes may be near each other. Under the legend, and on
-    the side where there is room.
+    """Return a name next to each line, each lower than the previous one, because sizes may be close. They are below the
+    legend, on the side with room.
     """
     middle = math.sqrt(max(min(sizes, default=1), 1) * max(sizes, default=1))
     return [

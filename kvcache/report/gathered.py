@@ -1,4 +1,4 @@
-"""All that a report says of a log, read in two passes: the second one looks closely at what the first one found."""
+"""Data of a report, read from a log in two passes: the second examines what the first one selected."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from kvcache.audit.totals import Audit, AuditTotals, Eviction
 from kvcache.audit.turns import SessionTurns
 
 MOST_LANES = 20_000
-"""Requests that have a lane: those that computed most."""
+"""Most requests with a lane: those that computed most."""
 MOST_EXPLAINED = 500
-"""Of these, so many are explained part by part; as many that computed most again as well."""
+"""Most of these that are explained part by part; also, as many of those that computed most again."""
 MOST_EVICTIONS = 50
 MOST_PREFIXES = 150
 MOST_GROUPS = 12
-"""Tenants, or sessions, that are named: those with the most prompt tokens."""
+"""Most tenants, or sessions, that are named: those with the most prompt tokens."""
 PARTS = 400
-"""Equal parts of a log's time for which it is known how full the cache was, at most; from then on two become one."""
+"""Most equal parts of a log's time for which occupancy is kept; when there are more, pairs of parts are merged."""
 _FIRST_NS = 1_000_000
 Progress = Callable[[int], None]
 
 
 class Phase(IntEnum):
-    """What a request does."""
+    """Phase of a request."""
 
     WAITING = 0
-    """Refused, and not admitted yet. A log knows of no other waiting."""
+    """Refused, and not admitted yet. A log has no other waiting."""
     PREFILL = 1
     DECODE = 2
     AWAY = 3
-    """Between two stays: preempted, or its id is used again. Behind the last stay: over."""
+    """Between two stays: preempted, or its id is used again. After the last stay: over."""
 
 
 @dataclass(slots=True)
@@ -59,20 +59,20 @@ class Lane:
 
     request_id: RequestId
     marks: list[tuple[Phase, int]] = field(default_factory=list)
-    """What it does from when on: wall-clock ns."""
+    """Phases with their start: wall-clock ns."""
     tokens: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
-    """Prompt tokens by `Reason`, of all admissions."""
+    """Prompt tokens by `Reason`, over all admissions."""
     stays: int = 0
 
     def enter(self, phase: Phase, now: int) -> None:
-        """Note a phase, unless it is in it."""
+        """Enter a phase, unless it is the current one."""
         if not self.marks or self.marks[-1][0] != phase:
             self.marks.append((phase, now))
 
     @property
     def by_kind(self) -> tuple[int, int, int, int, int]:
-        """Tokens that were reused from primary, from secondary, computed again since they had been evicted, since they
-        had been cleared or lost, and computed else.
+        """Tokens reused from primary, reused from secondary, computed again after eviction, computed again after
+        clearing or loss, and otherwise computed.
         """
         secondary = int(self.tokens[Reason.SECONDARY])
         primary = int(self.tokens[Reason.PRIMARY] + self.tokens[Reason.PARTIAL])
@@ -82,61 +82,61 @@ class Lane:
 
     @property
     def computed_again(self) -> int:
-        """Prompt tokens that had been cached before."""
+        """Prompt tokens computed although they had been cached before."""
         return sum(self.by_kind[2:4])
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that were computed."""
+        """Prompt tokens computed."""
         return sum(self.by_kind[2:])
 
 
 class Lanes(HistoryListener):
-    """Follows all requests."""
+    """Listener that tracks all requests."""
 
     def __init__(self) -> None:
         self.of: dict[RequestId, Lane] = {}
         self._running: dict[int, Lane] = {}
-        """By number of the admission."""
+        """Running requests by admission number."""
         self._computing: dict[int, Lane] = {}
-        """Of the running ones, those whose prompt is not computed yet."""
+        """Running requests with a prompt not computed yet."""
 
     def _lane(self, request_id: RequestId) -> Lane:
         return self.of.setdefault(request_id, Lane(request_id))
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
-        """It waits, unless it was preempted."""
+        """Mark the request as waiting, unless it was preempted."""
         lane = self._lane(event.request_id)
         if not lane.marks:
             lane.enter(Phase.WAITING, history.now)
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """It runs from now on."""
+        """Mark the request as running."""
         lane = self._lane(admission.request_id)
         lane.enter(Phase.PREFILL, history.now)
         lane.stays += 1
         self._running[admission.number] = self._computing[admission.number] = lane
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Count its prompt."""
+        """Count the prompt."""
         self.of[admission.request_id].tokens += admission.counts
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
-        """It is over, for now."""
+        """Mark the request as over, for now."""
         lane = self._running.pop(request.number, None)
         self._computing.pop(request.number, None)
         if lane is not None:
             lane.enter(Phase.AWAY, history.now)
 
     def restarted(self, history: HistoryFold) -> None:
-        """What does not go on is over."""
+        """Mark requests that do not continue as over."""
         alive = {request.number for request in history.running.values()}
         for number in self._running.keys() - alive:
             self._computing.pop(number, None)
             self._running.pop(number).enter(Phase.AWAY, history.now)
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Whose prompt is computed decodes."""
+        """Mark requests with a computed prompt as decoding."""
         if not self._computing:
             return
         for request in history.running.values():
@@ -151,38 +151,38 @@ class Filled(NamedTuple):
     """Blocks of one level of one window."""
 
     held: int
-    """In use by running requests."""
+    """Blocks held by running requests."""
     free: int
-    """Cached, and held by none: reusable, and evicted when room is needed."""
+    """Blocks that are cached and held by no request: reusable, and evicted when room is needed."""
     blank: int
 
 
 Shelf = tuple[int, int]
-"""A window in tokens, and a level."""
+"""Window in tokens, and level."""
 
 
 class Sample(NamedTuple):
-    """A moment."""
+    """Occupancy at one moment."""
 
     at: int
     """Wall-clock ns."""
     filled: dict[Shelf, Filled]
     held: int
-    """Of all primary levels."""
+    """Blocks held in all primary levels."""
 
 
 class Occupancy(HistoryListener):
-    """Of each part of the time it keeps the moment at which running requests held most."""
+    """Listener that keeps, per part of the time, the moment at which running requests held most."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Sample] = {}
         self._width = _FIRST_NS
         self.first_at: int | None = None
-        """Wall-clock ns of the first batch, and the latest of any; None: there was none."""
+        """Wall-clock ns of the first batch, and the latest of any; None if there was none."""
         self.last_at = 0
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Look at the state after a batch."""
+        """Sample the state after a batch."""
         now, state = history.now, history.replayed.state
         if self.first_at is None:
             self.first_at = now
@@ -207,23 +207,23 @@ class Occupancy(HistoryListener):
 
     @property
     def samples(self) -> list[Sample]:
-        """In order of time."""
+        """Samples in order of time."""
         return [self._parts[part] for part in sorted(self._parts)]
 
 
 @dataclass(slots=True)
 class Bill:
-    """What one eviction cost, and whom."""
+    """Cost of one eviction, by request."""
 
     eviction: Eviction
     level: int = PRIMARY
-    """From which most of it went."""
+    """Level from which most of it was evicted."""
     payers: Counter[RequestId] = field(default_factory=Counter)
     """Tokens by the request that computed them again."""
 
 
 class Payers(HistoryListener):
-    """Finds who paid for chosen evictions; counts as `kvcache.audit.totals` does."""
+    """Listener that attributes the cost of chosen evictions; it counts as `kvcache.audit.totals` does."""
 
     def __init__(self, evictions: Iterable[Eviction]) -> None:
         self.bills = [Bill(each) for each in evictions]
@@ -234,7 +234,7 @@ class Payers(HistoryListener):
         self._batches = np.array(sorted({each.eviction.batch for each in self.bills}), np.int64)
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """See which of the evictions it pays for."""
+        """Charge the request for the chosen evictions."""
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost):
             return
@@ -254,57 +254,58 @@ class Payers(HistoryListener):
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a log says."""
+    """Data gathered from a log."""
 
     first_at: int
     """Wall-clock ns of the first batch."""
     last_at: int
     end: LogEnd
-    """How the log ended when it was read."""
+    """End of the log when it was read."""
     set_back: list[int]
-    """Batches with which epochs began whose clock had begun again: they are shifted behind those before them."""
+    """Sequence numbers of batches that began an epoch with a clock set back: they are shifted after the preceding
+    ones."""
     audit: Audit
     settings: dict[str, Any]
-    """JSON values of each setting of the cache, by dotted names, of the last epoch."""
+    """JSON values of each setting of the cache, by dotted name, of the last epoch."""
     samples: list[Sample]
     num_lanes: int
-    """Of all requests, those without a lane here included."""
+    """Number of all requests, including those without a lane here."""
     lanes: list[Lane]
-    """What computed most first."""
+    """Lanes, those that computed most first."""
     explanations: dict[RequestId, Explanation]
     bills: list[Bill]
-    """Of the evictions that cost most, the worst first."""
+    """Costs of the evictions that cost most, the worst first."""
     groups: list[TopGroups]
-    """The requests by tenant and by session, where the log has any."""
+    """Requests by tenant and by session, if the log has any."""
     turns: SessionTurns
 
     @cached_property
     def shelves(self) -> list[Shelf]:
-        """Those that have ever had blocks, in the order of the log's groups, primary first."""
+        """Levels that ever had blocks, in the order of the log's groups, primary first."""
         filled = (each for sample in self.samples for each in sample.filled.items())
         return list({shelf: None for shelf, blocks in filled if sum(blocks)})
 
     def level_name(self, window: int, level: int) -> str:
-        """A level, and of which window where there are several."""
+        """Return the name of a level, with its window if there are several."""
         several = len({window for window, _ in self.shelves}) > 1
         return LEVEL_NAMES[level] + (f", window of {window:,} tokens" if several else "")
 
     def most(self, shelf: Shelf) -> tuple[int, int, int]:
-        """The most blocks that there were, that were in use, and that requests held."""
+        """Return the largest numbers of blocks: of all, in use, and held by requests."""
         filled = [sample.filled[shelf] for sample in self.samples if shelf in sample.filled]
         used = max(each.held + each.free for each in filled)
         return max(map(sum, filled)), used, max(each.held for each in filled)
 
 
 def _groups(origins: Sequence[RequestOrigin]) -> list[RequestGroups]:
-    """By tenant and by session, as far as requests have them."""
+    """Return groupings by tenant and by session, if requests have them."""
     tenants = any(each.labels is not None and "tenant" in each.labels for each in origins)
     sessions = any(each.session is not None for each in origins)
     return [RequestGroups(by) for by, there in (("tenant", tenants), ("session", sessions)) if there]
 
 
 def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> Gathered:
-    """Read a log; `progress` is called with the batches read, of both passes. `others` listen to the first one.
+    """Read a log; `progress` is called with the batches read, in both passes. `others` listen in the first one.
 
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
@@ -318,7 +319,7 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
     created = history.replayed.state.created
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
     groups, turns = _groups(history.origins), SessionTurns()
-    # What it no longer needs is most of the memory.
+    # Data no longer needed is most of the memory.
     del history
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     again = nlargest(MOST_EXPLAINED, ordered[:MOST_LANES], key=lambda lane: lane.computed_again)
@@ -326,7 +327,7 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
     closer = HistoryFold(payers, explanations, *groups, turns, details=chosen.__contains__)
     for batch in laid_out(LogReader(log), EpochClock()):
-        if batch.seq > audit.last_batch:  # written meanwhile
+        if batch.seq > audit.last_batch:  # written in the meantime
             break
         closer.fold(batch)
         progress(audit.last_batch + batch.seq)

@@ -1,4 +1,4 @@
-"""What other commands worked out about the log, as their JSON: `kvcache curve --json` and `kvcache whatif --json`."""
+"""Results of other commands about the log, from their JSON: `kvcache curve --json` and `kvcache whatif --json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.errors import UsageError
 
 @dataclass(eq=False, repr=False)
 class NotUnderstood(UsageError):
-    """What was given is not what the `command` prints. `what` names it: a file, or an argument."""
+    """The input is not the output of `command`. `what` names it: a file, or an argument."""
 
     what: str
     command: str
@@ -24,7 +24,7 @@ class NotUnderstood(UsageError):
 
 @dataclass(eq=False, repr=False)
 class OtherLog(UsageError):
-    """What was given is about another log."""
+    """The input is about another log."""
 
     what: str
     command: str
@@ -41,7 +41,7 @@ _Config = dict[str, _Plain | dict[str, _Plain]]
 
 
 class GivenCost(msgspec.Struct):
-    """What prefills take, and cost in each hour."""
+    """Time of prefills, and their cost per hour."""
 
     gpu_hours: _Positive
     saved_gpu_hours: _Positive
@@ -51,27 +51,27 @@ class GivenCost(msgspec.Struct):
 
 
 class GivenFormula(msgspec.Struct):
-    """Seconds of a prefill, and the money that the numbers are in."""
+    """Formula for prefill seconds, and the currency of the costs."""
 
     formula: str
     currency: str | None = None
 
 
 class WithCosts(msgspec.Struct, kw_only=True):
-    """What may tell of costs."""
+    """Output that may include costs."""
 
     prefill_model: GivenFormula | None = None
 
     @property
     def cost_columns(self) -> list[str]:
-        """The names of what is told of them."""
+        """Names of the cost columns."""
         if self.prefill_model is None:
             return []
         currency = self.prefill_model.currency
         return ["prefill", "p95", "GPU-hours", "saved"] + [f"{currency} saved/h"] * (currency is not None)
 
     def cost_values(self, cost: GivenCost | None) -> list[float | None]:
-        """The values for these columns: two are seconds."""
+        """Return the values for these columns: two are seconds."""
         if cost is None:
             return [None] * len(self.cost_columns)
         values = [
@@ -85,7 +85,7 @@ class WithCosts(msgspec.Struct, kw_only=True):
 
 
 class PolicyHits(msgspec.Struct):
-    """What another order of eviction serves."""
+    """Hits of another eviction order."""
 
     name: str
     hits: _Count
@@ -103,14 +103,14 @@ class Size(msgspec.Struct):
 
 
 class Timeout(msgspec.Struct):
-    """What is reused if blocks are dropped that were idle for so long; None: they never are."""
+    """Reuse if blocks are dropped after that idle time; None: never."""
 
     hit_rate: _Part
     seconds: _Blocks | None = None
 
 
 class GivenCurve(WithCosts):
-    """Hit rates by size, and by how long idle blocks are kept."""
+    """Hit rates by size, and by retention time of idle blocks."""
 
     command: ClassVar[str] = "curve"
     sizes: list[Size]
@@ -122,7 +122,7 @@ class GivenCurve(WithCosts):
     timeouts: list[Timeout] = []
 
     def __post_init__(self) -> None:
-        """Refuse what no curve has."""
+        """Reject values that no curve has."""
         if any((size.best_hits or 0) > self.block_requests for size in self.sizes):
             raise ValueError("`best_hits` exceed `block_requests`")
         if any(each.hits > self.block_requests for size in self.sizes for each in size.policies):
@@ -130,11 +130,11 @@ class GivenCurve(WithCosts):
         self.sizes.sort(key=lambda size: size.blocks)
 
     def best_rate(self, size: Size) -> float | None:
-        """The hit rate that no eviction exceeds at this size; None: unknown."""
+        """Return the hit rate that no eviction order exceeds at this size; None if unknown."""
         return None if size.best_hits is None else size.best_hits / max(self.block_requests, 1)
 
     def policy_rates(self) -> dict[str, list[tuple[int, float]]]:
-        """Of other orders of eviction, by name: sizes in blocks, and hit rates."""
+        """Return sizes in blocks and hit rates of other eviction orders, by name."""
         rates: dict[str, list[tuple[int, float]]] = {}
         for size in self.sizes:
             for each in size.policies:
@@ -144,14 +144,14 @@ class GivenCurve(WithCosts):
 
     @property
     def marks(self) -> list[tuple[int, str]]:
-        """Sizes in blocks that have a name."""
+        """Named sizes in blocks."""
         primary, both = self.num_blocks.get("primary", 0), sum(self.num_blocks.values())
         names = {self.knee: "knee", primary: "primary", both: "both levels" if both > primary else "primary"}
         return [(blocks, name) for blocks, name in names.items() if blocks]
 
 
 class GivenTrial(msgspec.Struct):
-    """One cache that was tried, or the recorded one."""
+    """One cache of a trial, or the recorded one."""
 
     hit_rate: _Part
     policy: str | None = None
@@ -168,12 +168,12 @@ class GivenTrial(msgspec.Struct):
     prefill: GivenCost | None = None
 
     def settings(self) -> dict[str, Any]:
-        """All of them by dotted names."""
+        """Return all settings by dotted name."""
         return dict(_flat(self.config))
 
 
 class WhatIf(WithCosts):
-    """What was recorded, and what was tried."""
+    """The recording, and the trials."""
 
     command: ClassVar[str] = "whatif"
     recorded: GivenTrial
@@ -181,13 +181,13 @@ class WhatIf(WithCosts):
     log_id: str | None = None
 
     def differing(self) -> list[str]:
-        """The settings that are not the same in all of them, as dotted names."""
+        """Return the settings that differ between them, as dotted names."""
         flat = [trial.settings() for trial in (self.recorded, *self.trials)]
         names = dict.fromkeys(name for each in flat for name in each)
         return [name for name in names if len({repr(each.get(name)) for each in flat}) > 1]
 
     def refused(self) -> list[str]:
-        """The ways in which a request was not served to its end, as far as there are any."""
+        """Return the ways in which requests were not served to their end, those that occurred."""
         ways = ("cut_short", "too_long", "unserved")
         return [way for way in ways if any(getattr(trial, way) for trial in (self.recorded, *self.trials))]
 
@@ -196,14 +196,14 @@ _Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def understood(given: object, form: type[_Form], what: str) -> _Form:
-    """The JSON of a command, as text or as values, as what a report shows of it.
+    """Parse the JSON of a command, given as text or as values, into the data that a report shows.
 
     `what` names it in errors. Raises `NotUnderstood`.
     """
     if isinstance(given, form):
         return given
     try:
-        # Values are written and read, since only JSON is to be understood: it has no NaN, and no lone surrogates.
+        # Values are serialized and parsed, so that only JSON is accepted: it has no NaN, and no lone surrogates.
         said = given if isinstance(given, bytes) else json.dumps(given, allow_nan=False).encode()
         return msgspec.json.decode(said, type=form)
     except RecursionError as error:
@@ -213,7 +213,7 @@ def understood(given: object, form: type[_Form], what: str) -> _Form:
 
 
 def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> None:
-    """Raise `OtherLog` if what is given says that it is about another log than this one, or about a trace."""
+    """Raise `OtherLog` if the input names another log than this one, or a trace."""
     of_trace = isinstance(given, GivenCurve) and given.trace is not None
     if of_trace or (log_id is not None and given.log_id is not None and given.log_id != log_id):
         raise OtherLog(what, given.command)

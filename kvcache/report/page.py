@@ -1,4 +1,4 @@
-"""One file with everything in it: markup, styles, data, and the library that draws. It asks the network for nothing."""
+"""Self-contained HTML page: markup, styles, data, and the plotting library. It makes no network requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HOME = Path(__file__).parent
 _FEW = 20
-"""Rows of a table beside a chart that shows them all."""
+"""Rows of a table next to a chart that shows all of them."""
 _Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
@@ -48,12 +48,12 @@ def report(
     progress: Progress = lambda _: None,
     ended: Callable[[LogEnd], None] = lambda _: None,
 ) -> str:
-    """The HTML of a page about what a log's cache did. It needs no network, and holds no tokens and no salts.
+    """Return an HTML page about a log's cache. It needs no network, and contains no tokens and no salts.
 
-    `curve` and `whatif` are what `kvcache curve LOG --json` and `kvcache whatif LOG --json` print, and add a section
-    each. `pricing` says what prefills take, `model` what blocks do. The log is read twice; `progress` is called with
-    the batches read, `ended` with how the log ends. Raises `UsageError` where plotly or jinja2 is not installed, where
-    what is given is something else or about another log, and what reading and replaying a log raise.
+    `curve` and `whatif` are the output of `kvcache curve LOG --json` and `kvcache whatif LOG --json`, and add a section
+    each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks. The log is read twice;
+    `progress` is called with the batches read, `ended` with the end of the log. Raises `UsageError` if plotly or jinja2
+    is not installed, or if an input is something else or about another log, and what reading and replaying a log raise.
     """
     plotly_js()
     templates(HOME)
@@ -88,7 +88,7 @@ def report(
 
 
 def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
-    """What was given, if it is about this log."""
+    """Return the parsed input if it is about this log."""
     if given is None:
         return None
     own = understood(given, form, f"{form.command}=")
@@ -98,32 +98,32 @@ def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """What the prefills and the blocks of a log take."""
+    """Cost of a log's prefills, and size of its blocks."""
 
     pricing: Pricing | None
-    """None: no formula was given."""
+    """Pricing; None if no formula was given."""
     seconds: PrefillSeconds
     hours: float | None
-    """Of the log's time."""
+    """Length of the log in hours."""
     memory: Memory | None
-    """None: no model is known."""
+    """Memory of the blocks; None if no model is known."""
 
     @classmethod
     def of(
         cls, audit: Audit, totals: list[PrefillTotals], pricing: Pricing | None, model: KVShape | None
     ) -> Spending:
-        """What `totals` have added up beside the audit, if any did."""
+        """Return the spending of an audit, with the sums of `totals` if any."""
         seconds = totals[0].finish() if totals else PrefillSeconds()
         hours = hours_between(audit.first_at, audit.last_at)
         return cls(pricing, seconds, hours, Memory.of(audit, model))
 
     @property
     def cost(self) -> PrefillCost | None:
-        """Of all prefills."""
+        """Cost of all prefills."""
         return None if self.pricing is None else self.seconds.cost(self.pricing, self.hours)
 
     def spent(self, seconds: float) -> tuple[float, float | None]:
-        """GPU-hours of so many seconds, and their money in each hour."""
+        """Return GPU-hours for `seconds`, and their cost per hour."""
         assert self.pricing is not None
         gpu_hours = self.pricing.gpu_hours(seconds)
         return gpu_hours, self.pricing.per_hour(gpu_hours, self.hours)
@@ -135,8 +135,8 @@ class Spending:
 def standalone(home: Path, **shown: Any) -> str:
     """Render `home`/page.html with page.css and page.js from there and plotly.js inside.
 
-    The template gets them as `style`, `script` and `plotly`, and as `digests` what a policy for scripts has to name.
-    Raises `UsageError` where plotly or jinja2 is not installed.
+    The template gets them as `style`, `script` and `plotly`, and as `digests` the hashes for a content security policy.
+    Raises `UsageError` if plotly or jinja2 is not installed.
     """
     style = (home / "page.css").read_text(encoding="utf-8")
     plotly, script = scripts = plotly_js(), _script((home / "page.js").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def standalone(home: Path, **shown: Any) -> str:
 
 
 def plotly_js() -> str:
-    """The library that draws, from its Python package. Raises `UsageError` where that is not installed."""
+    """Return the plotting library from its Python package. Raises `UsageError` if that is not installed."""
     spec = find_spec("plotly")
     file = Path(spec.origin).parent / "package_data" / "plotly.min.js" if spec and spec.origin else None
     if file is None or not file.is_file():
@@ -155,14 +155,15 @@ def plotly_js() -> str:
 
 
 def _script(source: str) -> str:
-    """A script as a browser sees it inside a page: the policy names its digest."""
+    """Return a script as a browser parses it inside a page: the policy has its digest."""
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def templates(home: Path) -> Environment:
-    """What renders the templates of a directory, with what those of a report use. Raises `UsageError` without jinja2.
+    """Return the environment for the templates of a directory, with the report's filters. Raises `UsageError` without
+    jinja2.
 
-    SECURITY: whatever a log holds is text in them: it is escaped, in JSON too, and cannot drive a terminal.
+    SECURITY: data of a log is text in them: it is escaped, in JSON too, and cannot control a terminal.
     """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -208,13 +209,13 @@ def templates(home: Path) -> Environment:
 
 
 def most_computed(audit: Audit) -> Reason | None:
-    """Why most of the computed tokens were computed; None: there are none."""
+    """Return the most frequent reason of computed tokens; None if there are none."""
     reasons = (reason for reason in Reason if reason.is_computed and audit.reasons[reason])
     return max(reasons, key=lambda reason: int(audit.reasons[reason]), default=None)
 
 
 def ages_in_words(audit: Audit, level: int) -> str:
-    """Quantiles of the ages of one level, and what they and the evictions' cost say of its size."""
+    """Return quantiles of the ages of one level, and the resulting verdict on its size."""
     lives, said = audit.levels[level], []
     for each, noun in ((lives.hit_ages, "hit"), (lives.eviction_ages, "eviction")):
         if each.total:
@@ -238,7 +239,7 @@ def _setting(value: object) -> str:
 
 
 def facts(found: Gathered) -> dict[str, Any]:
-    """The headline numbers for programs."""
+    """Return the headline numbers for programs."""
     audit = found.audit
     return {
         "requests": audit.requests,
@@ -253,7 +254,7 @@ def facts(found: Gathered) -> dict[str, Any]:
 
 
 def lanes(found: Gathered) -> dict[str, Any]:
-    """All lanes in columns: ids as text, marks as (phase, ms since the log's first batch) one after the other."""
+    """Return all lanes in columns: ids as text, marks as consecutive (phase, ms since the log's first batch)."""
     ms = 1_000_000
     return {
         "ids": [printable(str(lane.request_id)) for lane in found.lanes],

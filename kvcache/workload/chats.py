@@ -1,9 +1,9 @@
 """A seeded generator of chat traffic: the workload that a prefix cache exists for.
 
-Users talk in turns; each prompt repeats the system prompt and all earlier turns. So prompts share a
-start with many other users, grow along one conversation, and come back after a pause in which other
-users have pressed their blocks out of the primary pool. With a cache smaller than all conversations
-together that produces every kind of movement: partial and full reuse, offload, onboard and eviction.
+Users talk in turns; each prompt repeats the system prompt and all earlier turns. So prompts share a start with those of
+many other users, grow along one conversation, and return after a pause in which other users have evicted their blocks
+from the primary pool. With a cache smaller than all conversations together, this produces every kind of movement:
+partial and full reuse, offload, onboard and eviction.
 
 The result has the Mooncake form and is played like any other trace. As in that form, a shared start ends at a
 multiple of 512 tokens, and answers quoted in a later prompt are tokens of their own: what a request generated is
@@ -18,9 +18,9 @@ from kvcache.workload.tokens import TRACE_BLOCK_TOKENS
 from kvcache.workload.traces import TraceRequest
 
 SYSTEM_PROMPTS = 4
-"""Of different popularity: the k-th is used in proportion to 1/k."""
+"""Number of system prompts; the k-th is used in proportion to 1/k."""
 SYSTEM_BLOCKS = 2
-"""Length of each, in blocks of a trace."""
+"""Length of each system prompt, in blocks of a trace."""
 TURNS = (2, 6)
 """Fewest and most turns of a conversation."""
 QUESTION_TOKENS = (40, 400)
@@ -28,13 +28,13 @@ QUESTION_TOKENS = (40, 400)
 ANSWER_TOKENS = (20, 120)
 """Shortest and longest answer."""
 _ARRIVAL_MS = 400
-"""Mean time between the starts of two conversations."""
+"""Mean time between the starts of two conversations, in ms."""
 _THINK_MS = 8000
-"""Mean time from the start of one turn to the next of the same user."""
+"""Mean time from the start of one turn to the next of the same user, in ms."""
 
 
 def generate_chats(users: int, seed: int = 0) -> list[TraceRequest]:
-    """Return the requests of so many conversations by time of arrival, on every platform the same."""
+    """Return the requests of `users` conversations by time of arrival, identical on every platform."""
     random = Random(seed)
     conversations = _Conversations(random)
     start = 0.0
@@ -47,7 +47,9 @@ def generate_chats(users: int, seed: int = 0) -> list[TraceRequest]:
 
 
 class _Conversations:
-    """Hands out block numbers: the first ones to system prompts, then fresh ones to each conversation."""
+    """Generator of conversations that assigns block numbers: the first ones to system prompts, then new ones to each
+    conversation.
+    """
 
     def __init__(self, random: Random) -> None:
         self._random = random

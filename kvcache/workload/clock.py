@@ -21,9 +21,9 @@ START_NS = 1_767_225_600_000_000_000
 """What the wall clock of an unpaced run shows at the beginning of a trace without a date (2026-01-01, UTC)."""
 _MS = 1_000_000
 _FOREVER_NS = 2**62
-"""More than a hundred years: what is due later than that never is."""
+"""Time in ns that is never reached: more than a hundred years."""
 _LONGEST_WAIT = 3600.0
-"""Seconds. Systems take no wait of any length, so a longer one is several."""
+"""Longest single wait in seconds. Systems limit waits, so a longer one is split."""
 
 
 def parse_speed(text: str) -> float | None:
@@ -40,7 +40,7 @@ def parse_speed(text: str) -> float | None:
 
 
 class StepClock:
-    """Time of a run. Give its `wall_ns` to the manager that the run drives.
+    """Time of a run. Pass its `wall_ns` to the manager that the run drives.
 
     Without a speed, or at an infinite one, it follows the trace's time, so equal runs write equal logs; at any other
     speed it is real.
@@ -69,31 +69,31 @@ class StepClock:
         self.step_ms = step_ms
         self.start_ns = start_ns
         self.now_ms = 0
-        """Time of the trace."""
+        """Time of the trace, in ms."""
         self._real_ns = real_ns
         self._real_monotonic_ns = real_monotonic_ns
         self._started_ns: int | None = None
 
     def wall_ns(self) -> int:
-        """Return the wall clock's nanoseconds."""
+        """Return the wall clock in ns."""
         if self.speed is None or math.isinf(self.speed):
             return self.start_ns + self.trace_ns()
         return self._real_ns()
 
     def trace_ns(self) -> int:
-        """Return nanoseconds of the trace's time, in which a `Retention` is over."""
+        """Return the trace's time in ns, by which a `Retention` expires."""
         return min(self.now_ms * _MS, _FOREVER_NS)
 
     def has_arrived(self, timestamp_ms: int) -> bool:
-        """Tell whether a request is there. Without a speed arrival times only order the requests."""
+        """Return True if a request has arrived. Without a speed arrival times only order the requests."""
         return self.speed is None or timestamp_ms <= self.now_ms
 
     def reach(self, timestamp_ms: int) -> None:
-        """Note that a request is admitted that arrives at this time of the trace: it is at least that late."""
+        """Advance to at least the arrival time of a request that is admitted, in ms of the trace."""
         self.now_ms = max(self.now_ms, timestamp_ms)
 
     def advance(self, stop: threading.Event, until_ms: int = 0) -> None:
-        """Go on by one step; with a speed, to `until_ms` if that is later, and wait while ahead of real time.
+        """Advance by one step; with a speed, to `until_ms` if that is later, and wait while ahead of real time.
 
         Setting `stop` ends the waiting.
         """
@@ -110,6 +110,6 @@ class StepClock:
                 break
 
     def _real_length_ns(self, trace_ms: int) -> int:
-        """How long a part of the trace takes in real time."""
+        """Return the length of a part of the trace in real time, in ns."""
         assert self.speed is not None
         return int(min(trace_ms * _MS / self.speed, _FOREVER_NS))

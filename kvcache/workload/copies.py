@@ -1,7 +1,7 @@
-"""How long the copies of a run take, and how many bytes they move: measured around its copier.
+"""Time and bytes of a run's copies, measured around its copier.
 
-A copier on the host copies inside `submit`, that is, inside a call of the manager, and one on a GPU while somebody
-waits for its ticket. Measured here, both are the same, and the manager's own time can be told apart (`StepTimes`).
+A copier on the host copies inside `submit`, that is, inside a call of the manager, and one on a GPU during a wait for
+its ticket. Measured here, both are comparable, and the manager's own time can be separated (`StepTimes`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class TimedCopier:
-    """A copier that is watched. For one thread, which submits and waits.
+    """Copier with measurements, for one thread, which submits and waits.
 
-    Bytes are those that were asked for, whether they arrived or not.
+    Requested bytes are counted, even if they did not arrive.
     """
 
     def __init__(self, inner: Copier, layout: Layout) -> None:
@@ -29,10 +29,10 @@ class TimedCopier:
         self._bytes_per_token = [group.bytes_per_block // layout.tokens_per_block for group in layout.groups]
         self._tokens_per_block = layout.tokens_per_block
         self.nanoseconds = 0
-        """Starting copies and waiting for them, so far."""
+        """Time spent so far on starting copies and waiting for them."""
         self.bytes_offloaded = 0
         self.bytes_onboarded = 0
-        """Partly matching blocks that come from secondary included."""
+        """Bytes from secondary, including partly matching blocks."""
         self.bytes_within_primary = 0
 
     @property
@@ -42,12 +42,12 @@ class TimedCopier:
 
     @property
     def bytes(self) -> int:
-        """Of all directions."""
+        """Bytes copied in all directions."""
         return self.bytes_offloaded + self.bytes_onboarded + self.bytes_within_primary
 
     @property
     def bytes_per_second(self) -> float:
-        """0 if nothing was copied."""
+        """Mean rate; 0 if nothing was copied."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
@@ -79,7 +79,7 @@ class TimedCopier:
 
 
 class _TimedTicket:
-    """A ticket whose waits are counted."""
+    """Ticket that measures its waits."""
 
     def __init__(self, inner: Ticket, copier: TimedCopier) -> None:
         self._inner = inner

@@ -1,19 +1,19 @@
-"""Plays an engine over a manager: what a PyTorch engine would do, without the model.
+"""Engine over a manager, like a PyTorch engine without the model.
 
 A step admits what fits, starts the copies, computes a chunk of the prompts and one token of every running output,
 reports both, ends what is finished, and flushes. Everything follows from the trace and the options, nothing
 from time: equal inputs make equal sequences of calls.
 
 A request is admitted only if it and all running ones can be completed without giving up any of them, even if
-nothing they hold is shared. That is stricter than `can_add`, which asks about prompts only, so an admission
-that passes always fits, and decoding never runs out of blocks.
+nothing they hold is shared. That is stricter than `can_add`, which checks prompts only, so an admission that passes
+always fits, and decoding never runs out of blocks.
 
 With pools, every computed token's rows are filled with a pattern, and reused blocks are compared with it (see
-`kvcache.workload.pattern`) when their request is admitted and again when it ends. A stub for a forward pass,
-it catches what a model would only answer with worse text.
+`kvcache.workload.pattern`) when their request is admitted and again when it ends. This stub for a forward pass catches
+errors that a model would only answer with worse text.
 
-When copies fail, everything is computed again. A request that has let go of blocks by then cannot be: it is ended, and
-stands first in line with what it has generated as a part of its prompt.
+When copies fail, everything is computed again. That is impossible for a request that has released blocks by then: it is
+ended, and is first in line with its output as a part of its prompt.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from kvcache.pools import Pools
 
 Progress = Callable[[int, int], None]
-"""Called after each step with (step, requests done or refused)."""
+"""Callback after each step with (step, requests done or refused)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriveOptions:
-    """How the engine behaves."""
+    """Options of the engine."""
 
     concurrency: int = 32
     """Most requests running at once."""
     prefill_tokens: int = 8192
     """Most prompt tokens computed in one step, over all requests, in the order of admission."""
     seed: int = 0
-    """Chooses the token ids."""
+    """Seed of the token ids."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.prefill_tokens < 1:
@@ -67,14 +67,14 @@ class _Running:
     """An admitted request."""
 
     waiting: Waiting
-    """What it was in line."""
+    """The request as it was in line."""
     admission: Admission
     outputs: list[int]
     computed: int
-    """Leading tokens whose K and V exist."""
+    """Number of leading tokens with K and V."""
     sampled: int = 0
     digests: Uint64s | None = None
-    """One per token of prompt and output; only with pools."""
+    """Digest of each token of prompt and output; only with pools."""
 
     @property
     def request_id(self) -> int:
@@ -94,13 +94,13 @@ class _Running:
 
     @property
     def finished(self) -> bool:
-        """Whether its last output was sampled; without outputs, whether its prompt is computed."""
+        """True if the last output was sampled; without outputs, if the prompt is computed."""
         return not self.outputs_left and self.computed >= self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a step computes of one request: the tokens from `begin` to `end`."""
+    """Tokens from `begin` to `end` of one request that a step computes."""
 
     running: _Running
     begin: int
@@ -108,17 +108,17 @@ class _Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing has to be computed after it: the K and V of the last output have no use."""
+        """True if nothing has to be computed after it: the K and V of the last output have no use."""
         return self.end == self.running.num_tokens and self.running.outputs_left <= 1
 
 
 class Engine:
-    """Plays one trace over a manager, which must serve nobody else; raises UsageError if it does.
+    """Engine that plays one trace over a manager, which must have no other users; raises UsageError if it does.
 
     `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
-    measures its time, which then does not count as the manager's. For equal logs the manager must have been given the
-    `wall_ns` of `clock`. `trace` may be a line, too, into which others put requests while it plays. `watch` is called
-    at the end of each step, before the clock goes on.
+    measures its time, which then does not count as the manager's. For equal logs the manager must use the `wall_ns` of
+    `clock`. `trace` may also be a line that other threads fill while it plays. `watch` is called at the end of each
+    step, before the clock advances.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Engine:
         self._watch = watch
         self._line = trace if isinstance(trace, Line) else self._line_of(trace)
         self._running: dict[int, _Running] = {}
-        """In the order of admission."""
+        """Running requests in the order of admission."""
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
 
@@ -155,8 +155,8 @@ class Engine:
     def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
         """Step until all requests are done, or `stop` is set; then no request of the trace is running any more.
 
-        A log that refuses (`LogWriteFailed`) ends the run after its step, and is in the result. Raises
-        PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
+        A log failure (`LogWriteFailed`) ends the run after its step, and is in the result. Raises PatternMismatch if a
+        block holds wrong bytes; running requests then stay as they are.
         """
         stop, result = stop or threading.Event(), self._result
         while (self._line or self._running) and not stop.is_set() and result.log_failure is None:
@@ -189,27 +189,27 @@ class Engine:
             self._watch(step)
 
     def _end(self) -> None:
-        """Leave a manager without sequences and without copies on their way."""
+        """Leave the manager without sequences and without pending copies."""
         self._remove(list(self._running.values()))
         self._transfer()
         self._flush()
         self._note_cached()
 
     def _note_held(self) -> None:
-        """Count the primary blocks that sequences hold in each window."""
+        """Record the primary blocks that sequences hold in each window."""
         free = self._manager.num_free_blocks_per_window()
         for group in self._manager.layout.groups:
             blocks = self._result.windows[group.window]
             blocks.most_held = max(blocks.most_held, group.num_blocks[PRIMARY] - free[group.window])
 
     def _note_cached(self) -> None:
-        """Count the blocks that are left in each window, which nobody holds any more."""
+        """Record the blocks left in each window, which no sequence holds any more."""
         for layout, group in zip(self._manager.layout.groups, self._manager.state.groups, strict=True):
             primary, secondary = (level.unreferenced for level in group.levels)
             self._result.windows[layout.window].cached = (primary, secondary)
 
     def _flush(self) -> None:
-        """End a step. What a failing log raises says nothing against the step: it is done."""
+        """End a step. A failure of the log does not undo it: the step is done."""
         with self._times.timed():
             try:
                 self._manager.flush()
@@ -219,7 +219,7 @@ class Engine:
     # -- admission
 
     def _admit(self) -> list[_Running]:
-        """Admit what fits, start the copies that this asks for, and return what was admitted."""
+        """Admit requests that fit, start their copies, and return them."""
         chosen = self._choose()
         admitted = []
         if chosen:
@@ -227,12 +227,12 @@ class Engine:
                 admissions = self._manager.add_sequences([waiting.request for waiting in chosen])
             self._line.take(len(chosen))
             admitted = [self._start(*pair) for pair in zip(chosen, admissions, strict=True)]
-        # Also without admissions: decoding may have pressed blocks out to secondary.
+        # Also without admissions: decoding may have offloaded blocks to secondary.
         self._transfer()
         return admitted
 
     def _choose(self) -> list[Waiting]:
-        """Return the first requests in line that can be completed beside the running ones."""
+        """Return the first requests in line that can be completed together with the running ones."""
         room = self._options.concurrency - len(self._running) if self._may_admit else 0
         candidates = self._line.first(room)
         if not candidates:
@@ -242,16 +242,16 @@ class Engine:
         for waiting in candidates:
             free -= waiting.blocks_to_completion
             if free < 0:
-                # A smaller request behind it must not overtake it for ever, so the line waits.
+                # A smaller request after it must not overtake it forever, so the line waits.
                 self._may_admit = False
                 break
             chosen.append(waiting)
-        # What needs more than an idle cache has was refused, so a line that waits for nobody would wait for ever.
+        # Requests larger than an idle cache were refused, so a line with nothing running would wait forever.
         invariant(bool(chosen or self._running), "an idle cache has fewer blocks than it had at the start")
         return chosen
 
     def _free_after_completion(self) -> int:
-        """Return the blocks that are left when all running requests are at their end."""
+        """Return the blocks that are left when all running requests have reached their end."""
         manager = self._manager
         with self._times.timed():
             return manager.num_free_blocks - sum(
@@ -269,7 +269,7 @@ class Engine:
         return running
 
     def _transfer(self) -> None:
-        """Start all copies and wait for them, so that the calls that follow do not depend on how long they take."""
+        """Start all copies and wait for them, so that the following calls do not depend on their duration."""
         manager = self._manager
         with self._times.timed():
             manager.start_transfers()
@@ -282,7 +282,7 @@ class Engine:
         )
 
     def _begin_again(self, cut: list[_Running]) -> None:
-        """Note what copies that failed have undone; who cannot compute it again goes back to the line."""
+        """Handle failed copies: reset computed tokens; requests that cannot compute them again return to the line."""
         for running in cut:
             self._result.recomputed_tokens += running.computed
             running.computed = 0
@@ -291,11 +291,11 @@ class Engine:
         self._line.put_back([running.waiting.after(running.sampled) for running in undone])
 
     def _has_let_go(self, running: _Running) -> bool:
-        """Whether some window has let go of blocks, without which nothing can be computed from the start."""
+        """Return True if some window has released blocks, so that the request cannot be computed from its start."""
         return any(int(table[0]) < 0 for table in self._tables(running))
 
     def _tables(self, running: _Running) -> list[BlockTable]:
-        """The block table of each window."""
+        """Return the block table of each window."""
         manager = self._manager
         with self._times.timed():
             return [manager.block_table(running.request_id, own.window) for own in manager.layout.groups]
@@ -303,7 +303,7 @@ class Engine:
     # -- the forward pass
 
     def _plan(self) -> list[_Chunk]:
-        """Choose what to compute: the last token of each output, and prompts as far as the step's budget goes."""
+        """Choose the tokens to compute: the last token of each output, and prompts up to the step's budget."""
         budget = self._options.prefill_tokens
         chunks = []
         for running in self._running.values():
@@ -317,7 +317,7 @@ class Engine:
         return chunks
 
     def _compute(self, chunks: list[_Chunk]) -> None:
-        """Write the K and V of the chunks, or what stands for them."""
+        """Write the K and V of the chunks, as a pattern."""
         if self._pattern is not None:
             spans = [self._span(chunk.running, chunk.begin, chunk.end) for chunk in chunks]
             self._pattern.write(spans)
@@ -330,7 +330,7 @@ class Engine:
             chunk.running.computed = chunk.end
 
     def _check_reused(self, admitted: list[_Running]) -> None:
-        """Compare what newly admitted requests got from the cache."""
+        """Compare the blocks that newly admitted requests reuse with the pattern."""
         if self._pattern is None:
             return
         for running in admitted:
@@ -345,7 +345,7 @@ class Engine:
     # -- reporting it
 
     def _store(self, chunks: list[_Chunk]) -> None:
-        """Make computed prompt blocks reusable; those of outputs become so when the next token arrives."""
+        """Make computed prompt blocks reusable; output blocks become so when the next token arrives."""
         manager = self._manager
         with self._times.timed():
             for chunk in chunks:
@@ -353,7 +353,7 @@ class Engine:
                     manager.store_context_blocks(chunk.running.request_id, chunk.end)
 
     def _sample(self, chunks: list[_Chunk]) -> list[int]:
-        """Append the next token to every request whose tokens are all computed, in one call; returns these."""
+        """Append the next token to every request with all tokens computed, in one call; return these requests."""
         request_ids: list[int] = []
         tokens: list[int] = []
         for chunk in chunks:
@@ -368,7 +368,7 @@ class Engine:
         return request_ids
 
     def _remove(self, ended: list[_Running]) -> None:
-        """End requests; what they computed stays reusable."""
+        """End requests; their computed blocks stay reusable."""
         for running in ended:
             with self._times.timed():
                 stop = running.waiting.stop if running.finished else None

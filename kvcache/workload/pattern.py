@@ -3,13 +3,13 @@
 A block may be reused only if its bytes are those that computing it again would give. Real K and V of
 a token depend on the token and on everything before it, and differ by layer, head, and K or V. So does this
 pattern: each row (the elements of one token, layer, head, K or V) is made from a digest of the namespace and of all
-tokens up to and including this one, and from the row's coordinates. A block that holds the right tokens behind another
+tokens up to and including this one, and from the row's coordinates. A block that holds the right tokens after another
 prefix, the right block of another layer, or a copy that came too early fails the check.
 
 The digest of a prefix is a sum of scrambled (token, position) pairs, hence one cumulative sum for a whole
 sequence. Each word of a row is an odd multiple of (digest xor salt of the coordinates). Both steps are
-bijections, so words of different digests or coordinates differ for certain where words have 64 bits, and
-but for a chance of 2^-bits where rows are too short for such words.
+bijections, so words of different digests or coordinates certainly differ if words have 64 bits, and differ except with
+probability 2^-bits if rows are too short for such words.
 
 Rows are written as integers. No floating-point operation touches them, so any dtype keeps them exactly.
 """
@@ -43,10 +43,10 @@ _WORD_TYPES = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 
 @dataclass(eq=False, repr=False)
 class PatternMismatch(InternalError):
-    """A block does not hold what computing it would have given.
+    """A block does not hold the bytes that computing it would have produced.
 
-    `request_id` was given it, as number `block_index` of its table, in primary slot `slot`; `layer` is the
-    first layer that differs.
+    `request_id` got it, as block `block_index` of its table, in primary slot `slot`; `layer` is the first layer that
+    differs.
     """
 
     request_id: str | int
@@ -64,9 +64,9 @@ class PatternSpan:
     """Consecutive tokens of one sequence."""
 
     tables: tuple[Int32s, ...]
-    """Primary slots of the sequence's blocks, one table per group; below 0 where its window has let go of a block."""
+    """Primary slots of the sequence's blocks, one table per group; negative for blocks that a window has released."""
     digests: Uint64s
-    """One per token of the whole sequence (see `prefix_digests`)."""
+    """One digest per token of the whole sequence (see `prefix_digests`)."""
     begin: int
     end: int
 
@@ -80,7 +80,7 @@ def prefix_digests(tokens: Int32s, namespace: Sequence[int | str | None] = ()) -
 
 
 class PoolPattern:
-    """Writes the pattern into primary pools and compares it. All tensors are reached in place."""
+    """Writer and checker of the pattern in primary pools. All tensors are accessed in place."""
 
     def __init__(self, pools: Pools) -> None:
         self._groups = tuple(
@@ -101,7 +101,7 @@ class PoolPattern:
                 pool.write(slots, offsets, digests)
 
     def recompute(self, lost: LostPrefix) -> bool:
-        """Fill the rows of lost blocks, as `KVCacheManager.open` asks for; of a salt only the digest is known."""
+        """Fill the rows of lost blocks, as `KVCacheManager.open` requires; of a salt only the digest is known."""
         name = lost.namespace
         if name.salt_digest is None:
             digests = prefix_digests(lost.tokens, (name.lora_id, name.lora_name, None))
@@ -109,10 +109,10 @@ class PoolPattern:
         return name.salt_digest is None
 
     def check(self, request_id: str | int, span: PatternSpan) -> int:
-        """Compare the rows of a span, in each window without the blocks that it has let go of.
+        """Compare the rows of a span, in each window without the blocks that it has released.
 
-        Returns how many blocks that were, over all groups. Raises PatternMismatch for the first block that differs,
-        and InvariantViolated if the token behind the span would see a block that is gone.
+        Returns the number of blocks compared, over all groups. Raises PatternMismatch for the first block that differs,
+        and InvariantViolated if the token after the span would attend to a block that is gone.
         """
         blocks = 0
         for group, table in enumerate(span.tables):
@@ -129,7 +129,7 @@ class PoolPattern:
         return blocks
 
     def _first_kept(self, group: int, span: PatternSpan) -> int:
-        """The first token of a span whose block a window still has."""
+        """Return the first token of a span in a block that the window still has."""
         table = span.tables[group]
         gone = int(np.argmax(table >= 0))
         begin = max(span.begin, gone * self._block)
@@ -160,7 +160,7 @@ class _PatternedPool:
         """Return slot and offset in the block of the tokens begin..end of a sequence; shape [end - begin] each."""
         positions = np.arange(begin, end)
         slots = table[positions // self.block].astype(np.int64)
-        # Torch would take a negative one for a slot counted from the end.
+        # Torch would index from the end with a negative one.
         invariant(not len(slots) or int(slots.min()) >= 0, "a block table names a slot below 0")
         return slots, positions % self.block
 

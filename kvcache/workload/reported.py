@@ -1,4 +1,4 @@
-"""What a service reported of its prompts, beside what its trace lets one expect: their lengths, and what was cached."""
+"""Reported values of a service's prompts, compared with expectations from its trace: lengths, and cached tokens."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ HOUR_MS = 3_600_000
 
 @dataclass(slots=True)
 class ReportedHour:
-    """The requests that came in one hour of a trace, as far as the service said what it had cached; in tokens."""
+    """Requests of one hour of a trace with reported cached tokens; counts are in tokens."""
 
     hour: int
-    """From the trace's beginning, from 0."""
+    """Hour from the trace's beginning, from 0."""
     requests: int = 0
     prompt_tokens: int = 0
     reported: int = 0
-    """Cached, as the service says."""
+    """Cached tokens reported by the service."""
     unlimited: int = 0
-    """In whole blocks that a prompt before began with."""
+    """Tokens in whole blocks that an unlimited cache would reuse."""
     played: int = 0
-    """In whole blocks that the cache had through which the trace was played."""
+    """Tokens in whole blocks that were reused by the cache through which the trace was played."""
 
 
 class ReportedReuse:
-    """Compares what a trace reports of its requests with what is expected of them.
+    """Comparison of a trace's reported values with expected ones.
 
-    `see` is called with each request, in the trace's order, and `watch` with each step of an engine that plays it.
+    Call `see` with each request, in the trace's order, and `watch` with each step of an engine that plays it.
     """
 
     def __init__(self) -> None:
         self.lengths = self.other_lengths = 0
-        """Prompts of which the service reported the length; those that are longer or shorter than it says."""
+        """Prompts with a reported length, and those among them with another length here."""
         self.tokens = (0, 0)
-        """Of all these prompts: as the trace has them, and as it was reported."""
+        """Tokens of all these prompts: in the trace, and as reported."""
         self._by_hour: dict[int, ReportedHour] = {}
         self._hour_of = array("q")
-        """By the request's place in the trace; -1: nothing is reported."""
+        """Hour by the request's index in the trace; -1: nothing is reported."""
 
     def see(self, request: TraceRequest, unlimited: int) -> int:
-        """Count a request, of which an unlimited cache would have had so many tokens; returns how many there were."""
+        """Count a request of which an unlimited cache would reuse `unlimited` tokens; return that number."""
         if request.reported_length is not None:
             self.lengths += 1
             self.other_lengths += request.reported_length != request.input_length
@@ -59,19 +59,19 @@ class ReportedReuse:
         return len(self._hour_of)
 
     def watch(self, step: WatchedStep) -> None:
-        """Count what the requests of a step found in the cache."""
+        """Count the reused tokens of the requests of a step."""
         for place, admission in step.admitted.items():
             if (number := self._hour_of[place]) >= 0:
                 self._by_hour[number].played += admission.reused_primary + admission.reused_secondary
 
     @property
     def hours(self) -> list[ReportedHour]:
-        """Those with requests of which is reported what was cached, in order."""
+        """Hours with reported cached tokens, in order."""
         return sorted(self._by_hour.values(), key=lambda each: each.hour)
 
     @property
     def doubt(self) -> str | None:
-        """Why the prompts may not be those that the service had, in words; None: nothing speaks against it."""
+        """Reason to doubt that the prompts are the service's own, in words; None if there is none."""
         if not self.other_lengths:
             return None
         ours, theirs = self.tokens

@@ -1,4 +1,4 @@
-"""What a played trace has come to."""
+"""Results of a played trace."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from events.errors import LogWriteFailed
 from kvcache.workload.copies import TimedCopier
 
 MAX_NAMED_REFUSALS = 100
-"""All refusals are counted, so many are named."""
+"""Most refusals that are named; all are counted."""
 
 
 class StepTimes:
-    """Adds up the time inside the manager, per step; what happens between two timed calls does not count.
+    """Time inside the manager, per step, without time between timed calls.
 
-    Nor does the time of `copies` inside them.
+    The time of `copies` inside the calls does not count either.
     """
 
     def __init__(self, copies: TimedCopier | None = None) -> None:
@@ -30,7 +30,7 @@ class StepTimes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time of the body to the current step."""
+        """Add the time of the body to the current step."""
         copying, started = self._copying(), time.perf_counter_ns()
         try:
             yield
@@ -69,38 +69,38 @@ class Refusal:
 
 @dataclass(slots=True)
 class WindowBlocks:
-    """What became of the blocks of one attention window."""
+    """Blocks of one attention window over a run."""
 
     most_held: int = 0
-    """Primary blocks that running sequences held at once, at most."""
+    """Most primary blocks that running sequences held at once."""
     cached: tuple[int, int] = (0, 0)
-    """Blocks that were cached at the end, per level."""
+    """Cached blocks at the end, per level."""
 
 
 @dataclass(slots=True)
 class RunResult:
-    """Counts of a run, beside what its manager counts. Equal inputs give equal ones."""
+    """Counts of a run, in addition to its manager's. Equal inputs give equal counts."""
 
     times: StepTimes
-    """Time inside the manager's calls, without that of the copies, if these are measured."""
+    """Time inside the manager's calls, without the copies if these are measured."""
     windows: dict[int, WindowBlocks] = field(default_factory=dict)
-    """By window in tokens, ascending."""
+    """Blocks by window in tokens, ascending."""
     requests: int = 0
     """Requests that ran to their end."""
     refused: int = 0
     refusals: list[Refusal] = field(default_factory=list)
-    """The first of them by name."""
+    """First refusals, by request id."""
     output_tokens: int = 0
     recomputed_tokens: int = 0
-    """Reused tokens whose copy failed, so that they were computed after all."""
+    """Reused tokens that had to be computed because their copy failed."""
     checked_blocks: int = 0
-    """Reused blocks whose bytes were compared, over all groups."""
+    """Reused blocks with compared bytes, over all groups."""
     checked_final_blocks: int = 0
-    """Blocks that were compared once more when their request ended, over all groups."""
+    """Blocks compared once more when their request ended, over all groups."""
     interrupted: bool = False
-    """Whether the run ended before the trace did: by the stop flag, or by its log."""
+    """True if the run ended before the trace did: by the stop flag, or by its log."""
     log_failure: LogWriteFailed | None = None
-    """Why the log ended the run (`overflow` "block"); None: it did not."""
+    """Log failure that ended the run (`overflow` "block"); None if there was none."""
 
     def refuse(self, request_id: int, reason: str) -> None:
         """Count a refusal."""

@@ -1,9 +1,9 @@
-"""Token ids for traces that only say which tokens are equal.
+"""Token ids for traces that only record which tokens are equal.
 
 A trace block is named by a number; equal numbers stand for equal tokens. The ids are drawn from a
 splitmix64 stream that starts at the mixed number, so they need no storage, every process makes the
-same ones, and blocks with different numbers share a token only by chance, and never the first. Outputs use
-ids of their own: whatever a request generates can never be mistaken for another one's prompt.
+same ones, and blocks with different numbers share a token only by chance, and never the first. Outputs use separate
+ids: the output of a request never equals another one's prompt.
 
 All ids fit in int32, the type of every token column.
 """
@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one number of a trace stands for, if the trace is of no other form."""
+"""Tokens per number of a trace, unless its form has another size."""
 PROMPT_VOCABULARY = 128_000
-"""Prompt ids are below it but for the first of a block; output ids are in
+"""Upper bound of prompt ids, except for the first of a block; output ids are in
 [PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
 _FIRST_TOKENS = 2 * PROMPT_VOCABULARY
-"""A block begins with an id of its own above these, so that partial matches never come about by chance."""
+"""Lower bound of the unique first ids of blocks, so that partial matches never occur by chance."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -45,7 +45,7 @@ def mix64(values: Uint64s) -> Uint64s:
 def prompt_tokens(
     hash_ids: Sequence[int], length: int, seed: int = 0, block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> Int32s:
-    """Return the first `length` tokens of the blocks `hash_ids`; `seed` chooses another vocabulary order."""
+    """Return the first `length` tokens of the blocks `hash_ids`; `seed` selects the vocabulary order."""
     used = hash_ids[: -(-length // block_tokens)]
     numbers = np.array(used, dtype=np.uint64)
     tokens = _draw(_streams(numbers, seed), block_tokens)

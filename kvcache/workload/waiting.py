@@ -1,6 +1,6 @@
-"""The line of requests in front of an engine: which come next, and which can never be served.
+"""Line of requests waiting for an engine, with the check for requests that can never be served.
 
-Requests are read from the trace as there is room for them, and their tokens are made only then, so the
+Requests are read from the trace when there is room for them, and their tokens are made only then, so the
 memory of a run does not grow with its trace.
 """
 
@@ -24,28 +24,28 @@ from kvcache.workload.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class WaitingLimits:
-    """What the largest possible sequence is: one with all its blocks at once in each window, as if it began again."""
+    """Limits of a sequence: one with all its blocks at once in each window, as after a restart, must fit."""
 
     max_sequence_length: int
     num_blocks: int
     """Primary blocks of an idle cache, in the window that has the fewest."""
     tokens_per_block: int
     window: int | None = None
-    """That window, in tokens; None: there is only one."""
+    """That window, in tokens; None if there is only one."""
 
     @classmethod
     def of(cls, config: KVCacheConfig, layout: Layout) -> Self:
-        """Of a cache."""
+        """Return the limits of a cache."""
         group = min(layout.groups, key=lambda each: each.num_blocks[0])
         window = group.window if len(layout.groups) > 1 else None
         return cls(config.max_sequence_length, group.num_blocks[0], config.tokens_per_block, window)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks so many tokens take."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def obstacle(self, num_tokens: int) -> str | None:
-        """Say why a sequence of this length can never be served, or None."""
+        """Return the reason why a sequence of this length can never be served, or None."""
         if num_tokens > self.max_sequence_length:
             return f"{num_tokens} tokens exceed max_sequence_length {self.max_sequence_length}"
         if (needed := self.blocks_for(num_tokens)) > self.num_blocks:
@@ -61,14 +61,14 @@ class Waiting:
     request: Request
     outputs: Int32s
     blocks_to_completion: int
-    """Blocks it holds at its end if nothing is shared."""
+    """Blocks that it holds at its end if nothing is shared."""
     arrival_ms: int
-    """Time of the trace."""
+    """Arrival time in ms of the trace."""
     stop: str | None = None
-    """Why its output ends, in the trace's words."""
+    """Stop reason of its output, as in the trace."""
 
     def after(self, sampled: int) -> Waiting:
-        """The same request when so many outputs were generated: they belong to its prompt."""
+        """Return the same request after `sampled` outputs, which become part of its prompt."""
         if not sampled:
             return self
         tokens = np.concatenate([np.asarray(self.request.tokens), self.outputs[:sampled]])
@@ -77,16 +77,16 @@ class Waiting:
 
 
 class Line(ABC):
-    """What stands before an engine, which alone takes from it."""
+    """Line of requests for one engine, which alone takes from it."""
 
     @abstractmethod
     def __bool__(self) -> bool:
-        """Whether requests are left, or may still come."""
+        """Return True if requests are left, or may still come."""
 
     @property
     @abstractmethod
     def next_arrival_ms(self) -> int:
-        """When the next request arrives; 0 if one is there, or none is left. Asked only by an engine without work."""
+        """Arrival time of the next request; 0 if one is there, or none is left. Read only by an engine without work."""
 
     @abstractmethod
     def first(self, count: int) -> list[Waiting]:
@@ -98,11 +98,11 @@ class Line(ABC):
 
     @abstractmethod
     def put_back(self, waiting: list[Waiting]) -> None:
-        """Put requests that have to begin again in front of the line."""
+        """Put requests that have to restart in front of the line."""
 
 
 class WaitingLine(Line):
-    """The requests of a trace in its order. Each one's place in the trace, from 0, is its request id."""
+    """Requests of a trace in its order. The index in the trace, from 0, is the request id."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class WaitingLine(Line):
         self._next = next(self._trace, None)
 
     def __bool__(self) -> bool:
-        """Whether requests are left."""
+        """Return True if requests are left."""
         return bool(self._ready) or self._next is not None
 
     @property
     def next_arrival_ms(self) -> int:
-        """When the next request arrives; 0 if one is there, or none is left."""
+        """Arrival time of the next request; 0 if one is there, or none is left."""
         if self._ready or self._next is None:
             return 0
         return self._next[1].timestamp
@@ -147,14 +147,14 @@ class WaitingLine(Line):
             self._clock.reach(self._ready.popleft().arrival_ms)
 
     def put_back(self, waiting: list[Waiting]) -> None:
-        """Put requests that have to begin again in front of the line."""
+        """Put requests that have to restart in front of the line."""
         self._ready.extendleft(reversed(waiting))
 
     def _receive(self, index: int, request: TraceRequest) -> None:
         num_tokens = request.input_length + request.output_length
         obstacle = self._limits.obstacle(num_tokens)
         if obstacle is not None:
-            # Checked before any token is made: a line may claim any length.
+            # Checked before any token is made: a line of the trace may claim any length.
             self._refuse(index, obstacle)
             return
         prompt = request.prompt(self._seed)

@@ -1,4 +1,4 @@
-"""What a step of a played engine did, for whoever gives it a duration or answers its requests."""
+"""Observed steps of a played engine, for callbacks that time them or answer their requests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvcache.results import Admission
 
 @dataclass(slots=True)
 class WatchedStep:
-    """One step; requests by their ids."""
+    """One step; requests by id."""
 
     admitted: dict[int, Admission]
-    """What each admitted request found in the cache."""
+    """Lookup result of each admitted request."""
     prefill_tokens: int = 0
-    """Prompt tokens that were computed."""
+    """Prompt tokens computed."""
     decoding: int = 0
-    """Sequences of which the last output was computed."""
+    """Sequences with their last output computed."""
     context_tokens: int = 0
     """Tokens before the computed ones, over all sequences: their K and V were read."""
     sampled: list[int] = field(default_factory=list)
     """Requests that got a token."""
     ended: list[int] = field(default_factory=list)
-    """Requests that have all they asked for."""
+    """Requests that have reached their end."""
 
     def note(self, begin: int, end: int, *, decoding: bool) -> None:
         """Count the tokens from `begin` to `end` of a sequence."""
