@@ -1,4 +1,4 @@
-"""The command ``kvcache``: play requests through a cache, and read, replay and search the logs it leaves.
+"""The command ``kvcache``: play requests through a cache, and read, replay and search its logs.
 
 One module per command, each with `add_arguments` and `run`, loaded only when the command is called.
 `kvcache.cli.command` turns errors into one line and an exit code. No module here loads torch; of the commands only
@@ -14,15 +14,15 @@ __all__ = ["console", "main"]
 
 
 def console() -> int:
-    """The installed script: `main` in a process of its own."""
+    """Run `main` as the installed script, in a process of its own."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # While libraries are loaded, which may swallow exceptions: nothing is open that wants closing.
+        # While libraries are loaded, which may swallow exceptions: nothing is open that needs closing.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Loads everything only now, when Ctrl-C has somewhere to go."""
+    """Run one command; return the exit code. Imports are deferred to this point, so that Ctrl-C is handled."""
     try:
         from kvcache.cli.process import open_missing
 

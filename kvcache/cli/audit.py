@@ -1,6 +1,6 @@
-"""``kvcache audit``: over all requests of a log, why prompt tokens were computed, and what evictions cost.
+"""``kvcache audit``: reasons for computed prompt tokens, over all requests of a log, and the cost of evictions.
 
-Of a directory of logs the workers of a fleet are shown beside each other. In JSON ages are in seconds, times ISO 8601
+For a directory of logs, the workers of a fleet are compared. In JSON ages are in seconds, times ISO 8601
 and ns, levels by name.
 """
 
@@ -49,14 +49,14 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, printable, share
 
 _BARS = 24
-"""Rows of the picture over time, at most."""
+"""Most rows of the picture over time."""
 _BAR = 40
 _PARTS = "█ reused  ▒ computed again  · others"
 _MOST_NAMES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Where the prompt tokens of a log came from, and why the others were computed: each has exactly one reason.\n"
         "Also what evictions cost, how long blocks live, and which prefixes serve most."
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, or that of the trace, and tell."""
+    """Read the log once, or that of the trace, and print the audit."""
     costs = Costs.of(args)
     with as_log(args, out) as served:
         return _audit(served, args, costs, out)
@@ -150,7 +150,7 @@ def _show_groups(
     args: argparse.Namespace,
     out: Output,
 ) -> None:
-    """Print the requests by what `--by` names; `when`: how times are printed, and how the log ends."""
+    """Print the requests by what `--by` names; `when` states the format of times, and the end of the log."""
     of_sessions, (times_of, end) = args.by == "session", when
     if args.json:
         sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
@@ -163,7 +163,7 @@ def _show_groups(
 
 
 def hours_of(audits: Sequence[Audit]) -> float | None:
-    """From the first batch that counts to the last; None where no time has passed."""
+    """Return the hours from the first batch that counts to the last; None if no time has passed."""
     known = [audit for audit in audits if audit.first_batch >= 0]
     first, last = (
         min((each.first_at for each in known), default=0),
@@ -229,7 +229,7 @@ def show_reasons(
     *,
     most_first: bool = False,
 ) -> None:
-    """Prompt tokens by reason, as a table, with further `cells`; the most first with colors."""
+    """Print prompt tokens by reason as a table, with further `cells`; the most frequent first with colors."""
     shown, total = [reason for reason in Reason if counts[reason]], int(counts.sum())
     if most_first:
         shown.sort(key=lambda reason: -int(counts[reason]))
@@ -370,7 +370,7 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
 
 
 def to_json(audit: Audit) -> dict[str, Any]:
-    """All of an audit."""
+    """Return a whole audit."""
     return {
         **stamp(audit.first_batch, audit.first_at, "first_"),
         **stamp(audit.last_batch, audit.last_at, "last_"),
@@ -426,12 +426,12 @@ def _level_json(audit: Audit, level: int) -> dict[str, Any]:
 
 
 def reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Prompt tokens by reason."""
+    """Return prompt tokens by reason."""
     return {reason.label: int(tokens[reason]) for reason in Reason}
 
 
 def namespace_json(namespace: Namespace) -> dict[str, Any]:
-    """What keeps a prompt apart from others."""
+    """Return the namespace, which separates equal prompts."""
     salt = namespace.salt_digest
     return pick(namespace, "lora_id", "lora_name") | {"salt_digest": None if salt is None else salt.hex()}
 
@@ -459,15 +459,15 @@ def _time_json(audit: Audit) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class LogsFound:
-    """A directory of logs."""
+    """Logs in a directory."""
 
     logs: list[Path]
     left_out: list[LeftOut]
-    """What lies in it and may be a log, but cannot be looked into."""
+    """Entries that may be logs, but cannot be read."""
 
 
 def logs_in(directory: Path) -> LogsFound:
-    """The logs that lie directly in a directory; none if it is a log itself, or no directory."""
+    """Return the logs directly in a directory; none if it is a log itself, or no directory."""
     found = LogsFound([], [])
     if is_log(directory) or not directory.is_dir():
         return found
@@ -481,7 +481,7 @@ def logs_in(directory: Path) -> LogsFound:
 
 
 def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, out: Output) -> int:
-    """Audit each log, and compare."""
+    """Audit each log, and compare them."""
     logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
         raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
@@ -515,7 +515,7 @@ def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, o
 
 
 def _costs_of(workers: Sequence[WorkerAudit], costs: Costs) -> AuditCosts:
-    """Of all of these together."""
+    """Return the costs of all of these together."""
     seconds = None if costs.pricing is None else PrefillSeconds()
     for worker in workers:
         if seconds is not None and worker.prefill is not None:
@@ -565,7 +565,7 @@ def _first_of(names: list[str]) -> str:
 
 
 def some_of(logs: list[Path]) -> str:
-    """The first of them by name."""
+    """Format the first of them by name."""
     return _first_of([printable(path.name) for path in logs])
 
 
@@ -588,7 +588,7 @@ def _left_out(each: LeftOut) -> str:
 
 
 def _fleet_json(fleet: Fleet, costs: Costs, left_out: Sequence[LeftOut]) -> dict[str, Any]:
-    """All of a fleet."""
+    """Return a whole fleet."""
     return {
         **_costs_of(fleet.workers, costs).to_json(),
         "prompt_tokens": int(fleet.reasons.sum()),

@@ -1,4 +1,4 @@
-"""From arguments to an exit code: 0, or what went wrong.
+"""From arguments to an exit code.
 
 ::
 
@@ -7,7 +7,7 @@
          disagrees, wrong bytes in a block; or, of `diff`, the logs differ
     2    the request was wrong: usage, settings, a missing file, a log of a newer version, or nothing was found:
          no such request, batch or event
-    130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: nobody reads the output any more
+    130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: the output has no reader any more
 
 Expected errors are one line on stderr; ``-v`` shows where they come from, ``--log-json`` makes them JSON.
 """
@@ -26,7 +26,7 @@ from kvcache.cli.process import forget
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -34,7 +34,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         forget(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # Only the last flush is left to fail, as on a full disk.
+        # Only the last flush can still fail, as on a full disk.
         from kvcache.cli.failures import report
 
         forget(sys.stdout)
@@ -47,13 +47,13 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=PLAIN)
     given = sys.argv[1:] if argv is None else argv
-    # Looked for by hand: what is wrong with the arguments must come in this form, too.
+    # Parsed by hand: errors in the arguments must also come in this form.
     messages.configure(as_json="--log-json" in given)
     try:
         args = build_parser(given).parse_args(argv)
     except SystemExit as stopped:
         return int(stopped.code or 0)
-    # Only now: `--help` has no need of it.
+    # Deferred: `--help` has no need of it.
     from kvcache.cli.failures import EXPECTED, report
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

@@ -1,8 +1,8 @@
-"""``kvcache completion``: a script that lets a shell complete commands, options and what options take.
+"""``kvcache completion``: a script for shell completion of commands, options and their values.
 
-shtab makes it from the parser itself, so it knows every option, and only those. The metavar of an argument says what
-its values are: FILE, TRACE, DIR, LOG, LOG_A and LOG_B files, URL a sink's scheme, words in lower case themselves
-(``real|N|max``), all others nothing that could be offered.
+shtab generates it from the parser itself, so it has exactly its options. The metavar of an argument determines its
+values: FILE, TRACE, DIR, LOG, LOG_A and LOG_B files, URL a sink's scheme, words in lower case themselves
+(``real|N|max``), all others none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sinks import known_schemes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Print a completion script."
     parser.epilog = (
         'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n\n'
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     colon = r"\:" if args.shell == "zsh" else ":"  # a bare one would end the list there
     paths = dict.fromkeys(("FILE", "TRACE", "PATH"), shtab.FILE)
     paths |= dict.fromkeys(("DIR", "LOG", "LOG_A", "LOG_B"), shtab.DIRECTORY)
-    # argparse offers no public way to ask for all that commands take.
+    # argparse has no public way to list all options of commands.
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in [action for command in commands.choices.values() for action in command._actions]:
         if action.metavar in paths:

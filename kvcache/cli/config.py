@@ -1,7 +1,7 @@
-"""``kvcache config``: the settings that an engine would get here (`KVCacheConfig.load`), and where each comes from.
+"""``kvcache config``: the settings that an engine would get here (`KVCacheConfig.load`), and the source of each.
 
-Where nothing is given, `kvcache run` has some defaults of its own, and takes some settings from its requests. That is
-told beside what an engine gets, and a file that `run` accepts is accepted here, too.
+For settings that are not given, `kvcache run` has some defaults of its own, and derives some from its requests. These
+are shown next to an engine's settings, and a file that `run` accepts is also accepted here.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvcache.layout import Layout
 from kvcache.phrases import printable
 
 RUN_DEFAULTS: Values = {"tokens_per_block": 64, "log": {"overflow": "block"}}
-"""Where `kvcache run` has defaults of its own."""
+"""Defaults of `kvcache run` that differ."""
 
 _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
-"""What no cache can be without, to check all the rest."""
+"""Values for required settings, so that all others can be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults."
     )
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Show settings or schema."""
+    """Print settings or schema."""
     if args.schema:
         out.json(KVCacheConfig.model_json_schema())
         return 0
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show_windows(layout: Layout, out: Output) -> None:
-    """What the settings come to."""
+    """Print the blocks that follow from the settings."""
     out.line()
     rows = [
         {"window": group.window, "attention": group.kind, "layers": len(group.layers)}
@@ -94,13 +94,13 @@ def _show_windows(layout: Layout, out: Output) -> None:
 
 
 def _origin(name: str, sources: Sources) -> str | None:
-    """Where a setting was given."""
+    """Return the source of a setting."""
     origin = sources.origin(name)
     return {"by name": "--set", "environment": variable_of(name)}.get(origin, origin) if origin else None
 
 
 def _default(name: str, derived: str | None) -> str:
-    """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
+    """Return the default, or that there is none, and the value of `kvcache run` instead."""
     own = look_up(RUN_DEFAULTS, name)
     in_run = derived if derived is not None else None if own is ... else spelled(own)
     default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
@@ -108,7 +108,7 @@ def _default(name: str, derived: str | None) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A setting as tables show it, and as it can be given."""
+    """Format a setting for tables, in a form that can be given."""
     if value is None:
         return "none"
     if isinstance(value, dict) and "priority" in value:
@@ -127,7 +127,7 @@ def spelled(value: Any) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The options that name settings."""
+    """Declare the options for settings."""
     option(parser, "--config FILE", "settings: a .toml, .yaml or .yml file", type=Path)
     option(
         parser,
@@ -140,7 +140,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_sets(sets: list[str]) -> Values:
-    """The settings of all ``--set``; raises UsageError. What they accept is checked with all others later."""
+    """Parse all ``--set``; raises UsageError. Values are checked later, with all others."""
     fields = fields_of(KVCacheConfig)
     values: Values = {}
     for text in sets:
@@ -155,19 +155,19 @@ def parse_sets(sets: list[str]) -> Values:
 
 
 def read_settings(path: Path | None, sets: Values) -> Sources:
-    """What is given; raises ConfigError."""
+    """Read the given settings; raises ConfigError."""
     return Sources(KVCacheConfig, path, os.environ, sets)
 
 
 def warn_of_unknown(out: Output) -> None:
-    """Tell of variables that may have been meant as settings and are none."""
+    """Warn of variables that look like settings and are none."""
     warning = read_environment(KVCacheConfig, os.environ).warning(KVCacheConfig)
     if warning is not None:
         out.warning(warning)
 
 
 def derived_settings(known: Values) -> dict[str, str]:
-    """The settings that `kvcache run` takes from its requests if these are given, and how."""
+    """Return the settings that `kvcache run` derives from its requests, among those given, and how."""
     found = {"max_sequence_length": "from the requests"}
     if not any(name in known for name in PRIMARY_LIMITS):
         found["primary_blocks"] = "from the requests"
@@ -177,7 +177,9 @@ def derived_settings(known: Values) -> dict[str, str]:
 
 
 def load_settings(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
-    """The settings, with `defaults` for what is given nowhere. Raises ConfigError, which says where a wrong one is."""
+    """Return the settings, with `defaults` for those not given. Raises ConfigError, which names the source of a wrong
+    one.
+    """
     sources = read_settings(path, sets)
     try:
         return KVCacheConfig(**merged(defaults, sources.values))
@@ -186,6 +188,6 @@ def load_settings(path: Path | None, sets: Values, defaults: Values) -> KVCacheC
 
 
 def _place(problem: str, sources: Sources, path: Path | None) -> str:
-    """Where the setting that a problem begins with was given, but for the command line itself."""
+    """Return the source of the setting that a problem is about, unless it is the command line."""
     name = problem.partition(":")[0]
     return {"file": f"{path}: ", "environment": f"{variable_of(name)}: "}.get(sources.origin(name) or "", "")

@@ -1,4 +1,4 @@
-"""``kvcache curve``: what the prompts of a log or a trace would reuse in a cache of any size."""
+"""``kvcache curve``: reuse of a log's or trace's prompts in a cache of any size."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.traces import TracePrompts
 
 _FEWEST = 8
-"""Blocks of a sample, below which it says little."""
+"""Fewest blocks of a sample for a meaningful value."""
 _ROWS = 13
-"""Powers of two in the table: the largest ones that matter."""
+"""Most powers of two in the table: the largest ones that matter."""
 _BAR = 30
-"""Signs for a hit rate of 100 %."""
+"""Width in characters of a hit rate of 100 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveFound:
-    """All that there is to say."""
+    """Everything found."""
 
     prompts: LoggedPrompts | TracePrompts
     curve: HitCurve
     bounds: dict[int, int]
-    """The most hits that any eviction can have, by the sizes for which that was asked."""
+    """Most hits of any eviction order, by the sizes for which that was requested."""
     asked: tuple[int, ...]
-    """Further sizes."""
+    """Further sizes requested."""
     costs: Costs
     spans: SpanDistances | None
-    """None: prefills have no formula."""
+    """Stack distances; None if prefills have no formula."""
     timeouts: TimeoutCurve
     policies: dict[int, dict[str, int]]
-    """Hits of other orders of eviction, by size and name; empty: not asked."""
+    """Hits of other eviction orders, by size and name; empty if not requested."""
 
     @property
     def logged(self) -> LoggedPrompts | None:
@@ -76,16 +76,16 @@ class CurveFound:
 
     @property
     def today(self) -> CacheSize:
-        """The size of the cache that has logged the prompts; of a trace there is none."""
+        """Size of the cache that logged the prompts; a trace has none."""
         return CacheSize(0, 0, 0) if self.logged is None else self.logged.size
 
     @property
     def bytes_per_block(self) -> int | None:
-        """None: no model is known."""
+        """Bytes of a block; None if no model is known."""
         return bytes_per_block(self.prompts, self.costs)
 
     def cost(self, blocks: int) -> PrefillCost | None:
-        """What the prefills take if the cache has so many blocks; None: nobody knows."""
+        """Return the cost of prefills with a cache of `blocks` blocks; None if unknown."""
         if self.spans is None or self.costs.pricing is None:
             return None
         reused = self.spans.hits(blocks) * self.prompts.tokens_per_block
@@ -93,7 +93,7 @@ class CurveFound:
 
 
 def bytes_per_block(prompts: LoggedPrompts | TracePrompts, costs: Costs) -> int | None:
-    """K and V of a block of the model that is given, or else of the log's; None: no model is known."""
+    """Return the bytes of a block's K and V, by the given model or else by the log's; None if no model is known."""
     if costs.model is not None:
         return costs.model.bytes_per_token * prompts.tokens_per_block
     if isinstance(prompts, LoggedPrompts) and names_model(prompts.config):
@@ -105,7 +105,7 @@ MOST_BLOCKS = 2**31 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "How many blocks the prompts of a log or a trace would reuse by size of the cache, if they came one after the "
         "other and what is used least recently were evicted. With two levels, sizes are of both together."
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if costs.pricing is not None and args.sample < 1:
         raise UsageError("seconds of prefills need all blocks, not samples: leave --sample out")
     recorder, trials = CurveRecorder(args.sample), PolicyTrials.of(args)
-    workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
+    workload = recorder.reuses if args.bound else None  # raises at once for samples
     reported = ReportedReuse()
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
         prompts = _prompts(args, source, update, reported)
@@ -203,7 +203,7 @@ def _prompts(
 
 
 def to_json(found: CurveFound) -> dict[str, Any]:
-    """The curve, and where today's cache is on it."""
+    """Return the curve, and the position of the current cache on it."""
     prompts, curve = found.prompts, found.curve
     return {
         **(
@@ -252,21 +252,21 @@ def _logged_json(prompts: LoggedPrompts, curve: HitCurve) -> dict[str, Any]:
 
 
 def _levels(found: CurveFound, blocks: int) -> tuple[int, int]:
-    """Hits of a cache of so many blocks, of which as many are primary ones as there are today."""
+    """Return the hits per level of a cache of `blocks` blocks, with as many primary ones as now."""
     primary = blocks if found.logged is None else min(blocks, found.today.primary)
     return found.curve.by_level(primary, blocks - primary)
 
 
 def _recorded(prompts: LoggedPrompts, curve: HitCurve) -> tuple[float, float]:
-    """What the log's own cache had from each level, as parts of all tokens in the blocks that are counted."""
+    """Return the hits of the log's own cache from each level, as parts of all tokens in the counted blocks."""
     tokens = max(curve.block_requests * prompts.tokens_per_block, 1)
     return prompts.reused_primary / tokens, prompts.reused_secondary / tokens
 
 
 def _table_sizes(found: CurveFound) -> list[int]:
-    """Powers of two up to where nothing is gained any more, and the sizes that somebody has chosen.
+    """Return powers of two up to where nothing is gained any more, and the requested sizes.
 
-    Of a sample only from `_FEWEST` of its blocks on. Where policies were played, the sizes of these.
+    Sizes of a sample begin with `_FEWEST` of its blocks. If policies were played, their sizes are used.
     """
     if found.policies:
         return list(found.policies)
@@ -278,7 +278,7 @@ def _table_sizes(found: CurveFound) -> list[int]:
 
 
 def _marks(found: CurveFound) -> dict[int, str]:
-    """What is special about a size."""
+    """Return the notes on sizes."""
     today = found.today
     names = [(today.primary, "primary now")] if today.primary else []
     if today.secondary:
@@ -321,7 +321,9 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
 
 
 def _timeouts(found: CurveFound) -> Iterator[tuple[int | None, int, float, int]]:
-    """(seconds, hits, hit rate, tokens that are reused without a timeout only), up to where there are none of these."""
+    """Yield (seconds, hits, hit rate, tokens that are reused without a timeout only), up to where there are none of
+    these.
+    """
     curve, size = found.timeouts, found.prompts.tokens_per_block
     most = curve.hits()
     for seconds in TIMEOUTS:
@@ -414,7 +416,7 @@ def _vague(curve: HitCurve) -> str:
 
 
 def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:
-    """What the log's own size gives on the curve, and what its cache made of it."""
+    """Return the curve's value at the log's own size, and the actual value of its cache."""
     primary, secondary = prompts.size.primary, prompts.size.secondary
     levels = [hits / max(curve.block_requests, 1) for hits in curve.by_level(primary, secondary)]
     parts = "{} from primary, {} from secondary" if secondary else "{}"
@@ -425,7 +427,7 @@ def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:
 
 
 def _rate(text: str) -> float:
-    """A part of all blocks."""
+    """Parse a part of all blocks."""
     try:
         rate = float(text)
     except ValueError:
@@ -436,7 +438,7 @@ def _rate(text: str) -> float:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Numbers of blocks, or of bytes."""
+    """Parse numbers of blocks, or of bytes."""
     sizes = tuple(cache_size(part.strip()) for part in text.split(",") if len(part) < 20)
     blocks = [each for each in sizes if not isinstance(each, SizeInBytes)]
     if max(blocks, default=0) > MOST_BLOCKS or len(sizes) != text.count(",") + 1:
@@ -447,7 +449,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _in_blocks(
     sizes: tuple[int, ...], prompts: LoggedPrompts | TracePrompts, costs: Costs
 ) -> tuple[int, ...]:
-    """The sizes, those that are in bytes as the blocks that fit."""
+    """Return the sizes, those in bytes converted to blocks."""
     if not any(isinstance(each, SizeInBytes) for each in sizes):
         return sizes
     block = bytes_per_block(prompts, costs)

@@ -1,4 +1,4 @@
-"""``kvcache diff``: where two logs first say something else, and how the reuse of their requests differs."""
+"""``kvcache diff``: the first difference of two logs, and the difference in reuse of their requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sinks.render import Known, render_event, text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Compare two logs: where they first diverge, and how much each request reused."
     parser.epilog = (
         "Batches are compared in their order. Log ids, epochs, software, settings and times may differ. Requests are "
@@ -68,12 +68,12 @@ class _Side:
         self.log = log
         self.reader = LogReader(log)
         self.created: CacheCreated | None = None
-        """Its first cache."""
+        """First cache of the log."""
         self._known, self._times = Known(), Times(form)
         self._last_seq = -1
 
     def batches(self, update: Update) -> Iterator[EventBatch]:
-        """All batches; of each that is done with it is kept what later lines need."""
+        """Yield all batches; keep what later lines need of each one done."""
         for number, batch in enumerate(updating(self.reader, update)):
             if number == 0:
                 self._times.first_ts = batch.ts if self.reader.first_ts is None else self.reader.first_ts
@@ -85,7 +85,7 @@ class _Side:
             self._last_seq = batch.seq
 
     def line(self, place: EventPlace | None) -> str:
-        """What the log says at the place where the other one says something else."""
+        """Format the event at the place where the logs differ."""
         if place is None:
             return f"ends after batch {self._last_seq:,}" if self._last_seq >= 0 else "holds no batch"
         time = self._times.of(place.batch.ts)
@@ -94,7 +94,7 @@ class _Side:
         return event_line(place.batch, place.index, place.event, self._known_at(place), time)
 
     def place_json(self, place: EventPlace | None) -> dict[str, Any] | None:
-        """The same for programs."""
+        """Return the event at a place for programs."""
         if place is None:
             return None
         batch, event = place.batch, place.event
@@ -103,7 +103,7 @@ class _Side:
         return stamp(batch.seq, batch.ts) | {"index": place.index, "type": kind, "line": line}
 
     def _known_at(self, place: EventPlace) -> Known:
-        """To be asked for once: the place is the last that is looked at."""
+        """Return what is known at a place. Call once: the place is the last that is read."""
         for event in place.batch.events[: place.index + 1]:
             self._known.see(event)
         return self._known
@@ -116,7 +116,7 @@ def to_json(
     divergence: Divergence | None,
     reuse: ReuseDifference,
 ) -> dict[str, Any]:
-    """All of the comparison."""
+    """Return the whole comparison."""
     return {
         "equal": divergence is None,
         "settings": settings,

@@ -1,4 +1,4 @@
-"""``kvcache docs``: the documentation that belongs to this version, as text.
+"""``kvcache docs``: the documentation of this version, as text.
 
 A wheel carries the pages as ``kvcache/docs``; in a checkout they are in ``docs/``. Help and messages name a page as
 ``kvcache docs PAGE``, which works wherever the command does.
@@ -30,7 +30,7 @@ def pages() -> dict[str, Path]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Print a page of the documentation, in Markdown; without PAGE, list the pages."
     parser.epilog = "As in: kvcache docs audit | less"
     option(parser, "PAGE", ", ".join(pages()), nargs="?", choices=[*pages()])
@@ -50,5 +50,5 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _readable(text: str, place: Path) -> str:
-    """Replace each link of a page in `place` to a file that is not installed by its text."""
+    """Replace links of a page in `place` to files that are not installed by their text."""
     return _LINK.sub(lambda link: link[0] if (place / link[2]).exists() else link[1], text)

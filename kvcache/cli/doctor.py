@@ -1,4 +1,4 @@
-"""``kvcache doctor``: what this machine offers, and what is missing."""
+"""``kvcache doctor``: capabilities of this machine, and missing parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ENGINES = _VLLM | {
     "tensorrt_llm": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
     "lmcache": "what vLLM loads through it is recorded as coming from outside",
 }
-"""By the names of their distributions, with what there is to say of them."""
+"""Engines by distribution name, with the part that can be recorded."""
 _PLUGINS = "vllm.general_plugins"
 _FEW_FILES = 1024
 _MEMINFO = Path("/proc/meminfo")
@@ -58,16 +58,16 @@ _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     verdict: str
-    """ok, note (works, but something does not) or problem."""
+    """Verdict: ok, note (works, with a limitation) or problem."""
     text: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Look at Python, packages, engines and whether they can be recorded, devices and limits. Exits with 1 if "
         "something has to be repaired."
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Look at everything."""
+    """Run all checks."""
     software = [*_software(), *_own_packages(), *_packages(), *_environment()]
     findings = [*software, *_engines(), *_devices(), *_limits()]
     if args.json:
@@ -102,7 +102,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _own_packages() -> Iterator[Finding]:
-    """`import kvcache` has refused foreign ones already; here is what may get in the way later."""
+    """Check packages. `import kvcache` has already rejected foreign ones; these may cause trouble later."""
     owners = packages_distributions()
     for name in ("events", "sinks"):
         others = sorted(set(owners.get(name, ())) - {"kvcache"})
@@ -133,7 +133,7 @@ def _version(name: str) -> str | None:
 
 
 def _environment() -> Iterator[Finding]:
-    """Which settings come from variables, and whether they can be used; `kvcache config` looks at all together."""
+    """Check settings from variables; `kvcache config` checks all sources together."""
     found = read_environment(KVCacheConfig, os.environ)
     warning = found.warning(KVCacheConfig)
     if warning is not None:
@@ -146,7 +146,7 @@ def _environment() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    """Those that are installed in this environment, and what of them can be recorded. None is imported."""
+    """Check the engines installed in this environment, and what of them can be recorded. None is imported."""
     found = {name: number for name in _ENGINES if (number := _version(name)) is not None}
     if not found:
         yield Finding("engines", "ok", f"none in this environment: {', '.join(_ENGINES)}")
@@ -166,7 +166,7 @@ def _vllm(number: str) -> tuple[str, str]:
 
 
 def _plugin() -> Finding:
-    """By which vLLM finds the recorder."""
+    """Check the plugin by which vLLM finds the recorder."""
     own = [
         each.name for each in entry_points(group=_PLUGINS) if each.value == f"{register.__module__}:register"
     ]
@@ -181,7 +181,7 @@ def _plugin() -> Finding:
 
 
 def _log_of_vllm(given: str) -> Finding:
-    """The directory of a recorded vLLM's log, which need not be there yet."""
+    """Check the directory of a recorded vLLM's log, which need not exist yet."""
     if not given:
         return Finding(
             VARIABLE, "note", f"not set: {VARIABLE}=DIR vllm serve MODEL records (`kvcache docs vllm`)"
@@ -231,7 +231,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _copies(what: str, device: torch.device) -> Finding:
-    """Which copier the pools of a cache there get, and why."""
+    """Check which copier the pools of a cache there get, and why."""
     from kvcache.device.copying import chosen
 
     found = chosen(device)
@@ -248,5 +248,5 @@ def _limits() -> Iterator[Finding]:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
         yield Finding("lockable memory", "ok", f"{shown} by ulimit -l")
-    bound = "" if _MEMINFO.exists() else "at most "  # elsewhere it is all that the machine has
+    bound = "" if _MEMINFO.exists() else "at most "  # elsewhere it is all the memory of the machine
     yield Finding("free memory", "ok", f"{bound}{size(free_bytes())}")

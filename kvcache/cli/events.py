@@ -1,4 +1,4 @@
-"""``kvcache events``: the events of a log, one line each, all or those that concern something."""
+"""``kvcache events``: the events of a log, one line each, all or filtered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLORS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Print the events of a log. With several conditions, events that meet all of them."
     parser.epilog = (
         "An event's address is BATCH.INDEX, and after it stands when its batch was made. Lines for people hold no "
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Stream the log through the conditions."""
+    """Stream the log through the filters."""
     known, when = Known(), Times(args.time)
     asked = conditions_of(args, known)
     narrowing = [each for each in asked if isinstance(each, OfSequences | NamingBlock)]
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         when.first_ts = batches.first_ts
         for index, event in enumerate(batch.events):
             known.see(event)
-            # All of them see every event: one that comes later may refer to it.
+            # All conditions see every event: a later one may refer to it.
             wanted = [condition(event) for condition in asked]
             if within and all(wanted) and (part := _narrowed(event, narrowing)) is not None:
                 lines += 1
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _chosen(args: argparse.Namespace, batches: UpTo) -> Iterator[tuple[ev.EventBatch, bool]]:
-    """The batches, and of each whether its events are asked for."""
+    """Yield the batches, each with True if its events are requested."""
     if args.at is None:
         return times.span(batches, args.since)
     if args.since is not None or args.until is not None or args.follow:
@@ -107,14 +107,14 @@ def _whose(args: argparse.Namespace) -> str:
 
 
 def _end_with_the_reader() -> bool:
-    """Asked while there is nothing new: never to stop, unless nobody would see what comes."""
+    """Return True if there is no reader any more. Called while there is nothing new."""
     if nobody_reads(sys.stdout):
         raise BrokenPipeError
     return False
 
 
 def _narrowed(event: ev.AnyEvent, narrowing: list[OfSequences | NamingBlock]) -> ev.AnyEvent | None:
-    """The part of an event that was asked for; None: one row of it is the request's, and another one the block's."""
+    """Return the requested part of an event; None if one row of it belongs to the request, and another to the block."""
     for condition in narrowing:
         event = condition.part(event)
         if isinstance(event, ev.BlocksFilled) and not event.handles:
@@ -130,7 +130,7 @@ def _json(batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, *,
 
 
 def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent]) -> Iterator[str]:
-    """One line per event that is of none of the types `without`; `known` has seen all batches before."""
+    """Yield one line per event, except for the types `without`; `known` has seen all earlier batches."""
     for index, event in enumerate(batch.events):
         known.see(event)
         if not isinstance(event, without):
@@ -140,7 +140,7 @@ def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent])
 def event_line(
     batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, time: str | None = None
 ) -> str:
-    """The event's address and time (None: without), dimmed, its type in the color of what it means, its details."""
+    """Format an event: its address and time (None: without), dimmed, its type in a color by meaning, its details."""
     address = f"{f'{batch.seq}.{index}':>9}" + ("" if time is None else f"  {time:>9}")
     kind = type(event).__name__
     details = render_event(event, known).removeprefix(kind)

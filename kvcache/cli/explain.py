@@ -1,4 +1,4 @@
-"""``kvcache explain``: of one request, block by block, what was reused, and why the rest was not."""
+"""``kvcache explain``: reuse of one request, block by block, and the reasons for the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvcache.phrases import count, printable, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Explain one request of a log or trace: when it was refused, admitted and ended, and for each part of its "
         "prompt whether it was reused, and if not, why. Or the turns of a session: how each prompt continues the one "
@@ -122,7 +122,7 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
-    """What is known of a request; tokens and blocks are counted from 0, `stop` is the one behind the last."""
+    """Return what is known of a request; tokens and blocks are counted from 0, `stop` is the one after the last."""
     return {
         "request_id": found.request_id,
         "refusals": [

@@ -1,6 +1,6 @@
 """``kvcache export``: a log as tables for DuckDB, pandas and spreadsheets, or as a trace for other tools.
 
-Those are two kinds: of requests, which can be played again, and of what happened when, to look at.
+There are two kinds of traces: of requests, which can be replayed, and of events over time, for viewers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PICTURE = "perfetto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy. Or write its "
         "requests as a trace (mooncake, bailian) that others may get: prompts are numbers, by a key. Or write what "

@@ -1,4 +1,4 @@
-"""What a command that fails says, and its exit code."""
+"""Error messages and exit codes of failed commands."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvcache.publish.errors import BeginningRemoved, LogReplaced
 from sinks import SinkError
 
 EXPECTED = (KVCacheError, EventsError, SinkError, OSError, MemoryError)
-"""What is told in one line. Everything else is a bug, and shows where it is."""
+"""Errors reported in one line. All others are bugs, and are shown with their origin."""
 _ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed, BeginningRemoved, LogReplaced)
 
 
 def report(error: Exception, *, verbose: bool) -> int:
-    """Tell what went wrong on stderr; returns the exit code: 1 where the data is wrong, 2 where the request is."""
+    """Report an error on stderr; return the exit code: 1 if the data is wrong, 2 if the request is."""
     for number, line in enumerate(_lines(error)):
         messages.error(line, error if verbose and number == 0 else None)
     return 1 if isinstance(error, _ABOUT_DATA) else 2
 
 
 def _lines(error: Exception) -> list[str]:
-    """What to say: one line, or one per problem of a configuration."""
+    """Return the message: one line, or one per problem of a configuration."""
     if isinstance(error, ConfigError):
         origin = f"{error.source}: " if error.source else ""
         return [origin + problem for problem in error.problems]

@@ -1,4 +1,4 @@
-"""Logs of kind `feed` for `replay`, `match` and `audit`: the workers, what each has of a prompt, the life of blocks."""
+"""`replay`, `match` and `audit` for logs of kind `feed`: workers, their parts of a prompt, and lives of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcache.tap.history import FeedHistory
 
 
 def is_feed_log(log: Path) -> bool:
-    """Whether a log is of what engines told; one that cannot be read is not, and its reader says why."""
+    """Return True if a log is one of engines' events; False for one that cannot be read, which its reader reports."""
     try:
         return kind_of(log) == "feed"
     except (LogError, OSError):
@@ -34,7 +34,7 @@ def is_feed_log(log: Path) -> bool:
 
 
 class _Folded:
-    """What such a log knows up to a moment."""
+    """State of such a log up to a moment."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self.state = FeedState()
@@ -52,12 +52,12 @@ class _Folded:
         batches.check()
         self.end: LogEnd | None = reader.end if batches.ended else None
         self.when = "no batch"
-        """The last batch, and when it was made."""
+        """Last batch and its time."""
         if self.last is not None:
             self.when = f"batch {self.last.seq:,} ({Times(args.time, batches.first_ts).of(self.last.ts)})"
 
     def envelope(self) -> dict[str, Any]:
-        """How JSON about it begins."""
+        """Return the beginning of its JSON."""
         return {
             "kind": "feed",
             **(stamp(-1, None) if self.last is None else stamp(self.last.seq, self.last.ts)),
@@ -65,7 +65,7 @@ class _Folded:
 
 
 def worker_json(worker: WorkerState) -> dict[str, Any]:
-    """What is known of a worker, in numbers."""
+    """Return the counts of a worker."""
     places = [
         {"medium": place.medium, "group": place.group, "blocks": len(blocks)}
         for place, blocks in worker.blocks.items()
@@ -90,7 +90,7 @@ def worker_json(worker: WorkerState) -> dict[str, Any]:
 
 
 def replay(args: argparse.Namespace, out: Output) -> int:
-    """``kvcache replay`` of such a log."""
+    """Run ``kvcache replay`` on such a log."""
     folded = _Folded(args, out)
     state, end = folded.state, folded.end
     if args.json:
@@ -118,7 +118,7 @@ def replay(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show_workers(state: FeedState, out: Output) -> None:
-    """A row for each worker and place."""
+    """Print a row for each worker and place."""
     rows = [
         {"worker": printable(worker.name), "medium": medium, "group": group, "blocks": blocks}
         | {"last number": "" if worker.number is None else str(worker.number), "losses": worker.gaps}
@@ -141,7 +141,7 @@ def _completeness(worker: WorkerState) -> str:
 
 
 def match(args: argparse.Namespace, out: Output, namespace: Namespace, prompt: RichTokens) -> int:
-    """``kvcache match`` of such a log: how much of a prompt each worker has."""
+    """Run ``kvcache match`` on such a log: how much of a prompt each worker has."""
     folded = _Folded(args, out)
     lora = namespace.lora_id if namespace.lora_name is None else namespace.lora_name
     adapter = None if lora is None else str(lora)
@@ -173,7 +173,7 @@ def match(args: argparse.Namespace, out: Output, namespace: Namespace, prompt: R
 
 
 def audit(args: argparse.Namespace, out: Output) -> int:
-    """``kvcache audit`` of such a log: what engines tell of the life of blocks, and what they cannot tell."""
+    """Run ``kvcache audit`` on such a log: lives of blocks, and what engines do not report."""
     batches, history = UpTo(LogReader(args.log, kind="feed"), args.until), FeedHistory()
     with out.progress("reading") as update:
         for batch, within in span(batches, args.since):

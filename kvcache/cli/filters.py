@@ -1,5 +1,5 @@
-"""What is asked of events (their types, the request or sequence that they concern, the block that they name), and
-events that concern several sequences or copies, narrowed to those that were asked for.
+"""Filters for events (by type, by request or sequence, by block name), and narrowing of events about several sequences
+or copies to the matching ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Condition = Callable[[ev.AnyEvent], bool]
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
-    """Declare the conditions."""
+    """Declare the filters."""
     add = partial(option, parser)
     add(
         "--type TYPE",
@@ -60,7 +60,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def _handle(text: str) -> int:
-    """A handle as it is, or as lines for people have it."""
+    """Parse a handle, as a number or in the form of lines for people."""
     match = _HANDLE.fullmatch(text)
     epoch, number = (int(match[1] or 0), int(match[2])) if match else (0, 0)
     if not 0 < number <= MAX_NUMBER or epoch > MAX_EPOCH or (match and match[1] and number >= PER_EPOCH):
@@ -69,7 +69,7 @@ def _handle(text: str) -> int:
 
 
 def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
-    """What is asked of each event that `known` has seen; each epoch may have other keys. Raises UsageError."""
+    """Return the conditions on each event that `known` has seen; each epoch may have other keys. Raises UsageError."""
     conditions: list[Condition] = []
     if args.types:
         types = frozenset(args.types)
@@ -94,8 +94,8 @@ def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
 
 
 class OfSequences:
-    """Events of one sequence, of the requests of one session, or of those with one id: it may be a number or a text,
-    and come again.
+    """Events of one sequence, of the requests of one session, or of those with one id, which may be a number or a text,
+    and may recur.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class OfSequences:
         self._transfers: set[int] = set()
 
     def __call__(self, event: ev.AnyEvent) -> bool:
-        """Whether the event concerns one of them."""
+        """Return True if the event concerns one of them."""
         if isinstance(event, ev.SequenceAdded):
             same = self._session is not None and event.session == self._session
             if same or str(event.request_id) == self._id:
@@ -125,7 +125,7 @@ class OfSequences:
             if event.sequence in self._handles:
                 self._handles.add(event.handle)
         elif isinstance(event, ev.StateExported):
-            # After a gap, this may be the first that is heard of a request.
+            # After a gap, this may be the first event of a request.
             named = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]
             self._handles.update(named)
             ours = [entry.handle for entry in event.sequences if entry.handle in self._handles]
@@ -134,12 +134,12 @@ class OfSequences:
         return self._concerns(event)
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
-        """What the event, which concerns one of them, says of them."""
+        """Return the part of a matching event that concerns them."""
         return _part_of_sequences(event, self._handles, self._transfers, self._known.key_bytes)
 
     def _concerns(self, event: ev.AnyEvent) -> bool:
         if getattr(event, "handle", None) in self._handles:
-            # 0 stands for "nothing is copied" and is no transfer's number.
+            # 0 means "nothing is copied" and is no transfer's number.
             if transfer := getattr(event, "transfer", 0):
                 self._transfers.add(transfer)
             return True
@@ -151,13 +151,13 @@ class OfSequences:
 
 
 class NamingBlock:
-    """Events that carry the name of a block, or its key, whose first digits it is."""
+    """Events with the name of a block, or its key, that begins with the given digits."""
 
     def __init__(self, digits: str, known: Known) -> None:
         self._digits, self._known = digits, known
 
     def __call__(self, event: ev.AnyEvent) -> bool:
-        """Whether the event names the block."""
+        """Return True if the event names the block."""
         key_bytes = self._known.key_bytes
         if isinstance(event, ev.StateExported | ev.PoolShared):
             return any(self._within(group.keys, key_bytes) for group in event.groups)
@@ -168,7 +168,7 @@ class NamingBlock:
         return any(self._within(getattr(event, name, b""), width) for name, width in columns.items())
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
-        """Of an event of several sequences, which names the block, those that name it as their own or its parent."""
+        """Return the sequences of a matching event that have the block as their own or its parent."""
         if not isinstance(event, ev.BlocksFilled):
             return event
         key_bytes = self._known.key_bytes
@@ -176,7 +176,7 @@ class NamingBlock:
         return _filled_rows(event, [row for row, part in enumerate(rows) if self(part)], key_bytes)
 
     def _within(self, column: bytes, width: int) -> bool:
-        """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
+        """Return True if an entry of the column begins with the digits (up to the length of a name)."""
         if not column or not width:
             return False
         digits = self._digits[: 2 * width]
@@ -190,7 +190,7 @@ class NamingBlock:
 
 
 def _packed(name: int | bytes) -> bytes:
-    """A hash that an engine gave, as names are shown."""
+    """Format an engine's hash like a name."""
     return (
         name[-NAME_BYTES:] if isinstance(name, bytes) else (name & (1 << 64) - 1).to_bytes(NAME_BYTES, "big")
     )
@@ -199,9 +199,9 @@ def _packed(name: int | bytes) -> bytes:
 def _part_of_sequences(
     event: ev.AnyEvent, handles: Container[int], transfers: Container[int], key_bytes: int
 ) -> ev.AnyEvent:
-    """What the event says of these sequences and of these copies of theirs.
+    """Return the part of the event about these sequences and these copies of theirs.
 
-    Of an exported state the cached blocks stay: they are no sequence's.
+    The cached blocks of an exported state stay: they belong to no sequence.
     """
     match event:
         case ev.BlocksFilled():
@@ -229,7 +229,7 @@ def _part_of_sequences(
 
 
 def _filled_rows(event: ev.BlocksFilled, rows: list[int], key_bytes: int) -> ev.BlocksFilled:
-    """The event with only these of its rows."""
+    """Return the event with only these of its rows."""
     return ev.BlocksFilled(
         handles=_cut(event.handles, HANDLE_BYTES, rows),
         group=event.group,
@@ -242,7 +242,7 @@ def _filled_rows(event: ev.BlocksFilled, rows: list[int], key_bytes: int) -> ev.
 
 
 def _chosen(kind: str, column: bytes, wanted: Container[int]) -> list[int]:
-    """The rows whose entry in a column of numbers is wanted."""
+    """Return the rows with a wanted entry in a column of numbers."""
     return [row for row, entry in enumerate(array(kind, column)) if entry in wanted]
 
 
@@ -253,7 +253,9 @@ def _cut(column: bytes, width: int, rows: Iterable[int]) -> bytes:
 def _counted(
     handles: bytes, counts: bytes, column: bytes, wanted: Container[int]
 ) -> tuple[bytes, bytes, bytes]:
-    """Handles, counts and a column of slots or tokens, so many for each handle (without counts one each)."""
+    """Filter handles, counts and a column of slots or tokens, `counts` of them for each handle (one each without
+    counts).
+    """
     rows = _chosen("q", handles, wanted)
     if not counts:
         return _cut(handles, HANDLE_BYTES, rows), b"", _cut(column, TOKEN_BYTES, rows)

@@ -1,4 +1,4 @@
-"""``kvcache log``: a log's files; whether they are whole, and what to do if not; keeping no more than is wanted."""
+"""``kvcache log``: a log's files: their integrity, repair, and retention."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _ACTIONS = {
     "prune": "makes the snapshots that are due, and removes what the limits do not allow; a writer may be at work. "
     "Engines have it done by the settings log.retain_bytes, log.retain_seconds and log.retain_segments.",
 }
-"""Each is an action, and what it does."""
+"""Actions, with their purpose."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Look at a log's files, read all of them, mend them, or remove what is not to be kept."
     )
@@ -64,7 +64,7 @@ def _bytes(text: str) -> int:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Do one of them."""
+    """Run one action."""
     if not is_log(args.log):
         raise NotALog(args.log)
     limits = Limits(args.retain_bytes, args.retain_seconds, args.retain_segments)

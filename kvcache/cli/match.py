@@ -1,4 +1,4 @@
-"""``kvcache match``: what a prompt would reuse in the state that a log records, block by block."""
+"""``kvcache match``: reuse of a prompt in the state of a log, block by block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GivenPrompt = tuple[Namespace, RichTokens]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Look a prompt up in the cache as it was after a batch. Changes nothing."
     parser.epilog = (
         "A prompt's last token is never reused, since the model has to compute something.\n\n"
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, look up, print."""
     if args.request is not None and has_namespace(args):
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
-    # Read first: a wrong file should be known before a long log is read.
+    # Read first: errors of a file are reported before a long log is read.
     given: GivenPrompt | None = None
     if args.tokens is not None:
         tokens = RichTokens(pack_tokens(read_tokens(args.tokens)))
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if given is None:
             raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
         return feed_log.match(args, out, *given)
-    # A request has to be looked for from the beginning on.
+    # A request is searched for from the beginning on.
     reader = LogReader(args.log) if given is None else times.state_before(args.log, args.at)
     batches = UpTo(reader, args.at)
     search = _Search(batches, args.request)
@@ -97,24 +97,24 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 class _Search:
-    """Looks for a request's admission while its log is folded, and behind that point if there was none."""
+    """Search for a request's admission while its log is folded, and after that point if there was none."""
 
     def __init__(self, batches: UpTo, request_id: str | None) -> None:
         self._batches = batches
         self._id = request_id
         self._symbols = SymbolTable()
-        """As it is where the log was read last: the numbers of symbols may come to stand for something else."""
+        """Symbols as of the last batch read: their numbers may get other meanings."""
         self._found: GivenPrompt | None = None
 
     def watched(self) -> Iterator[EventBatch]:
-        """The batches, looked through on their way."""
+        """Yield the batches, and search them."""
         for batch in self._batches:
             with fitting(batch.seq):
                 self._look(batch)
             yield batch
 
     def _look(self, batch: EventBatch) -> None:
-        # What a batch says before a gap continues what is missing: symbols begin with the whole state behind it.
+        # Events of a batch before a gap continue missing ones; symbols begin with the whole state after the gap.
         known = max((index for index, event in enumerate(batch.events) if isinstance(event, Gap)), default=-1)
         for index, event in enumerate(batch.events):
             if index > known:
@@ -125,7 +125,7 @@ class _Search:
                 self._found = event.namespace, self._symbols.spell(event.tokens)
 
     def prompt(self, request_id: str) -> GivenPrompt:
-        """The prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
+        """Return the prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
         for batch in self._batches.rest() if self._found is None else ():
             with fitting(batch.seq):
                 self._look(batch)
@@ -150,7 +150,7 @@ def _lookup(state: CacheState, namespace: Namespace, prompt: RichTokens) -> Matc
 
 
 def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
-    """What would be reused."""
+    """Return the reuse."""
     primary, secondary = found.tokens_by_level
     return {
         **stamp(replayed.last_seq, replayed.last_ts),
@@ -173,7 +173,7 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
     blocks = sorted([*found.blocks, *found.partials], key=lambda block: (block.window, block.index))
     if blocks:
         out.line()
-        # Where there is only one window, it says nothing.
+        # A single window needs no name.
         several = len({block.window for block in blocks}) > 1
         rows = [_row(block, replayed.state.tokens_per_block, several=several) for block in blocks]
         out.table(rows, right=("block", "slot"))
@@ -202,7 +202,7 @@ def _facts(state: CacheState, found: Match) -> Facts:
 
 
 def _lacking(state: CacheState, found: Match) -> Lacking | None:
-    """Where a further group could not go on."""
+    """Return where a further group could not continue."""
     if not found.blocks or not state.positional or state.created is None:
         return None
     groups = SharedGroups()

@@ -1,6 +1,6 @@
-"""What goes to stderr, as lines for people or JSON lines: messages of a command, and what the libraries below report.
+"""Messages on stderr, as lines for people or JSON lines: those of a command, and those that the libraries log.
 
-What these report (a sink that is quarantined, a disk that refuses the log) is shown as the command's own messages are;
+Messages of the libraries (a sink that is quarantined, a disk that refuses the log) look like the command's own;
 ``-q`` leaves the errors, ``-v`` adds notes.
 """
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class _Form:
-    """The form of this process's messages."""
+    """Form of this process's messages."""
 
     as_json = False
 
 
 def configure(*, as_json: bool) -> None:
-    """Choose the form for this process."""
+    """Set the form for this process."""
     _Form.as_json = as_json
 
 
 def error(text: str, cause: BaseException | None = None) -> None:
-    """Say what went wrong; with `cause`, also where it comes from."""
+    """Print an error; with `cause`, also its origin."""
     where = "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
     if where and not _Form.as_json:
         _write("\n".join(map(printable, where.split("\n"))))
@@ -40,12 +40,12 @@ def error(text: str, cause: BaseException | None = None) -> None:
 
 
 def warning(text: str) -> None:
-    """Say what may not be as it was meant."""
+    """Print a warning."""
     _say("warning", text, {})
 
 
 def note(text: str) -> None:
-    """Say something that is worth knowing."""
+    """Print a note."""
     _say("info", text, {})
 
 
@@ -60,15 +60,15 @@ def _say(level: str, text: str, more: dict[str, str]) -> None:
 def _write(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
-    except OSError:  # the exit code has to do
+    except OSError:  # stderr is gone; the exit code remains
         forget(sys.stderr)
 
 
-# -- what libraries report
+# -- log messages of libraries
 
 
 def configure_diagnostics(*, as_json: bool, verbose: bool, quiet: bool) -> None:
-    """Set up structlog for this process. Not loaded before: `--help` has no need of it."""
+    """Set up structlog for this process. It is not loaded before, because `--help` does not need it."""
     import structlog
     from structlog.tracebacks import ExceptionDictTransformer
 
@@ -89,7 +89,7 @@ def configure_diagnostics(*, as_json: bool, verbose: bool, quiet: bool) -> None:
 
 
 class _Messages:
-    """A logger that says things as the command does."""
+    """Logger that prints in the form of the command."""
 
     info = staticmethod(note)
     warning = staticmethod(warning)
@@ -97,7 +97,7 @@ class _Messages:
 
 
 def _spelled(logger: WrappedLogger, method: str, fields: EventDict) -> str:
-    """The name of what is reported, its reason, and in brackets all else: "log_suspended: no space (log=/x)"."""
+    """Format a log message as its event, its reason, and in brackets the rest: "log_suspended: no space (log=/x)"."""
     text, reason = str(fields.pop("event")), fields.pop("reason", None)
     if reason is not None:
         text += f": {reason}"

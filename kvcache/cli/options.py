@@ -1,4 +1,4 @@
-"""Options that several commands have, and the types that arguments are read with."""
+"""Options shared by several commands, and argument types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcache.cli import times
 from kvcache.errors import UsageError
 
 LONGEST_TEXT = 1 << 26
-"""Characters of token ids that are read."""
+"""Most characters of token ids that are read."""
 _MOST_DIGITS = 19
 """Of a number that one gives here; Python itself reads no more than some thousands."""
 _MOST_GPUS, _MOST_MONEY = 10**6, 10**9
@@ -29,16 +29,16 @@ _MOST_GPUS, _MOST_MONEY = 10**6, 10**9
 
 TOKENS_HELP = "token ids: a JSON list, or numbers between spaces or commas; - for stdin; or the ids: 5,6,7"
 _IDS = re.compile(r"\d+(?:[\s,]+\d+)+", re.ASCII)
-"""Token ids in place of a file."""
+"""Token ids given in place of a file."""
 
 
 def natural(text: str) -> int:
-    """An integer, at least 0."""
+    """Parse an integer, at least 0."""
     return _at_least(0, text)
 
 
 def positive(text: str) -> int:
-    """An integer, at least 1."""
+    """Parse an integer, at least 1."""
     return _at_least(1, text)
 
 
@@ -51,7 +51,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def integer(text: str) -> int:
-    """Any integer."""
+    """Parse any integer."""
     try:
         return int(text)
     except ValueError:
@@ -59,7 +59,7 @@ def integer(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A finite number of seconds, at least 0."""
+    """Parse a finite number of seconds, at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -88,11 +88,11 @@ def amount(text: str) -> float:
 
 
 class SizeInBytes(int):
-    """The size of a cache that was given in bytes; a plain integer is one in blocks."""
+    """Size of a cache given in bytes; a plain integer is one in blocks."""
 
 
 def cache_size(text: str) -> int:
-    """Blocks, at least 1, or a `SizeInBytes`, as in ``8GiB``."""
+    """Parse a number of blocks, at least 1, or a `SizeInBytes`, as in ``8GiB``."""
     if not text.endswith("B"):
         return positive(text)
     try:
@@ -107,7 +107,7 @@ _SPELLING = (
     "time of day"
 )
 CONCURRENCY = 32
-"""How many requests a played trace runs at once."""
+"""Requests that a played trace runs at once."""
 _MOMENT = {"type": times.LogPosition.parse}
 _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "log": ("LOG", "a log directory", {"type": Path}),
@@ -143,15 +143,15 @@ _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora_name": ("--lora-name NAME", "the adapter's name", {}),
     "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
 }
-"""Options that several commands have, by their names in the arguments: usage, purpose, and how they are read."""
+"""Options shared by several commands, by argument name: usage, purpose, and parser arguments."""
 _NAMESPACE = ("lora_id", "lora_name", "cache_salt")
 
 
 def option(place: Place, usage: str, purpose: str, **more: Any) -> None:
-    """Declare an argument as its help shows it.
+    """Declare an argument in the form of its help.
 
     ``-o --output FILE`` is an option with a value, ``--force`` a flag (unless it has `choices`), ``TRACE`` an argument
-    by its place. `more` is what argparse takes besides.
+    by its place. `more` are further arguments for argparse.
     """
     names = [word for word in usage.split() if word.startswith("-")]
     if values := [word for word in usage.split() if word not in names]:
@@ -162,24 +162,24 @@ def option(place: Place, usage: str, purpose: str, **more: Any) -> None:
 
 
 def add_shared(place: Place, *names: str, **purposes: str) -> None:
-    """Declare options that other commands have, too; those of `purposes` (such as ``at="..."``) with another help."""
+    """Declare shared options; those in `purposes` (such as ``at="..."``) with another help."""
     for name in (*names, *purposes):
         usage, purpose, more = _SHARED[name]
         option(place, usage, purposes.get(name, purpose), **more)
 
 
 def add_namespace(place: Place, of: str) -> None:
-    """Declare the options that belong to the tokens given by the option `of`."""
+    """Declare the namespace options of the tokens given by the option `of`."""
     add_shared(place, **{name: f"with {of}: {_SHARED[name][1]}" for name in _NAMESPACE})
 
 
 def add_trace_options(place: Place) -> None:
-    """Declare how a trace is read."""
+    """Declare the options for reading a trace."""
     add_shared(place, "trace_block_size", "tokenizer")
 
 
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what tokens are worked out with as seconds, money and bytes (`kvcache.cli.costs`)."""
+    """Declare the options for converting tokens to seconds, money and bytes (`kvcache.cli.costs`)."""
     add = partial(
         option,
         parser.add_argument_group(
@@ -217,7 +217,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_sizes(place: Place) -> None:
-    """Declare how large the cache is that plays a trace."""
+    """Declare the size options of the cache that plays a trace."""
     add_shared(place, "tokens_per_block", "primary_blocks", "secondary_blocks")
 
 
@@ -236,7 +236,7 @@ def seekable(path: Path) -> Iterator[Path]:
 
 
 def add_status_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare when lines come that tell `what`, and in which form."""
+    """Declare the interval and form of status lines about `what`."""
     add_shared(
         parser,
         every=f"between two lines that tell {what} (10)",
@@ -246,7 +246,7 @@ def add_status_options(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def has_namespace(args: argparse.Namespace) -> bool:
-    """Whether one of these options is given."""
+    """Return True if one of these options is given."""
     return any(getattr(args, name) is not None for name in _NAMESPACE)
 
 
@@ -254,14 +254,14 @@ def has_namespace(args: argparse.Namespace) -> bool:
 
 
 def origin(given: str) -> str:
-    """Where the token ids come from, for people."""
+    """Format the source of token ids for people."""
     return "stdin" if given == "-" else "the prompt given" if _IDS.fullmatch(given) else given
 
 
 def read_tokens(given: str) -> list[Any]:
-    """Token ids: themselves (``5,6,7``), or a file (``-`` is stdin) of a JSON list or of numbers.
+    """Read token ids: a list (``5,6,7``), or a file (``-`` is stdin) of a JSON list or of numbers.
 
-    Raises UsageError for anything else. Whether they are token ids is for `kvcache.inputs.pack_tokens` to say.
+    Raises UsageError for anything else. `kvcache.inputs.pack_tokens` checks that they are token ids.
     """
     text = given if _IDS.fullmatch(given) else _text_in(given)
     if len(text) > LONGEST_TEXT:
@@ -284,7 +284,7 @@ def read_tokens(given: str) -> list[Any]:
 
 
 def _text_in(path: str) -> str:
-    """All of it, or more than is allowed: some files have no end."""
+    """Read all of it, up to just above the limit: some files have no end."""
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as file:
             return file.read(LONGEST_TEXT + 1)

@@ -1,7 +1,7 @@
-"""What commands print: facts, tables, JSON on stdout; notes and progress on stderr.
+"""Output of commands: facts, tables, JSON on stdout; notes and progress on stderr.
 
-On a terminal rich draws tables, and draws what changes in place. In pipes it is plain aligned text, which `grep` and
-`awk` like better anyway.
+On a terminal rich draws tables, and updates changing output in place. In pipes it is plain aligned text, which suits
+`grep` and `awk`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from kvcache.publish.follower import CatchUp
 
 Row = Mapping[str, Any]
-"""Cells, texts and integers, by the names of their columns."""
+"""Cells, texts and integers, by column name."""
 Facts = Iterable[tuple[str, str]]
 Update = Callable[[int], None]
 Status = TypeVar("Status")
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _IDLE = 10
-"""Looking at all there is, and drawing, may take this part of the time, and no more."""
+"""Largest part of the time for reading everything available, and drawing."""
 _SECONDS_BETWEEN = 0.1
-"""A terminal takes longer to draw than many steps take to run."""
+"""Seconds between updates: a terminal takes longer to draw than many steps take to run."""
 _PLAIN_LETTERS = str.maketrans("█▒·–…µ×→±", "#+.-~ux>~")
 
 
@@ -47,21 +47,21 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 PLAIN = "kvcache.plain"
-"""An error handler for streams that cannot encode a character: bars and dashes keep their width, others are escaped."""
+"""Error handler for streams that cannot encode a character: bars and dashes keep their width, others are escaped."""
 codecs.register_error(PLAIN, _plain)
 
 
 class Output:
-    """Where a command's output goes, and how it looks there."""
+    """Output of a command, with its style."""
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self.quiet = quiet
         self.verbose = verbose
         self._frame: list[RenderableType] | None = None
-        """Takes what is printed while a frame is drawn in place."""
+        """Sink for output while a frame is drawn in place."""
 
     def line(self, text: str = "") -> None:
-        """One line of the result."""
+        """Print one line of the result."""
         if self._frame is None:
             print(text)
         else:
@@ -70,22 +70,22 @@ class Output:
             self._frame.append(Text.from_ansi(text))
 
     def heading(self, text: str) -> None:
-        """The title of what follows."""
+        """Print the title of what follows."""
         self.line(paint(text, "bold"))
 
     def json(self, value: Any) -> None:
-        """The whole result for a program."""
+        """Print the whole result for a program."""
         print(json.dumps(jsonable(value), indent=2))
 
     def note(self, text: str) -> None:
-        """Something to know that is not the result."""
+        """Print a note, which is not part of the result."""
         if not self.quiet:
             messages.note(text)
 
     def note_end(self, end: LogEnd | None, log: object = None) -> None:
-        """Say of a log that it lacks its beginning or its last batches, is torn, or may grow.
+        """Print a note on a log that lacks its beginning or its last batches, is torn, or may grow.
 
-        `log` is its name where there are several.
+        `log` is its name if there are several.
         """
         which = "the log" if log is None else printable(str(log))
         if end is not None and end.begins is not None:
@@ -96,19 +96,19 @@ class Output:
             self.note(f"{which} is {describe_end(end)}")
 
     def warning(self, text: str) -> None:
-        """Something that may not be as it was meant."""
+        """Print a warning."""
         if not self.quiet:
             messages.warning(text)
 
     def facts(self, facts: Facts) -> None:
-        """Labels with what there is to say about each; an empty label continues the one before."""
+        """Print facts with labels; an empty label continues the previous fact."""
         rows = list(facts)
         width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
             self.line(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
 
     def table(self, rows: Sequence[Row], *, right: Sequence[str] = (), styles: Sequence[str] = ()) -> None:
-        """Rows under a heading, of columns as the first one has them; nothing where there are none.
+        """Print rows under a heading, with the columns of the first one; nothing if there are none.
 
         Numbers, and the columns in `right`, are aligned to the right; `styles` are rich's for each row.
         """
@@ -132,7 +132,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int | None = None) -> Iterator[Update]:
-        """Give a function to be called with how much is done of `total`: on a terminal a bar shows it on stderr."""
+        """Yield a function to be called with the amount done of `total`: on a terminal a bar shows it on stderr."""
         console = None if self.quiet else rich_console(sys.stderr)
         if console is None:
             yield lambda _: None
@@ -140,7 +140,7 @@ class Output:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # No thread of its own: it would take time from what is being measured.
+        # Without a thread of its own: it would take time from what is being measured.
         bar = Progress(
             *columns,
             console=console,
@@ -162,7 +162,7 @@ class Output:
             yield update
 
     def watched(self, batches: Iterable[EventBatch], title: str = "reading") -> Iterator[EventBatch]:
-        """The batches, and how far they are."""
+        """Yield the batches, and show the progress."""
         with self.progress(title) as update:
             yield from updating(batches, update)
 
@@ -170,9 +170,9 @@ class Output:
     def live(
         self, draw: Callable[[], None], to_json: Callable[[], object] | None
     ) -> Iterator[tuple[Callable[[], None], bool]]:
-        """What shows the present state again, and whether it does so in place.
+        """Yield a function that shows the current state, and True if it does so in place.
 
-        `draw` prints it here; `to_json` is given if one JSON object a line is wanted instead.
+        `draw` prints the state to this output; `to_json` returns it for one JSON object per line instead.
         """
         console = None if to_json is not None else rich_console(sys.stdout)
         if to_json is not None:
@@ -188,12 +188,12 @@ class Output:
             from rich.console import Group
             from rich.live import Live
 
-            # No thread of its own: a state is drawn between two batches, never in the middle of one.
+            # Without a thread of its own: a state is drawn between two batches, never in the middle of one.
             with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
                 yield lambda: live.update(Group(*self.frame(draw)), refresh=True), True
 
     def frame(self, draw: Callable[[], None]) -> list[RenderableType]:
-        """What `draw` prints here, for rich."""
+        """Return the output of `draw` as rich renderables."""
         frame: list[RenderableType] = []
         self._frame = frame
         try:
@@ -204,21 +204,21 @@ class Output:
 
 
 def updating(batches: Iterable[EventBatch], update: Update) -> Iterator[EventBatch]:
-    """The batches, each of which is told to a progress."""
+    """Yield the batches, and update a progress with each."""
     for batch in batches:
         update(batch.seq)
         yield batch
 
 
 class Paced:
-    """Shows something at most once in `every` seconds, and seldom enough not to be in the way of other work."""
+    """Display throttled to once in `every` seconds, and to a small part of the time."""
 
     def __init__(self, show: Callable[[], None], every: float, first: float = 0.0) -> None:
         self._show, self._every = show, every
         self._due = time.monotonic() + first
 
     def show_if_due(self) -> None:
-        """Show it, if it is time for that."""
+        """Show it if it is due."""
         begun = time.monotonic()
         if begun >= self._due:
             self._show()
@@ -227,10 +227,10 @@ class Paced:
 
 
 class StatusLines(Generic[Status]):
-    """Lines that say now and then how a command is doing that runs until it is stopped.
+    """Periodic status lines of a command that runs until it is stopped.
 
-    They are notes for people, or JSON on stdout; none says the same as the one before. One is due `first` seconds from
-    now, and then at most one in `every` seconds.
+    They are notes for people, or JSON on stdout; none repeats the previous one. One is due `first` seconds from now,
+    and then at most one in `every` seconds.
     """
 
     def __init__(
@@ -248,14 +248,14 @@ class StatusLines(Generic[Status]):
         self._said: object = None
 
     def is_due(self) -> bool:
-        """Whether it is time for a line. Then the time of the next one begins."""
+        """Return True if a line is due, and start the next interval."""
         if (now := time.monotonic()) < self._due:
             return False
         self._due = now + self._every
         return True
 
     def say(self, status: Status) -> None:
-        """A line, if something has changed."""
+        """Print a line if the status has changed."""
         said = self._to_json(status) if self._as_json else self._in_words(status)
         if said == self._said:
             return
@@ -267,7 +267,7 @@ class StatusLines(Generic[Status]):
 
 
 def paint(text: str, color: str | None) -> str:
-    """The text in a color, where stdout is a terminal that people look at."""
+    """Return the text in a color if stdout is a terminal."""
     if color is None or not text.strip() or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
@@ -281,7 +281,7 @@ def _drawn(
     *,
     ruled: bool = False,
 ) -> Table:
-    """A table for rich; what does not fit into the width of a column goes on in the next line."""
+    """Return a table for rich; cells wider than their column wrap."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -297,7 +297,7 @@ def _drawn(
 
 
 def rich_console(stream: TextIO) -> Console | None:
-    """A console on `stream`, if it is a terminal and rich is installed."""
+    """Return a console on `stream` if it is a terminal and rich is installed."""
     if not stream.isatty():
         return None
     try:
@@ -308,7 +308,7 @@ def rich_console(stream: TextIO) -> Console | None:
 
 
 def bar(first: int, second: int, total: int, width: int) -> str:
-    """Two parts of a whole, and its rest."""
+    """Format two parts of a whole, and the rest, as a bar."""
     if not total:
         return ""
     one, both = round(width * first / total), round(width * (first + second) / total)
@@ -316,7 +316,7 @@ def bar(first: int, second: int, total: int, width: int) -> str:
 
 
 def left_of_log(catch_up: CatchUp) -> str:
-    """How long it takes to come to the end of a log; the pace is unknown at first."""
+    """Format the time to the end of a log; the pace is unknown at first."""
     text = f"catching up: {size(catch_up.bytes_left)} of the log left"
     if catch_up.seconds_left is None:
         return text
@@ -327,7 +327,7 @@ def left_of_log(catch_up: CatchUp) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """What `json` can write of dataclasses, structs, named tuples, paths and arrays."""
+    """Convert dataclasses, structs, named tuples, paths and arrays for `json`."""
     import msgspec
 
     return msgspec.to_builtins(value, enc_hook=_encoded, str_keys=True)
@@ -336,31 +336,31 @@ def jsonable(value: Any) -> Any:
 def _encoded(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value.tolist()  # an array, or a number out of one
+    return value.tolist()  # an array, or an element of one
 
 
 def print_json(value: Any) -> None:
-    """One object a line."""
+    """Print one object per line."""
     print(json.dumps(jsonable(value)), flush=True)
 
 
 def pick(whole: object, *names: str, **renamed: str) -> dict[str, Any]:
-    """The attributes of these names for JSON, and under the keys of `renamed` those that it names."""
+    """Return attributes for JSON, those in `renamed` under their new keys."""
     return {key: getattr(whole, name) for key, name in [*zip(names, names, strict=True), *renamed.items()]}
 
 
 def stamp(seq: int | None, ts: int | None, prefix: str = "") -> dict[str, Any]:
-    """The number of a batch and when it was made, as all JSON has them."""
+    """Return the number of a batch and its time, as in all JSON."""
     return {f"{prefix}seq": seq, f"{prefix}ts": ts, f"{prefix}time": None if ts is None else iso(ts)}
 
 
 def end_json(end: LogEnd | None) -> dict[str, Any] | None:
-    """How a log ends; None: it was not read to its end."""
+    """Return the end of a log; None if it was not read to its end."""
     return None if end is None else pick(end, "kind", "path", "offset", "next_seq", "begins")
 
 
 def ages_json(ages: Ages) -> dict[str, Any]:
-    """Quantiles, and the histogram."""
+    """Return quantiles, and the histogram."""
     return {
         "count": ages.total,
         **{f"p{percent}_seconds": ages.quantile(percent / 100) for percent in (10, 50, 90)},
@@ -369,6 +369,6 @@ def ages_json(ages: Ages) -> dict[str, Any]:
 
 
 def ages_in_words(ages: Ages) -> str:
-    """The median, and what a tenth lies below and above."""
+    """Format the median, and the first and last deciles."""
     low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
     return f"{middle} ({low} to {high})"

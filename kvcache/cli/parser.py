@@ -1,4 +1,4 @@
-"""The arguments of all commands, and the types they are read with."""
+"""Arguments of all commands, with their types."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COMMANDS = {
     "docs": "the pages of the documentation",
     "completion": "a completion script for bash, zsh, fish or tcsh",
 }
-"""Each is a module, and what it is for."""
+"""Commands by module name, with their purpose."""
 
 
 _LONG = re.compile(r"\S{81,}")
-"""What nobody reads in a message: an argument that is quoted in it."""
+"""Arguments too long to be quoted in a message."""
 
 
 def _cut(word: re.Match[str]) -> str:
@@ -48,7 +48,7 @@ def _cut(word: re.Match[str]) -> str:
 
 
 class _Paragraphs(argparse.HelpFormatter):
-    """Fills descriptions paragraph by paragraph, however their lines are broken."""
+    """Formatter that fills descriptions paragraph by paragraph, independent of their line breaks."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = (super(_Paragraphs, self)._fill_text(each, width, indent) for each in text.split("\n\n"))
@@ -56,13 +56,13 @@ class _Paragraphs(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where to read more."""
+    """Parser with one-line errors that refer to the help."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Paragraphs, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As the base class does, but with the name that may have been meant."""
+        """Check as the base class does, and suggest a similar name."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuses what is unknown here: the base class leaves that to the outer parser, which names the wrong help."""
+        """Reject unknown arguments here: the base class leaves that to the outer parser, which names the wrong help."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -90,12 +90,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As the base class does, but output that cannot be written is an error."""
+        """Print as the base class does, but raise if output cannot be written."""
         print(message, end="", file=file or sys.stderr)
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line, or of as much of it as `argv` needs: loading all commands takes long."""
+    """Return the parser of the whole command line, or only what `argv` needs: loading all commands takes long."""
     wanted = None if argv is None else next((arg for arg in argv if not arg.startswith("-")), "")
     parser = Parser(
         prog="kvcache",
@@ -105,7 +105,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     _add_common(parser, default=False)
     common = Parser(add_help=False)
-    # Given before the command or behind it; what is not given behind it must not undo what was before.
+    # Given before the command or after it; a default after it must not override a value before it.
     _add_common(common, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, purpose in COMMANDS.items():

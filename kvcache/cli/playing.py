@@ -1,4 +1,4 @@
-"""What plays requests of a trace: their sizes, the cache that these ask for, and the log of one that served them."""
+"""Playing of a trace's requests: their sizes, a cache sized for them, and the log of one that served them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_trace(
     named: bool = False,
     watch: Callable[[TraceRequest], None] = lambda _: None,
 ) -> RunSource:
-    """The requests of `args.trace`, which errors call `shown`; `named`: their equal prompts must be known.
+    """Open the requests of `args.trace`, named `shown` in errors; `named` requires that equal prompts are known.
 
     `watch` is called with each of them. Raises OSError, TraceError, and UsageError if there are none.
     """
@@ -68,18 +68,18 @@ def _watched(
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
-    """The settings of ``--set``, and those that have options of their own."""
+    """Return the settings of ``--set``, and those with options of their own."""
     given = {name: value for name in _SIZES if (value := vars(args).get(name)) is not None}
     return settings.parse_sets(sets) | given
 
 
 def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurrency: int) -> KVCacheConfig:
-    """The settings that are given, and for what is not, what requests of these sizes ask for."""
+    """Return the given settings, completed for requests of these sizes."""
     known = settings.read_settings(file, sets).values
-    # What decides about the other defaults is read and checked first.
+    # Settings that determine other defaults are read and checked first.
     first = settings.RUN_DEFAULTS | {"max_sequence_length": sizes.longest}
     if known.get("secondary_path"):
-        first["model"] = "kvcache run"  # what writes the bytes; a file needs a name
+        first["model"] = "kvcache run"  # the copier; a file needs a name
     config = settings.load_settings(file, sets, first | {"primary_blocks": 1})
     blocks = sizes.primary_blocks(concurrency, config.tokens_per_block)
     by_requests = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
@@ -90,7 +90,7 @@ def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurren
 
 
 def require_room(config: KVCacheConfig, sizes: RequestSizes) -> None:
-    """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
+    """Raise for a cache that is too small for even the shortest request: the run would serve none."""
     if config.cross_kv_cache_fraction is not None:
         instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
         raise Unsupported("an encoder-decoder model", instead)
@@ -100,7 +100,7 @@ def require_room(config: KVCacheConfig, sizes: RequestSizes) -> None:
 
 
 def note_refused(result: RunResult, out: Output) -> None:
-    """Say how many requests no cache of this size can serve; raises UsageError if that is all of them."""
+    """Print the number of requests that no cache of this size can serve; raises UsageError if that is all of them."""
     if result.refused:
         first = result.refusals[0]
         if not (result.requests or result.interrupted):
@@ -110,14 +110,14 @@ def note_refused(result: RunResult, out: Output) -> None:
 
 
 def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse:
-    """Play `args.trace` at its own times, with bookkeeping alone, and leave a log of it.
+    """Play `args.trace` at its own times, without tensors, into a log.
 
-    Returns what the trace reports of its prompts. The log of equal requests in equal caches is equal. A note says how
-    large the cache is. Raises what `open_trace` raises, and UsageError for a trace that does not say which prompts
-    begin alike.
+    Returns the values that the trace reports of its prompts. The log of equal requests in equal caches is equal. A note
+    states the cache's size. Raises what `open_trace` raises, and UsageError for a trace that does not show which
+    prompts share a beginning.
     """
     concurrency = args.concurrency or CONCURRENCY
-    # Nobody needs this log after a crash.
+    # This log need not survive a crash.
     sets = given_sizes(args, ["log.fsync=never"])
     source, reported = _read(args, sets, out)
     sizes = source.sizes
@@ -145,7 +145,7 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse
 
 
 def _read(args: argparse.Namespace, sets: Values, out: Output) -> tuple[RunSource, ReportedReuse]:
-    """The requests, and what they report."""
+    """Return the requests, and their reported values."""
     known = settings.read_settings(None, sets).values
     numbers = BlockNumbers(int(known.get("tokens_per_block") or settings.RUN_DEFAULTS["tokens_per_block"]))
     reported = ReportedReuse()

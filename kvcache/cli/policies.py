@@ -1,4 +1,4 @@
-"""``kvcache curve --policy``: the prompts of a log or a trace under other orders of eviction."""
+"""``kvcache curve --policy``: the prompts of a log or a trace under other eviction orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.workload.traces import TracePrompts
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what says which orders of eviction are played."""
+    """Declare the options for eviction orders."""
     option(
         parser,
         "--policy NAMES",
@@ -52,16 +52,16 @@ def _speed(text: str) -> float:
 
 @dataclass(slots=True)
 class PolicyTrials:
-    """Plays the policies that were asked for, once all prompts are known."""
+    """Replay of the requested policies, once all prompts are known."""
 
     policies: tuple[Policy, ...]
     hold: float | None
-    """Tokens a second; None: nothing is held."""
+    """Tokens per second; None: nothing is held."""
     recorder: RequestRecorder = field(default_factory=RequestRecorder)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PolicyTrials:
-        """Those of the command line. Raises `UsageError` for options that do not go together."""
+        """Return the trials of the command line. Raises `UsageError` for incompatible options."""
         if args.policy and args.sample < 1:
             raise UsageError("other orders of eviction need all blocks, not samples: leave --sample out")
         if args.policy and args.ttl:
@@ -73,7 +73,7 @@ class PolicyTrials:
         return cls(args.policy, args.hold)
 
     def add(self, prompts: LoggedPrompts | TracePrompts, blocks: Sequence[int]) -> None:
-        """Take the prompt that was iterated over last. Raises `UsageError` for one of a log, if it is to be held."""
+        """Add the prompt iterated over last. Raises `UsageError` for one of a log, if it is to be held."""
         if not self.policies:
             return
         if isinstance(prompts, LoggedPrompts):
@@ -85,7 +85,7 @@ class PolicyTrials:
             self.recorder.add(blocks, arrival=prompts.at / 1e9, held=held, stop=request.stop)
 
     def play(self, sizes: Iterable[int], tokens_per_block: int, out: Output) -> dict[int, dict[str, int]]:
-        """Hits by size and policy. Raises `UsageError` where a policy needs what the prompts do not say."""
+        """Return hits by size and policy. Raises `UsageError` if a policy needs data that the prompts lack."""
         if not self.policies:
             return {}
         if not COMPILED:

@@ -1,4 +1,4 @@
-"""The process of a command: signals, and standard streams that are closed or that nobody reads any more."""
+"""Process of a command: signals, and standard streams that are closed or without a reader."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from types import FrameType
 from typing import Self, TextIO
 
 PATIENCE_SECONDS = 1.0
-"""Launchers pass on a signal that the terminal has sent to us as well: that is not somebody losing patience."""
+"""Seconds within which a second signal does not count: launchers pass on signals that the terminal has already sent."""
 _NAP_SECONDS = 0.05
-"""Python runs handlers on the main thread, which sleeps on if the system has woken another one."""
+"""Longest sleep: Python runs handlers on the main thread, which sleeps on if the system wakes another one."""
 
 
 class StopSignals(threading.Event):
-    """Set by SIGINT and SIGTERM while it is entered as a context, on the main thread.
+    """Event set by SIGINT and SIGTERM while it is entered as a context, on the main thread.
 
-    Where nobody looks at it, a further signal that comes a second later or more raises KeyboardInterrupt. It does
-    without the lock of the base class: a handler would wait for it forever if it interrupts the holder.
+    If it is not checked, a further signal a second later or more raises KeyboardInterrupt. It does not use the lock of
+    the base class: a handler that interrupts the holder would wait for it forever.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.first: signal.Signals | None = None
-        """The signal that came first."""
+        """First signal received."""
         self.received = 0
-        """How many have come."""
+        """Number of signals received."""
         self._unheeded_since = math.inf
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class StopSignals(threading.Event):
             signal.signal(number, handler)
 
     def at_hangup(self, reopen: Callable[[], None]) -> None:
-        """Call `reopen` at SIGHUP, by which files are rotated, unless it would say that the terminal has gone."""
+        """Call `reopen` at SIGHUP, by which files are rotated, unless SIGHUP would mean that the terminal is gone."""
         try:
             os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
         except OSError:
@@ -59,12 +59,12 @@ class StopSignals(threading.Event):
         self._unheeded_since = min(self._unheeded_since, now)
 
     def is_set(self) -> bool:
-        """Whether a signal has come."""
+        """Return True if a signal was received."""
         self._unheeded_since = math.inf
         return self.received > 0
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a signal for `timeout` seconds; returns whether one has come."""
+        """Wait up to `timeout` seconds for a signal; return True if one was received."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self.received and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _NAP_SECONDS))
@@ -72,16 +72,18 @@ class StopSignals(threading.Event):
 
     @property
     def exit_code(self) -> int:
-        """0, or what shells expect of a program that a signal has ended."""
+        """Exit code: 0, or the shells' convention for a program ended by a signal."""
         return 0 if self.first is None else 128 + self.first
 
 
 @contextmanager
 def leaving_at_sigterm() -> Iterator[None]:
-    """At SIGTERM leave what is entered here in good order, as at Ctrl-C, and then the process, with exit code 143."""
+    """Exit on SIGTERM in good order, as on Ctrl-C: leave the contexts entered here, then the process, with exit code
+    143.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # what is being cleared away is not to be left halfway
+        signal.signal(number, signal.SIG_IGN)  # cleanup must not be interrupted
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)
@@ -92,7 +94,7 @@ def leaving_at_sigterm() -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Give each standard stream that is closed a place to go, or the next file that is opened would have its number."""
+    """Open each closed standard stream, because the next opened file would get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -102,16 +104,16 @@ def open_missing() -> None:
 
 
 def nobody_reads(stream: TextIO) -> bool:
-    """Whether what reads the other end of a pipe has gone. Writing would tell, but there may be nothing to write."""
+    """Return True if the reader of a pipe is gone. Writing would show it, but there may be nothing to write."""
     poll = select.poll()
-    with suppress(OSError, ValueError):  # closed, or none of the system's
-        # Something must be asked for, or macOS does not tell of hang-ups.
+    with suppress(OSError, ValueError):  # closed, or no file descriptor
+        # Some event must be requested, or macOS does not report hang-ups.
         poll.register(stream.fileno(), select.POLLOUT)
         return any(state & (select.POLLHUP | select.POLLERR) for _, state in poll.poll(0))
     return False
 
 
 def forget(stream: TextIO) -> None:
-    """Let what is still buffered go nowhere, or the interpreter would complain at its exit."""
+    """Discard what is still buffered, or the interpreter would report an error at its exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

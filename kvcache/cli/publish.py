@@ -1,4 +1,4 @@
-"""``kvcache publish``: follow a log that another process writes, and run the sinks here."""
+"""``kvcache publish``: follow a log that another process writes, and run the sinks in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache.publish.follower import Progress, Until
 from kvcache.publish.publisher import Publisher, PublishStats
 
 _LIVE_SECONDS = 0.2
-"""Between two looks of a person at a terminal."""
+"""Refresh interval at a terminal."""
 _EPILOG = """\
 The engine pays for its log only: no sink, reader or flood can touch it. Start this before the engine or after it. The
 engine may restart (and continue its log), and so may this: every sink goes on where it was, by a file in --state, and
@@ -34,7 +34,7 @@ a feed are told "cleared" then.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Publish the events of a log that another process writes."
     parser.epilog = _EPILOG
     add_shared(parser, log="a log directory; it is waited for")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 class _PublishTeller:
-    """Says how far the sinks are."""
+    """Reporter of the sinks' progress."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self._log, self._out = printable(str(args.log)), out
@@ -80,13 +80,13 @@ class _PublishTeller:
         self._noted: set[str] = set()
 
     def tell(self, stats: PublishStats) -> None:
-        """To be called often."""
+        """Print progress if it is due. Call often."""
         self._note(
             f"waiting for {self._log}: no log is there yet"
             if stats.head is None
             else f"publishing {self._log}"
         )
-        if self._notes_opened:  # for who waits for that: ports are closed before
+        if self._notes_opened:  # for programs that wait for it: ports are closed before
             for sink in stats.sinks:
                 if sink.is_open:
                     self._note(f"{printable(sink.sink)} is open")
@@ -98,7 +98,7 @@ class _PublishTeller:
             self._lines.say(stats)
 
     def end(self, stats: PublishStats) -> None:
-        """What is to be said last."""
+        """Print the final progress."""
         if self._live:
             self._draw("")
         if stats.head is not None:
@@ -111,13 +111,13 @@ class _PublishTeller:
 
     def _draw(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1
-        # The cursor goes back, so that whatever is said meanwhile begins its own line.
+        # The cursor returns to the line's start, so that other messages begin their own line.
         sys.stderr.write(f"\x1b[K{text[:width]}\r")
         sys.stderr.flush()
 
 
 def _line(stats: PublishStats) -> str:
-    """For people."""
+    """Format progress for people."""
     head = stats.head
     if head is None:
         return "the log is not there"
@@ -145,7 +145,7 @@ def _described(sink: Progress) -> str:
 
 
 def to_json(stats: PublishStats) -> dict[str, object]:
-    """For programs."""
+    """Return progress for programs."""
     head = stats.head
     log = dict.fromkeys(("seq", "ts", "time", "epoch", "closed"))
     if head is not None:

@@ -1,4 +1,4 @@
-"""``kvcache replay``: the state that a log records, at its end or at any batch before."""
+"""``kvcache replay``: the state in a log, at its end or at any earlier batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BARS = "█ held  ▒ cached  · blank"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Fold a log into the state of the cache at its end, or after a batch."
     parser.epilog = (
         "Folding begins with the newest snapshot at or before the batch; with --verify as far back as the log goes. A "
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Fold, and say what came out."""
+    """Fold the log, and print the state."""
     if feed_log.is_feed_log(args.log):
         return feed_log.replay(args, out)
     reader = LogReader(args.log) if args.verify else times.state_before(args.log, args.at)
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def describe_point(replayed: Replayed, times: Times) -> str:
-    """The last batch that was folded, and when it was made."""
+    """Format the last folded batch and its time."""
     when = "" if replayed.last_ts is None else f" ({times.of(replayed.last_ts)})"
     return f"batch {replayed.last_seq:,}{when}"
 
 
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
-    """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
+    """Return the state's summary. Blocks per level: all, held by sequences, cached and unreferenced, blank."""
     state = replayed.state
     sharing = [
         pick(each, group="index")
@@ -101,7 +101,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
 
 
 def show_levels(state: CacheState, out: Output, *, bars: bool = False) -> None:
-    """A row for each level of each window that has blocks; of the only window there is the name says nothing."""
+    """Print a row for each level of each window that has blocks; a single window is not named."""
     levels = [each for each in occupancy(state) if each.blocks or each.level == LEVEL_NAMES[PRIMARY]]
     rows = [
         ({"window": each.window} if len(state.groups) > 1 else {})
@@ -115,12 +115,12 @@ def show_levels(state: CacheState, out: Output, *, bars: bool = False) -> None:
 
 
 def has_secondary(state: CacheState) -> bool:
-    """Whether there is a second level."""
+    """Return True if there is a second level."""
     return any(group.levels[SECONDARY].size for group in state.groups)
 
 
 def levels_json(state: CacheState) -> list[dict[str, Any]]:
-    """For each window its levels. Blocks: all, held by sequences, cached and held by nobody, blank."""
+    """Return the levels of each window. Blocks: all, held by sequences, cached and unreferenced, blank."""
     levels = occupancy(state)
     windows = [levels[at : at + len(LEVEL_NAMES)] for at in range(0, len(levels), len(LEVEL_NAMES))]
     sizes = ("blocks", "held", "unreferenced", "blank")
@@ -128,7 +128,7 @@ def levels_json(state: CacheState) -> list[dict[str, Any]]:
 
 
 def _tree(group: Group) -> tuple[int, int, int]:
-    """Cached prefixes that are the beginning of no longer one, runs, namespaces."""
+    """Return the numbers of maximal cached prefixes, runs, and namespaces."""
     runs = group.tree.runs.values()
     return sum(not run.children for run in runs), len(runs), len(group.tree.roots)
 
@@ -167,7 +167,7 @@ def _facts(replayed: Replayed, *, verified: bool) -> Facts:
 
 
 def _for_routers(state: CacheState) -> list[int]:
-    """Blocks per level that a feed tells of: no partial ones, and none on its way between levels."""
+    """Return the blocks per level that a feed publishes: without partial ones, and those in transfer between levels."""
     groups = range(len(state.groups))
     return [sum(len(resident_names(state, level, each)) for each in groups) for level in (PRIMARY, SECONDARY)]
 

@@ -1,4 +1,4 @@
-"""``kvcache report``: a page for a browser about what a log's cache did."""
+"""``kvcache report``: a page for a browser about a log's cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
-"""How a page begins: nothing else is overwritten."""
+"""Beginning of a page: no other file is overwritten."""
 
 _Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Write one HTML page about what a log's cache did: reuse and its losses over time, how full each level was, "
         "which evictions cost most and whom, and a lane per request with its explanation. It needs no network."
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _write(log: Path, costs: Costs, args: argparse.Namespace, out: Output) -> int:
     curve = _given(log, args.curve, GivenCurve, out)
     whatif = _given(log, args.whatif, WhatIf, out)
-    # What is wrong with the place is said before a long log is read.
+    # Errors of the target are reported before a long log is read.
     with (
         leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
@@ -78,7 +78,7 @@ def _write(log: Path, costs: Costs, args: argparse.Namespace, out: Output) -> in
 
 
 def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _Form | None:
-    """What a file says, if it is about this log."""
+    """Return the content of a file if it is about this log."""
     if path is None:
         return None
     given = understood(path.read_bytes(), form, str(path))

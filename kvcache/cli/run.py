@@ -1,7 +1,7 @@
-"""``kvcache run``: play requests through a cache with everything on, and prove that its log says what happened.
+"""``kvcache run``: play requests through a cache with everything on, and verify its log.
 
-An engine without a model: real pools, every computed token writes bytes that prove where they came from, every
-reused block is compared, and at the end the log is replayed and must give the state that the cache had.
+An engine without a model: real pools, every computed token writes bytes that prove their origin, every reused block is
+compared, and at the end the replayed log must give the cache's state.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _REPORT = ": a bug of kvcache, please report it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Play requests through a cache and verify every reused byte and the log."
     parser.epilog = _EPILOG
     option(
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if args.json:
             out.json(to_json(outcome, kept))
         elif not (out.quiet and _has_sink(args, "stdout")):
-            # Whoever wants events and silence gives stdout to a program, for which every line is one of them.
+            # With events and --quiet, stdout is for a program, for which every line is an event.
             show(outcome, kept, out, events=args.trace is None)
         return _exit_code(outcome, stop, out)
 
@@ -170,7 +170,7 @@ def _has_sink(args: argparse.Namespace, scheme: str) -> bool:
 
 
 def _require_feed(args: argparse.Namespace) -> None:
-    """Refuse to wait for readers that cannot come."""
+    """Raise rather than wait for subscribers that cannot come."""
     context = SinkContext(key_bytes=0, tokens_per_block=1)
     opened = (open_sink(url, context) for url in args.sinks)
     if args.wait_subscribers and not any(
@@ -200,14 +200,14 @@ def _config(args: argparse.Namespace, source: RunSource) -> KVCacheConfig:
 
 
 def _pool_sizes(layout: Layout, config: KVCacheConfig) -> PoolSizes:
-    """What the tensors will take; raises NotEnoughMemory, and UsageError without torch."""
+    """Return the sizes of the tensors; raises NotEnoughMemory, and UsageError without torch."""
     sizes: PoolSizes = _pools_module().PoolSizes(layout)
     sizes.require_room(in_file=config.secondary_path is not None)
     return sizes
 
 
 def _pools_module() -> ModuleType:
-    """`kvcache.pools`; raises UsageError without torch."""
+    """Import `kvcache.pools`; raises UsageError without torch."""
     try:
         from kvcache import pools
     except ImportError as error:
@@ -238,7 +238,7 @@ class _Run:
         """Play the requests with the log in this directory, and verify it."""
         args, out, stop, config = self._args, self._out, self._stop, self._config
         for url in args.sinks:
-            # A URL that cannot be understood should be known before there are pools and a log.
+            # Errors in a URL are reported before there are pools and a log.
             open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
         layout = served_layout(config)
         sizes = None if args.no_pools else _pool_sizes(layout, config)
@@ -253,13 +253,13 @@ class _Run:
         if args.wait_subscribers:
             readers = count(args.wait_subscribers, "reader")
             out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
-            # Not for those of the run's own feed: nobody else knows its port.
+            # Not for those of the run's own feed: no other process knows its port.
             for feed in manager.feeds[: -1 if router else None]:
                 feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
         return self._finish(manager, log, self._drive(manager), router)
 
     def _log_id(self) -> bytes | None:
-        """The same for equal runs, so that they write equal logs; at another speed than max none is equal."""
+        """Return the same id for equal runs, so that they write equal logs; at another speed than max none is equal."""
         if self._clock.speed is not None:
             return None
         args = self._args
@@ -267,7 +267,7 @@ class _Run:
         return sha256(repr((*inputs, args.concurrency, args.seed, args.no_pools)).encode()).digest()[:16]
 
     def _open_manager(self, sizes: PoolSizes | None, log: LogWriter) -> KVCacheManager:
-        # A sink on stdout writes past the buffer, and must not come before what was said already.
+        # A sink on stdout writes past the buffer, and must not overtake earlier output.
         sys.stdout.flush()
         sinks = [*self._args.sinks, FEED_URL] if self._routed else self._args.sinks
         try:
@@ -285,7 +285,7 @@ class _Run:
             raise
 
     def _allocate(self, sizes: PoolSizes) -> Pools:
-        """Memory for the blocks; what takes long about it is said."""
+        """Allocate the blocks; note what takes long about it."""
         from kvcache.pools import Pools
 
         out, config, path = self._out, self._config, self._config.secondary_path
@@ -297,7 +297,7 @@ class _Run:
 
     def _drive(self, manager: KVCacheManager) -> RunResult:
         args, source = self._args, self._source
-        # Event lines on the same terminal would tear the bar apart.
+        # Event lines on the same terminal would break the bar.
         bar = Output(quiet=True) if _has_sink(args, "stdout") else self._out
         try:
             with bar.progress("playing", source.sizes.requests) as update:
@@ -311,7 +311,7 @@ class _Run:
                 )
                 return engine.run(self._stop, lambda step, done: update(done))
         except BaseException:
-            # What went wrong first is what must be heard of.
+            # The first error must be the one that is reported.
             with suppress(KVCacheError, EventsError, OSError):
                 manager.close()
             raise
@@ -325,7 +325,7 @@ class _Run:
     ) -> Outcome:
         args, out, stop = self._args, self._out, self._stop
         started = time.perf_counter()
-        with suppress(LogWriteFailed):  # closing tells whether it is over by then
+        with suppress(LogWriteFailed):  # closing shows if it is over by then
             log.flush()
         drained = time.perf_counter() - started
         if args.hold and not stop.is_set():
@@ -356,17 +356,17 @@ class _Run:
         )
 
 
-# -- where requests come from, and where events go
+# -- sources of requests, and sinks of events
 
 
 def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:
-    """The requests of a run without a trace."""
+    """Return the requests of a run without a trace."""
     requests = generate_chats(USERS, seed)[:limit]
     return RunSource(f"generated chats (seed {seed})", requests, RequestSizes.of(requests, stop))
 
 
 def _add_sink_options(add: argparse._ArgumentGroup) -> None:
-    """Declare them."""
+    """Declare the options for sinks."""
     option(
         add,
         "--sink URL",
@@ -391,7 +391,7 @@ def _add_sink_options(add: argparse._ArgumentGroup) -> None:
 
 
 def _take_kv_events(args: argparse.Namespace, out: Output) -> None:
-    """Add the sink that vLLM's configuration asks for to those that were given. Raises UsageError."""
+    """Add the sink of vLLM's configuration to the given ones. Raises UsageError."""
     if args.kv_events_config is None:
         if args.kv_events_options or args.kv_events_rank:
             raise UsageError("--kv-events-options and --kv-events-rank need --kv-events-config JSON")
@@ -413,7 +413,7 @@ def _take_kv_events(args: argparse.Namespace, out: Output) -> None:
 
 
 def _given_json(config: str) -> str:
-    """The JSON that was given, or that the file holds which was named by @."""
+    """Return the given JSON, or that in a file named by @."""
     if not config.startswith("@"):
         return config
     try:
@@ -424,7 +424,7 @@ def _given_json(config: str) -> str:
 
 
 class RunDirectory:
-    """The log's directory; a temporary one goes away again, unless it is evidence."""
+    """Directory of the log; a temporary one is removed, unless it is evidence."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self._out = out
@@ -443,7 +443,7 @@ class RunDirectory:
             self._out.note(f"the log is kept in {stays}")
 
     def settle(self, *, evidence: bool) -> Path | None:
-        """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
+        """Remove a temporary directory unless it is needed; return the directory if it stays."""
         wanted = (self._keep or evidence) and any(self.path.glob("*.kvlog"))
         if self.temporary and not wanted:
             rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a run amounted to, for people and for programs."""
+"""Summary of a run, for people and for programs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SIMULATED = "simulated: the trace's, from {} on, a step is at least {} ms (--sp
 
 @dataclass(frozen=True, slots=True)
 class RequestSizes:
-    """What a cache for these requests has to know about them."""
+    """Sizes of the requests that a cache is made for."""
 
     requests: int
     tokens: int
-    """Of all prompts and outputs."""
+    """Tokens of all prompts and outputs."""
     longest: int
     """Tokens of the longest request, prompt and output."""
     shortest: int
@@ -51,7 +51,7 @@ class RequestSizes:
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> RequestSizes:
-        """Add up; ends early if `stop` is set."""
+        """Sum up requests; ends early if `stop` is set."""
         count = tokens = longest = shortest = 0
         digest, start_ns = sha256(), START_NS
         for request in requests:
@@ -66,18 +66,18 @@ class RequestSizes:
         return cls(count, tokens, longest, shortest, digest.digest(), start_ns)
 
     def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
-        """Room for `concurrency` requests of average length, and for the longest one."""
+        """Return the blocks for `concurrency` requests of average length, and for the longest one."""
         average = -(-self.tokens // max(self.requests, 1))
         return max(-(-self.longest // tokens_per_block), concurrency * -(-average // tokens_per_block))
 
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """Requests, and what they are called."""
+    """Requests, with their name."""
 
     title: str
     requests: Iterable[TraceRequest]
-    """To be played once; a trace never lies in memory as a whole."""
+    """Requests, iterable once; a trace is never in memory as a whole."""
     sizes: RequestSizes
 
 
@@ -89,29 +89,29 @@ class Outcome:
     stats: Stats
     sinks: tuple[SinkStats, ...]
     seconds: float
-    """In the manager's calls, but for the copies, and waiting for the log."""
+    """Seconds in the manager's calls, without the copies, and waiting for the log."""
     log_bytes: int
     dropped_batches: int
     fingerprint: bytes
     verification: Verification
     signal: str | None
     copies: TimedCopier | None
-    """None: there were no tensors."""
+    """Measured copier; None if there were no tensors."""
     feed: FeedCheck | None
-    """What the attached router held; None: there was none."""
+    """Result of the attached router; None if there was none."""
     log_failure: LogWriteFailed | None
-    """Why the log is not whole, or has ended the run; None: neither."""
+    """Failure by which the log is incomplete, or has ended the run; None if there was none."""
     restored: Restored | None
-    """What was found again in secondary; None: there was nothing to be found."""
+    """Blocks restored from secondary; None if there were none to restore."""
 
     @property
     def requests_per_second(self) -> float:
-        """Requests that manager and log alone could serve in a second."""
+        """Requests per second that manager and log alone could serve."""
         return self.result.requests / self.seconds if self.seconds else 0.0
 
 
 def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
-    """The summary as JSON. Times in seconds unless the name says otherwise."""
+    """Return the summary as JSON. Times are in seconds unless the name says otherwise."""
     result, stats, verification = outcome.result, outcome.stats, outcome.verification
     replayed, feed, copies = verification.replayed, outcome.feed, outcome.copies
     copied = ("bytes_offloaded", "bytes_onboarded", "bytes_within_primary", "bytes", "bytes_per_second")
@@ -132,7 +132,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "log": log,
         "log_error": outcome.log_failure and outcome.log_failure.reason,
         "feed": feed and pick(feed, "batches", "agrees", "faults") | {"blocks": _by_level(feed.blocks)},
-        # A name is a block's.
+        # A name belongs to a block.
         "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
         "restored": outcome.restored and _restored_json(outcome.restored),
         "copies": copies and pick(copies, "seconds", *copied),
@@ -156,7 +156,7 @@ def _by_level(values: tuple[int, int]) -> dict[str, int]:
 
 
 def _caches(layout: Layout) -> Facts:
-    """The blocks of each window."""
+    """Return the blocks of each window."""
     for number, group in enumerate(layout.groups):
         primary, secondary = group.num_blocks
         blocks = f"{primary:,} primary + {secondary:,} secondary blocks of {layout.tokens_per_block} tokens"
@@ -175,7 +175,7 @@ def describe_start(
     *,
     temporary: bool,
 ) -> None:
-    """Say what is about to be played into what."""
+    """Print the source of requests and the cache that they are about to be played into."""
     layout = Layout.of(config)
     block = sum(group.bytes_per_block for group in layout.groups)
     tensors = "none (--no-pools)"
@@ -196,7 +196,7 @@ def describe_start(
 
 
 def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> None:
-    """The summary for people; with `events`, the end of the log first."""
+    """Print the summary for people; with `events`, the end of the log first."""
     if events and not out.quiet:
         _show_last_events(outcome.verification, out)
     heading = "summary"
@@ -229,7 +229,7 @@ def _requests(outcome: Outcome) -> Facts:
 
 
 def _restored(outcome: Outcome) -> Facts:
-    """What a run that goes on with a file has found there."""
+    """Return what a run that continues with a file has found there."""
     if (restored := outcome.restored) is None:
         return
     survey = restored.survey
@@ -327,7 +327,7 @@ def _replay(outcome: Outcome) -> str:
 
 
 def _show_last_events(verification: Verification, out: Output) -> None:
-    # Every step appends tokens, which says little to people.
+    # Every step appends tokens, which is of little interest.
     lines = [
         line
         for batch in verification.last_batches

@@ -1,4 +1,4 @@
-"""``kvcache tap``: record what running engines tell of their caches into a log."""
+"""``kvcache tap``: record the cache events of running engines in a log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from it, who may then come late and miss nothing. Ctrl-C and SIGTERM end it in g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Record live streams of KV events of vLLM, SGLang or TensorRT-LLM into a log."
     parser.epilog = _EPILOG
     add = partial(option, parser)
@@ -100,7 +100,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
         )
     files = [text for text in args.endpoint if text.startswith(SCHEME)]
     for text in files:
-        LineListener(text)  # raises before anything is made
+        LineListener(text)  # raises before anything is created
         yield Endpoint(text)
     args.endpoint = [text for text in args.endpoint if text not in files]
     given = endpoints_of(args)
@@ -116,7 +116,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
 
 
 class _TapTeller:
-    """Says now and then what was heard."""
+    """Reporter of progress at intervals."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self._out = out
@@ -125,7 +125,7 @@ class _TapTeller:
         self._looked = False
 
     def tell(self, tap: Tap, *, last: bool = False) -> None:
-        """To be called often."""
+        """Print progress if it is due. Call often."""
         if not self._looked and time.monotonic() - self._begun >= SILENCE_SECONDS:
             self._looked = True
             for endpoint in sorted(tap.silent):
@@ -135,7 +135,7 @@ class _TapTeller:
 
 
 def _line(tap: Tap) -> str:
-    """For people."""
+    """Format progress for people."""
     heard, log, state = tap.recorder, tap.log_stats(), tap.state
     parts = [f"{count(heard.batches, 'batch', 'batches')}, {count(heard.events, 'event')}", _workers(state)]
     if heard.recovered:
@@ -157,7 +157,7 @@ def _workers(state: FeedState) -> str:
 
 
 def to_json(tap: Tap) -> dict[str, object]:
-    """For programs."""
+    """Return progress for programs."""
     log = tap.log_stats()
     return {
         **pick(tap.recorder, "batches", "events", recovered_batches="recovered"),

@@ -1,9 +1,9 @@
-"""Times and places of a log as people name and read them: a batch, a time, or a time since the log's first batch.
+"""Times and places in a log, parsed and formatted: a batch, a time, or a time since the log's first batch.
 
-`EventBatch.ts` is what the writer's clock showed when the batch was made, in nanoseconds since 1970 (UTC). A time means
-the last batch at or before it. Logs are read from their beginning, and clocks may be set back: the batches up to a time
-are those before the first one that is later. So where a clock shows the same time twice, the first one is meant;
-batches that it dates back are reached by their numbers, or by a time later than all before them.
+`EventBatch.ts` is the writer's clock at the batch's creation, in nanoseconds since 1970 (UTC). A time denotes the last
+batch at or before it. Logs are read from their beginning, and clocks may be set back: the batches up to a time
+are those before the first one that is later. So if a clock shows the same time twice, the first one is used; batches
+that it dates back are addressed by number, or by a time later than all before them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMS_HELP = (
 )
 
 _BATCH = re.compile(r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,9})?", re.ASCII)
-"""Also with commas, and as an event's address (BATCH.INDEX), as they are printed."""
+"""Batch number, also with commas, or an event's address (BATCH.INDEX), as they are printed."""
 _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
 _UNIT = r"ms|s|min|m|h|d"
 _LENGTH = re.compile(rf"(?:{_NUMBER}|(?:{_NUMBER}(?:{_UNIT})){{1,6}})", re.ASCII)
@@ -52,7 +52,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(eq=False, repr=False)
 class NoBatch(CapacityError):
-    """A moment was asked for in a log without batches."""
+    """A moment was requested in a log without batches."""
 
     moment: str
     text = "the log holds no batch yet, and so none at {moment}"
@@ -63,15 +63,15 @@ Where = Literal["before the log's first batch,", "after the log's last batch,", 
 
 @dataclass(eq=False, repr=False)
 class OutsideLog(CapacityError):
-    """A log has no batch at a moment; `where` tells how it lies to the batch `seq`."""
+    """A log has no batch at a moment; `where` is its relation to batch `seq`."""
 
     moment: str
     where: Where
     seq: int
     ts: int
-    """Of that batch, nanoseconds since 1970."""
+    """Time of that batch, nanoseconds since 1970."""
     first_ts: int
-    """Of the log's first batch."""
+    """Time of the log's first batch."""
 
     def __str__(self) -> str:
         when = f"{since(self.ts, self.first_ts)}, {iso(self.ts)}"
@@ -85,14 +85,14 @@ class LogPosition:
     kind: Literal["batch", "time", "since"]
     value: int
     given: str
-    """As it was written."""
+    """Original spelling."""
 
     def __str__(self) -> str:
         return f"batch {self.value}" if self.kind == "batch" else self.given
 
     @classmethod
     def parse(cls, text: str) -> LogPosition:
-        """Read an argument that names one. Raises ArgumentTypeError."""
+        """Parse an argument. Raises ArgumentTypeError."""
         if match := _BATCH.fullmatch(text):
             return cls("batch", int(match[1].replace(",", "")), text)
         if text[:1] == "+" and (ns := _length(text[1:])) is not None:
@@ -102,21 +102,23 @@ class LogPosition:
         raise _no_moment(text)
 
     def distance(self, batch: EventBatch, first_ts: int) -> int:
-        """Below 0 of a batch before the moment, above 0 of a later one. `first_ts` is of the log's first batch."""
+        """Return a negative number for a batch before the moment, a positive one for a later batch. `first_ts` is the
+        time of the log's first batch.
+        """
         if self.kind == "batch":
             return batch.seq - self.value
         return batch.ts - self.value - (first_ts if self.kind == "since" else 0)
 
 
 def _length(text: str) -> int | None:
-    """Nanoseconds; None: it is no length of time."""
+    """Parse a length of time into nanoseconds; None if it is none."""
     if not _LENGTH.fullmatch(text):
         return None
     return sum(int(Fraction(number) * _NS[unit or "s"]) for number, unit in _PART.findall(text))
 
 
 def length(text: str) -> int:
-    """The type of an argument that is a length of time, above 0: its nanoseconds."""
+    """Parse an argument that is a length of time above 0, into nanoseconds."""
     ns = _length(text)
     if not ns:
         raise argparse.ArgumentTypeError(
@@ -133,7 +135,7 @@ def _no_moment(text: str) -> argparse.ArgumentTypeError:
 
 
 def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zone: str | None) -> int:
-    """Since 1970. Python's own reader knows no nanoseconds, so it gets whole seconds."""
+    """Return nanoseconds since 1970. Python's own parser has no nanoseconds, so it gets whole seconds."""
     whole = (time or "00:00").partition(".")[0]
     offset = "+00:00" if zone in (None, "Z", "z") else zone
     try:
@@ -144,9 +146,9 @@ def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zo
 
 
 class UpTo:
-    """The batches of a log up to a moment (None: all), to be iterated once.
+    """Batches of a log up to a moment (None: all), iterable once.
 
-    Then `check` tells whether the log has a batch at the moment.
+    Afterwards `check` raises unless the log has a batch at the moment.
     """
 
     def __init__(self, batches: Iterable[EventBatch], moment: LogPosition | None) -> None:
@@ -154,17 +156,17 @@ class UpTo:
         self._batches = iter(batches)
         self._moment = moment
         self._reached = False
-        """Whether a batch was at the moment, or, of a time, one before it and one behind it."""
+        """True if a batch was at the moment or, for a time, one before it and one after it."""
         self._later: EventBatch | None = None
-        """The first batch behind a time: it has to be read to know that the one before it was the last."""
+        """First batch after a time: it has to be read to know that the previous one was the last."""
         self.first: EventBatch | None = None
-        """The first batch that was read."""
+        """First batch read."""
         self.first_ts = 0
-        """When the log's first batch was made, be it kept or not; 0 before anything was read."""
+        """Time of the log's first batch, even if that was removed; 0 before anything was read."""
         self.last: EventBatch | None = None
-        """The last one that was given."""
+        """Last batch yielded."""
         self.ended = False
-        """Whether the log ended rather than the moment came."""
+        """True if the log ended before the moment."""
 
     def __iter__(self) -> Iterator[EventBatch]:
         moment = self._moment
@@ -186,7 +188,7 @@ class UpTo:
         self.ended = True
 
     def rest(self) -> Iterator[EventBatch]:
-        """The batches behind the moment."""
+        """Yield the batches after the moment."""
         later = [] if self._later is None else [self._later]
         return chain(later, self._batches)
 
@@ -203,7 +205,7 @@ class UpTo:
             raise self._outside(moment, "in a gap after batch", self.last)
 
     def behind(self, moment: LogPosition) -> KVCacheError:
-        """What is to be said of a moment behind the log's last batch."""
+        """Return the error for a moment after the log's last batch."""
         if self.last is not None and moment.kind == "batch":
             return BeyondEnd(moment.value, self.last.seq)
         return self._outside(moment, "after the log's last batch,", self.last)
@@ -215,7 +217,7 @@ class UpTo:
 
 
 def state_before(log: Path, moment: LogPosition | None) -> LogReader:
-    """A log to be read up to a moment (None: all) for the state there, from the newest snapshot before on."""
+    """Open a log up to a moment (None: all) for the state there, from the newest earlier snapshot on."""
     if moment is None:
         return LogReader(log, state_at=sys.maxsize)
     if moment.kind == "batch":
@@ -229,7 +231,7 @@ def state_before(log: Path, moment: LogPosition | None) -> LogReader:
 
 
 def at(batches: UpTo) -> Iterator[tuple[EventBatch, bool]]:
-    """The batches, and of each whether it is the one at the moment: the last. Raises what `UpTo.check` does."""
+    """Yield the batches, each with True if it is the one at the moment: the last. Raises what `UpTo.check` does."""
     held = None
     for batch in batches:
         if held is not None:
@@ -241,7 +243,7 @@ def at(batches: UpTo) -> Iterator[tuple[EventBatch, bool]]:
 
 
 def span(batches: UpTo, begin: LogPosition | None) -> Iterator[tuple[EventBatch, bool]]:
-    """The batches, and of each whether the first one at `begin` or later has come.
+    """Yield the batches, each with True from the first one at `begin` or later on.
 
     Raises what `UpTo.check` does if none comes, and `UsageError` if `begin` is later than where `batches` end.
     """
@@ -258,14 +260,14 @@ def span(batches: UpTo, begin: LogPosition | None) -> Iterator[tuple[EventBatch,
 
 
 class Times:
-    """Times of batches for people, as one of `FORMS`; `first_ts` is of the log's first batch."""
+    """Formatter of batch times in one of `FORMS`; `first_ts` is the time of the log's first batch."""
 
     def __init__(self, form: str, first_ts: int = 0) -> None:
         self._form = form
         self.first_ts = first_ts
 
     def of(self, ts: int) -> str:
-        """A batch's time."""
+        """Format a batch's time."""
         if self._form == "relative":
             return since(ts, self.first_ts)
         time = _EPOCH + timedelta(milliseconds=ts // _NS["ms"])

@@ -1,4 +1,4 @@
-"""``kvcache top``: what a cache does now, from the log that it is writing."""
+"""``kvcache top``: live view of a cache, from the log that it is writing."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from kvcache.publish.follower import CatchUp
 
 _INTERVAL_NS = 10**9
 _CONTENTS_MAX = 1 << 20
-"""Different blocks of which the history is known, where no more are cached; a fifth of a gigabyte."""
+"""Most distinct blocks with a known history, unless more are cached; a fifth of a gigabyte."""
 _POLL_SECONDS = 0.1
 _BEHIND_SECONDS = 1.0
-"""A reader that has not reached the end of the log in this time lags."""
+"""Seconds without reaching the end of the log after which a reader lags."""
 NOW_NS = 10 * 10**9
-"""What "now" means of a rate."""
+"""Interval of current rates, in ns."""
 _NONE = "–"
 _EPILOG = """\
 Rates and reasons are those of the last seconds and of --window, by the clock of the log's writer. `kvcache docs audit`
@@ -52,7 +52,7 @@ removed, or was replaced by another one.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Watch the log of a cache that is being written: requests, hit rate, why prompt tokens are computed, how full\n"
         "the cache is, evictions and preemptions. On a terminal it is drawn in place (with rich)."
@@ -105,18 +105,18 @@ class Followed:
         self._recent = Recent(window)
         self.history = HistoryFold(self._recent)
         self.known_since: tuple[int, int] | None = None
-        """The batch with the state of which reading began, and when it was made; None: it began with the log."""
+        """Batch with the state of which reading began, and its time; None if reading began with the log."""
         self.end: LogEnd | None = None
-        """How the log ends, where it was not to be followed."""
+        """End of the log, if it was not followed."""
         self._reader: LogReader | None = None
         self._started: EpochStarted | None = None
-        """With which the epoch began."""
+        """Start of the current epoch."""
         self._batches = 0
         self._came_at: float | None = None
-        """When the last batch came, by the clock; None: it was there when reading began."""
+        """Arrival time of the last batch, by the clock; None if it existed when reading began."""
         self._begun_at = self._clock()
         self._at_end_at: float | None = None
-        """When all that was there had been read; None: not yet."""
+        """Time when the end of the log was first reached; None if not yet."""
 
     def read(
         self, look: Callable[[], None], stop: Callable[[], bool] = lambda: False, *, follow: bool = True
@@ -148,17 +148,19 @@ class Followed:
 
     @property
     def state(self) -> CacheState:
-        """Of the cache, after the last batch."""
+        """State of the cache after the last batch."""
         return self.history.replayed.state
 
     @property
     def closed(self) -> bool:
-        """Whether the writer has ended in order, so that only a new epoch can follow."""
+        """True if the writer has closed the log, so that only a new epoch can follow."""
         return self._reader is not None and self._reader.closed
 
     @property
     def age(self) -> float:
-        """Seconds since the last batch: since it came, or by the wall clock if it was there before; never below 0."""
+        """Seconds since the last batch: since its arrival, or by the wall clock if it existed before; never
+        negative.
+        """
         if self._came_at is not None:
             return self._clock() - self._came_at
         last = self.history.replayed.last_ts
@@ -170,11 +172,11 @@ class Followed:
         return self._recent.waiting(self._until)
 
     def lately(self, length: int) -> Lately:
-        """What happened in the last `length` ns, or in those before a closed log ended."""
+        """Return counts over the last `length` ns, or over those before the end of a closed log."""
         return self._recent.over(length, self._until)
 
     def catch_up(self) -> CatchUp | None:
-        """How far it is from the end of the log; None: it is there. Raises OSError."""
+        """Return the distance from the end of the log; None if it is reached. Raises OSError."""
         reader = self._reader
         if reader is None or not self._is_behind:
             return None
@@ -226,23 +228,23 @@ class Followed:
             self._forget()
 
     def _forget(self) -> None:
-        """Go on with what is cached, and without all that was: else memory would grow as long as the log does."""
+        """Restart the history with the cached blocks only: else memory would grow with the log."""
         before = self.history
         assert self._started is not None
         batch = state_batch(before.replayed, self._started)
-        self.history = HistoryFold()  # with no listener: this batch has been counted
+        self.history = HistoryFold()  # without listeners: this batch has been counted
         self.history.fold(batch)
         self.history.epochs, self.history.replayed.gaps = before.epochs, before.replayed.gaps
         self.history.listeners = (self._recent,)
         self.known_since = batch.seq, batch.ts
 
     def _refuse_other_log(self) -> None:
-        """Raise LogReplaced if what is there now is another log than was read, or none."""
+        """Raise LogReplaced if the log is gone, or is another one than was read."""
         paths = segment_paths(self.log)
         known = None if self._started is None else self._started.log_id
         if not paths and known is not None:
             raise LogReplaced(self.log)
-        with suppress(FileNotFoundError):  # compressed or put aside meanwhile
+        with suppress(FileNotFoundError):  # compressed or moved in the meantime
             for path in paths[-1:]:
                 with Segment(path) as segment:
                     header = segment.header()
@@ -254,7 +256,7 @@ class Followed:
 
 
 def show(log: Followed, out: Output) -> None:
-    """All that is known now."""
+    """Print everything known now."""
     created = log.state.created
     name = printable(str(log.log))
     engine = (
@@ -272,7 +274,7 @@ def show(log: Followed, out: Output) -> None:
     show_levels(log.state, out, bars=True)
     out.line()
     lately = log.lately(log.window)
-    # Most first, as a terminal may cut off the last.
+    # Most first, because a terminal may cut off the last.
     show_reasons(f"prompt tokens of the last {span(lately.seconds)}", lately.reasons, out, most_first=True)
     if not lately.reasons.any():
         out.line("no request was admitted in this time")
@@ -296,7 +298,7 @@ def _status(log: Followed) -> list[str]:
 
 
 def _show_rates(log: Followed, out: Output) -> None:
-    """Two times side by side: now, and in the window."""
+    """Print rates of two intervals in columns: now, and in the window."""
     spans = [log.lately(min(NOW_NS, log.window)), log.lately(log.window)]
     if span(spans[0].seconds) == span(spans[1].seconds):
         spans = spans[:1]
@@ -325,7 +327,7 @@ def _per_second(number: int, seconds: float) -> str:
 
 
 def _notes(log: Followed) -> list[str]:
-    """What is not known."""
+    """Return notes on unknown values."""
     notes = []
     if log.known_since is not None:
         seq, ts = log.known_since
@@ -344,7 +346,7 @@ def _notes(log: Followed) -> list[str]:
 
 
 def to_json(log: Followed) -> dict[str, Any]:
-    """All that is known now."""
+    """Return everything known now."""
     replayed, state, since = log.history.replayed, log.state, log.known_since
     ts = replayed.last_ts
     return {

@@ -1,4 +1,6 @@
-"""The proofs of a run: its log, replayed, gives the cache's state, and a router on its own feed held what it held."""
+"""Verification of a run: its replayed log gives the cache's state, and a router on its own feed holds the same
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from sinks.render import Known
 
 LAST_BATCHES = 64
 FEED_URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
-"""Any free ports; nobody else is expected."""
+"""Feed on any free ports; no other subscriber is expected."""
 _POLL_MS = 50
 _PATIENCE_SECONDS = 10.0
 Resident = list[set[int]]
@@ -27,34 +29,35 @@ Resident = list[set[int]]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the replay of a run's log has shown."""
+    """Result of replaying a run's log."""
 
     replayed: Replayed | None = None
-    """None: it was interrupted, or the log is known to end before the run did, so that it cannot agree."""
+    """The replay; None if it was interrupted, or if the log is known to end before the run did, so that it cannot
+    agree."""
     fingerprint: bytes | None = None
     differences: tuple[str, ...] = ()
-    """What does not agree, in words; empty if all does."""
+    """Differences in words; empty if there are none."""
     seconds: float = 0.0
     last_batches: tuple[EventBatch, ...] = ()
-    """The end of the log, for people to look at."""
+    """Last batches of the log, for printing."""
     known: Known = field(default_factory=Known)
-    """What the log has said before these."""
+    """What is known from earlier batches."""
 
     @property
     def disagrees(self) -> bool:
-        """Whether something is wrong."""
+        """True if something is wrong."""
         return bool(self.differences)
 
 
 def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Output) -> Verification:
-    """Fold the log and compare it with the state that the cache had; a further signal ends that."""
+    """Fold the log and compare it with the cache's state; a further signal ends that."""
     started = time.perf_counter()
     last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
     known = Known()
     reader = LogReader(writer.directory)
     total = writer.next_seq + writer.batches_written
-    # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
-    stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
+    # The signal that ended the run must not end this as well: the log of an interrupted run is verified.
+    stop.is_set()  # counted, so that a further one counts as a second signal only if the event is not checked
     before = stop.received
     with out.progress("replaying its log", total) as update:
         replayed = fold(_watched(reader, last, known, lambda: stop.received > before, update), verify=True)
@@ -95,19 +98,19 @@ def _differences(replayed: Replayed, live: bytes, found: bytes) -> Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class FeedCheck:
-    """What the router held when the run was over."""
+    """Blocks that the router held at the end of the run."""
 
     batches: int
     blocks: tuple[int, int]
-    """In primary and in secondary."""
+    """Blocks in primary and in secondary."""
     agrees: bool
-    """Whether these are the cache's."""
+    """True if these are the cache's."""
     faults: int
-    """Stores without a known parent, repeated stores, removals of unknown blocks, and batches that were lost."""
+    """Stores without a known parent, repeated stores, removals of unknown blocks, and lost batches."""
 
 
 class OwnFeed:
-    """Listens on a thread of its own, as a router in another process would."""
+    """Subscriber on a thread of its own, like a router in another process."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
@@ -115,7 +118,7 @@ class OwnFeed:
         from events.subscribe.subscriber import Subscriber
         from sinks.router.transport import ZMQTransport
 
-        # The last one: sinks that the user asked for come first.
+        # The last one: sinks given by the user come first.
         transport = manager.feeds[-1].transport
         assert isinstance(transport, ZMQTransport)
         self._manager = manager
@@ -128,7 +131,7 @@ class OwnFeed:
         self._thread.start()
 
     def finish(self) -> FeedCheck:
-        """Wait until the router has heard everything, and compare."""
+        """Wait until the router has received everything, and compare."""
         state = self._manager.state
         self._places = [(group, level) for group in range(len(state.groups)) for level in (0, 1)]
         self._expected = [resident_names(state, level, group) for group, level in self._places]

@@ -1,4 +1,4 @@
-"""``kvcache whatif``: the requests of a log under other settings and other orders of eviction, beside what happened."""
+"""``kvcache whatif``: the requests of a log under other settings and eviction orders, compared with the recording."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ windows with full attention.
 `kvcache docs whatif` says what is played, and what becomes of requests that do not fit.
 """
 _MOST = 256
-"""Combinations that are played at once."""
+"""Most combinations that are played at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = "Play the requests of a log again under other settings and other orders of eviction."
     parser.epilog = _EPILOG
     add = partial(option, parser)
@@ -105,7 +105,7 @@ def _compare(
     if costs.model is not None:
         trials = [_in_blocks(trial, config, costs.model) for trial in trials]
     for trial in trials:
-        trial.settings(config)  # what is wrong with settings should be known before a long log is played
+        trial.settings(config)  # errors in settings are reported before a long log is played
     played = trials if args.no_bound else with_bounds(trials)
     with StopSignals() as stop:
         try:
@@ -127,11 +127,13 @@ def _compare(
 
 
 _IN_BLOCKS = {"primary_bytes": "primary_blocks", "host_cache_size": "secondary_blocks"}
-"""Settings in bytes, and in blocks."""
+"""Settings in bytes, with their equivalents in blocks."""
 
 
 def _in_blocks(trial: Trial, config: KVCacheConfig, model: KVShape) -> Trial:
-    """The trial with sizes in bytes as so many blocks of this model, which is not that of the log's settings."""
+    """Return the trial with sizes in bytes converted to blocks of this model, which is not that of the log's
+    settings.
+    """
     given = [name for name in _IN_BLOCKS if trial.sets.get(name) is not None]
     if given and len(windows_of(config)) > 1:
         raise UsageError(f"--set {given[0]}: with several windows, give {_IN_BLOCKS[given[0]]} instead")
@@ -149,7 +151,7 @@ def _bytes_in(given: Any, name: str) -> int:
 
 
 def _cost(row: TrialRow, costs: Costs, hours: float | None) -> PrefillCost | None:
-    """What the prefills of a trial take, at the times of the log."""
+    """Return the cost of the prefills of a trial, at the times of the log."""
     if costs.pricing is None:
         return None
     tally = row.outcome.tally
@@ -167,7 +169,7 @@ def _costs_json(row: TrialRow, costs: Costs, hours: float | None) -> dict[str, A
 def _play(
     log: Path, args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]
 ) -> list[TrialOutcome]:
-    # What a cache warns of when it is made would be told again for each.
+    # Warnings at a cache's creation would be repeated for each.
     prepare = partial(messages.configure_diagnostics, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
     with out.progress("playing batches") as update:
@@ -181,11 +183,11 @@ def _play(
         )
 
 
-# -- what to play
+# -- combinations
 
 
 def alternatives(text: str) -> list[tuple[str, str]]:
-    """The values of one ``--set``, each with its field; commas inside brackets and braces belong to a value."""
+    """Return the values of one ``--set``, each with its field; commas inside brackets and braces belong to a value."""
     name, equals, values = text.partition("=")
     if not equals or not name:
         raise UsageError(f"--set {text}: write FIELD=VALUE,VALUE, as in --set primary_blocks=1000,2000")
@@ -200,7 +202,9 @@ def alternatives(text: str) -> list[tuple[str, str]]:
 
 
 def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[str | None]) -> list[Trial]:
-    """A trial for each choice of a value from each axis, and each policy. Raises `UsageError` if these are too many."""
+    """Return a trial for each choice of a value from each axis, and each policy. Raises `UsageError` if these are too
+    many.
+    """
     names = [axis[0][0] for axis in axes]
     for name in names:
         if names.count(name) > 1:
@@ -217,14 +221,14 @@ def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[s
 
 
 def _policies(given: Sequence[str]) -> list[str | None]:
-    """The policies to play, each once, or that of the settings (None); raises `UnknownPolicy`."""
+    """Return the policies to play, each once, or that of the settings (None); raises `UnknownPolicy`."""
     names = [name.strip() for text in given for name in text.split(",")]
     for name in names:
         policy(name)
     return list(dict.fromkeys(names)) or [None]
 
 
-# -- what came out
+# -- results
 
 _NUMBERS: dict[str, Callable[[Tally], int]] = {
     "computed": lambda tally: tally.computed_tokens,
@@ -238,7 +242,7 @@ _NUMBERS: dict[str, Callable[[Tally], int]] = {
     "onboarded": lambda tally: tally.blocks_onboarded,
     "removed": lambda tally: tally.blocks_removed_primary + tally.blocks_removed_secondary,
 }
-"""Columns of which those are shown that have something in them."""
+"""Columns that are shown if any of their values is not 0."""
 
 
 def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Costs, out: Output) -> None:
@@ -276,7 +280,7 @@ def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Cos
 
 
 def _bytes_cell(row: TrialRow, costs: Costs) -> dict[str, str]:
-    """What both levels of a cache take, where a model is known."""
+    """Format the memory of both levels of a cache, if a model is known."""
     levels = cache_bytes(row.outcome.config, costs.model)
     return {} if levels is None else {"bytes": " + ".join(size(each) for each in levels if each)}
 
@@ -301,7 +305,7 @@ def _not_served(rows: Sequence[TrialRow]) -> str:
 
 
 def _of_engine(then: TrialOutcome) -> Iterator[str]:
-    """What tells the recorded row from the others where another engine decided."""
+    """Yield differences between the recording and the trials if another engine decided."""
     if not then.engine:
         return
     yield (
@@ -316,7 +320,7 @@ def _of_engine(then: TrialOutcome) -> Iterator[str]:
 
 
 def _worth_of_hints(gaps: Sequence[float]) -> str:
-    """What the gaps that were closed say; several are those of several settings."""
+    """Format the gaps that hints would close; several belong to several settings."""
     least, most = share(min(gaps)), share(max(gaps))
     closed = least if least == most else f"{least} to {most}"
     return (

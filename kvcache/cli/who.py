@@ -1,4 +1,4 @@
-"""``kvcache who``: which requests and which block have a slot at a moment of a log, and which had it before."""
+"""``kvcache who``: requests and block in a slot at a moment of a log, and its earlier occupants."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvcache.phrases import count, printable
 from kvcache.replay import Replayed
 
 _SHOWN = 20
-"""Changes that people see; JSON has all."""
+"""Most changes that are printed; JSON has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Say who holds a slot of the cache after a batch, which block is cached there, and what became of the slot "
         "before, event by event."
@@ -125,7 +125,7 @@ def _holders(occupant: Occupant) -> str:
 
 
 def to_json(args: argparse.Namespace, replayed: Replayed, histories: list[SlotHistory]) -> dict[str, Any]:
-    """Who has the slot, and all changes, the last of which led to that."""
+    """Return the occupants of the slot, and all changes, the last of which led to them."""
     return {
         **stamp(replayed.last_seq, replayed.last_ts),
         **pick(args, "level", "slot"),

@@ -1,4 +1,4 @@
-"""``kvcache subscribe``: what publishers of KV events say, live."""
+"""``kvcache subscribe``: live events of KV event publishers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EVERY_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
         "blocks, and batches that were missed. Batches without events (heartbeats) are only counted.\n"
@@ -77,7 +77,7 @@ def _add_table_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Print reports until there were enough, or a signal comes."""
+    """Print reports until the requested number is reached, or a signal comes."""
     as_table = args.table or args.prompt is not None or len(args.endpoint) > 1
     if args.prompt is None and has_namespace(args):
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --prompt")
@@ -122,8 +122,8 @@ def _show_table(listening: Listening, stop: StopSignals, args: argparse.Namespac
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt | None:
-    """What `--prompt` says, if it is given. Raises `UsageError` and `InvalidTokens`."""
-    # Not at the top: listening needs no numpy.
+    """Read the prompt of `--prompt`, if given. Raises `UsageError` and `InvalidTokens`."""
+    # Not at the top: subscribing needs no numpy.
     from kvcache.inputs import pack_tokens
 
     if args.prompt is None:

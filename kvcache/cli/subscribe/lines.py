@@ -1,4 +1,4 @@
-"""Lines about what is heard: those of routers' events, and those of all events of a cache."""
+"""Lines about received batches: routers' events, and all events of a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from events.subscribe.gathering import Worker
 
 _LAST_SECOND = 1e9 * 9
-"""In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
+"""Last valid time in seconds, in the year 2255: later times in nanoseconds exceed 64 bits."""
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
 _TYPE_WIDTH = max(map(len, _COLORS))
 
@@ -32,7 +32,7 @@ class RouterLines:
         self._indexes: dict[Worker | None, Index] = {}
 
     def text(self, report: Any, worker: Worker | None) -> Iterator[str]:
-        """For people."""
+        """Yield lines for people."""
         self._indexes.setdefault(worker, Index()).fold(report)
         said_by = [] if worker is None else [f"from={text(worker.topic)}"]
         if not isinstance(report, Received):
@@ -46,20 +46,20 @@ class RouterLines:
             yield f"{paint(f'{address:>9}', 'dim')}  {name}  {details}".rstrip()
 
     def json(self, report: Any, worker: Worker | None) -> Iterator[str]:
-        """For programs; hashes in hex digits, since many read numbers as floats."""
+        """Yield lines for programs; hashes are in hex digits, since many readers parse numbers as floats."""
         self._indexes.setdefault(worker, Index()).fold(report)
         if not isinstance(report, Received):
             yield _json_interruption(report, worker, "seq", "index", "ts", "rank", "topic", "replayed")
             return
         ts = report.batch.ts
-        nanoseconds = round(ts * 1e9) if abs(ts) < _LAST_SECOND else None  # None: a time that nobody can mean
+        nanoseconds = round(ts * 1e9) if abs(ts) < _LAST_SECOND else None  # None: an invalid time
         envelope = {"ts": nanoseconds, "rank": report.batch.rank, "topic": report.topic}
         for number, event in enumerate(report.batch.events):
             address = {"seq": report.seq, "index": number, **envelope, "replayed": report.replayed}
             yield _json({**address, "type": type(event).__name__, **_fields(event)})
 
     def summary(self) -> Iterator[str]:
-        """What was heard, and what is resident now as far as it was told."""
+        """Yield what was received, and which blocks are resident now."""
         for worker, index in (self._indexes or {None: Index()}).items():
             yield _summary(index) if worker is None else f"{text(worker.topic)}: {_summary(index)}"
 
@@ -72,7 +72,7 @@ class NativeLines:
         self._batches = self._events = 0
 
     def text(self, report: Any, worker: Worker | None) -> Iterator[str]:
-        """For people."""
+        """Yield lines for people."""
         said_by = [] if worker is None else [f"from={text(worker.topic)}"]
         if not isinstance(report, ReceivedBatch):
             yield _interruption(report, said_by)
@@ -81,7 +81,7 @@ class NativeLines:
             yield " ".join([line, *said_by])
 
     def json(self, report: Any, worker: Worker | None) -> Iterator[str]:
-        """For programs."""
+        """Yield lines for programs."""
         if not isinstance(report, ReceivedBatch):
             names = ("seq", "index", "ts", "time", "message", "topic", "replayed")
             yield _json_interruption(report, worker, *names)
@@ -94,7 +94,7 @@ class NativeLines:
             yield _json({**address, **of, **to_dict(event, known.key_bytes)})
 
     def summary(self) -> Iterator[str]:
-        """What was heard."""
+        """Yield what was received."""
         yield f"{count(self._batches, 'batch', 'batches')}, {count(self._events, 'event')}"
 
     def _take(self, report: ReceivedBatch, worker: Worker | None) -> Known:
@@ -103,9 +103,9 @@ class NativeLines:
 
 
 def _interruption(report: Missed | Restated | Restarted, said_by: list[str]) -> str:
-    """What happened to a stream, for people."""
+    """Format an interruption of a stream for people."""
     if isinstance(report, Restated):
-        # Not how many lie between: numbers that follow the clock may jump by millions.
+        # Without the number in between: numbers that follow the clock may jump by millions.
         numbers = f"{report.first - 1} to {report.last + 1}"
         what = f"the publisher tells its whole state anew; its numbers go on from {numbers}"
     elif isinstance(report, Restarted):
@@ -118,7 +118,7 @@ def _interruption(report: Missed | Restated | Restarted, said_by: list[str]) -> 
 
 
 def _json_interruption(report: Missed | Restated | Restarted, worker: Worker | None, *names: str) -> str:
-    """The same for programs; `names` are null, but for the topic of one of many workers."""
+    """Format an interruption for programs; `names` are null, except for the topic of one of many workers."""
     fields = msgspec.structs.asdict(report)
     span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
     said_by = {} if worker is None else {"topic": worker.topic}
@@ -148,7 +148,7 @@ def _details(event: VLLMEvent) -> list[str]:
 
 
 def _hex(name: Hash) -> str:
-    """16 digits. Of a whole digest the last 8 bytes, which are what its publisher would send as a number."""
+    """Format a name as 16 digits: of a whole digest the last 8 bytes, which its publisher would send as a number."""
     return name[-8:].hex() if isinstance(name, bytes) else f"{name & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 
 
@@ -165,7 +165,7 @@ def _fields(event: VLLMEvent) -> dict[str, Any]:
 
 
 def _hexed(value: Any, depth: int = 3) -> Any:
-    """Bytes in rows of rows as hex digits; they are nowhere deeper."""
+    """Replace bytes in nested rows by hex digits; they are no deeper than that."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple | list) and depth:

@@ -1,4 +1,4 @@
-"""Whom `kvcache subscribe` listens to: publishers that it connects to, such as connect to it, and brokers."""
+"""Sources of `kvcache subscribe`: publishers that it connects to, publishers that connect to it, and brokers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from events.subscribe.sockets import Curve
 
 IN_TOPIC = "topic"
-"""Given in place of a replay's endpoint: it is the one in the worker's topic."""
+"""Value in place of a replay endpoint: the one in the worker's topic."""
 SILENCE_SECONDS = 5.0
 NOTHING_HEARD = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
-"""Of a replay endpoint; one that is there answers at once."""
+"""Seconds before a replay endpoint is reported; a working one answers at once."""
 _REFUSED = (
     "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
     "it is tried again"
@@ -41,7 +41,7 @@ _OF_ZMQ = ("replay", "topic", "bind", "curve_key", "curve_server", "curve_client
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Declare how an endpoint is reached, and which of its messages count."""
+    """Declare connection options, and filters for messages."""
     add = partial(option, parser.add_argument_group("connection"))
     add("--topic TOPIC", "only topics that begin with this, and batches without any", default="")
     add("--bind", "bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is")
@@ -56,16 +56,16 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Speaker(NamedTuple):
-    """Who has said something."""
+    """Sender of a report."""
 
     endpoint: str
-    """Where it is connected to, or connects to."""
+    """Endpoint that it is connected to, or connects to."""
     worker: Worker | None = None
-    """Which of those that connect there; None: it is the only one."""
+    """Worker that connects there; None if it is the only one."""
 
 
 class GivenEndpoint(NamedTuple):
-    """An ENDPOINT as it is given, as in ``tcp://10.0.0.1:5557?replay=5558&curve_server=one.key``."""
+    """An ENDPOINT argument, as in ``tcp://10.0.0.1:5557?replay=5558&curve_server=one.key``."""
 
     endpoint: str
     replay: str | None
@@ -73,7 +73,7 @@ class GivenEndpoint(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> GivenEndpoint:
-        """Raises `UsageError`."""
+        """Parse an ENDPOINT. Raises `UsageError`."""
         endpoint, _, query = text.partition("?")
         refuse_foreign(endpoint)
         options = dict(parse_qsl(query, keep_blank_values=True))
@@ -85,11 +85,11 @@ class GivenEndpoint(NamedTuple):
         return cls(endpoint, replay, None if server is None else Path(server))
 
     def binds(self, args: argparse.Namespace) -> bool:
-        """Whether publishers connect to it."""
+        """Return True if publishers connect to it."""
         return args.bind or is_to_be_bound(self.endpoint)
 
     def check(self, args: argparse.Namespace) -> None:
-        """Raise `UsageError` for a replay or a host that nothing could come from."""
+        """Raise `UsageError` for a replay or a host that cannot work."""
         if self.binds(args):
             if self.replay not in (None, IN_TOPIC):
                 raise UsageError(
@@ -100,7 +100,7 @@ class GivenEndpoint(NamedTuple):
                 _refuse_unknown_host(endpoint)
 
     def curve(self, args: argparse.Namespace) -> Curve | None:
-        """The keys that were given, for one end or the other. Raises UsageError, and KeyFileError."""
+        """Return the given keys, for one end or the other. Raises UsageError, and KeyFileError."""
         from events.subscribe.sockets import Curve
 
         binds = self.binds(args)
@@ -116,14 +116,14 @@ class GivenEndpoint(NamedTuple):
 
 
 def _replay(endpoint: str, text: str | None) -> str | None:
-    """Where a replay is: another port of the same host, HOST:PORT, or an endpoint."""
+    """Return the endpoint of a replay: another port of the same host, HOST:PORT, or an endpoint."""
     if text is None or text == IN_TOPIC or "://" in text:
         return text
     return f"{endpoint.rpartition(':')[0]}:{text}" if text.isdigit() else f"tcp://{text}"
 
 
 def _refuse_unknown_host(endpoint: str) -> None:
-    """Raise `UsageError` for a name that stands for no address: a person would wait for nothing."""
+    """Raise `UsageError` for a name that does not resolve: the command would wait forever."""
     host = host_of(endpoint)
     if host is None:
         return
@@ -135,7 +135,7 @@ def _refuse_unknown_host(endpoint: str) -> None:
 
 
 def endpoints_of(args: argparse.Namespace) -> list[GivenEndpoint]:
-    """The endpoints that were given, each with its replay. Raises UsageError."""
+    """Return the given endpoints, each with its replay. Raises UsageError."""
     given = [GivenEndpoint.read(text) for text in args.endpoint]
     if args.replay is not None:
         if len(given) > 1 and args.replay != IN_TOPIC:
@@ -156,7 +156,7 @@ def endpoints_of(args: argparse.Namespace) -> list[GivenEndpoint]:
 
 
 class _Source(NamedTuple):
-    """One that is listened to."""
+    """One source."""
 
     kind: Literal["publisher", "bound", "broker"]
     subscriber: Any
@@ -165,7 +165,7 @@ class _Source(NamedTuple):
 
 
 class Listening:
-    """What is heard at all of them, each time with who said it."""
+    """Reports of all sources, each with its sender."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._sources: dict[str, _Source] = {}
@@ -215,16 +215,16 @@ class Listening:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All of them, as they were given or bound."""
+        """All endpoints, as given or bound."""
         return tuple(self._sources)
 
     @property
     def expected(self) -> list[Speaker]:
-        """Those that it connects to, and that can be known by name."""
+        """Senders that it connects to and that can be known by name."""
         return [Speaker(endpoint) for endpoint, each in self._sources.items() if each.kind == "publisher"]
 
     def poll(self, timeout_ms: int) -> Sequence[tuple[Speaker, Any]]:
-        """What there is to report, after at most so many milliseconds."""
+        """Return reports, after at most `timeout_ms`."""
         from events.subscribe.subscriber import Readable, poll_until, shortest
 
         def take() -> list[tuple[Speaker, Any]]:
@@ -240,27 +240,29 @@ class Listening:
         kind, subscriber, _ = self._sources[endpoint]
         if kind == "publisher":
             return [(Speaker(endpoint), report) for report in subscriber.poll(0)]
-        # A broker's stream is the only one, and waits by itself.
+        # A broker's stream is the only source, and waits by itself.
         found = subscriber.poll(timeout_ms if kind == "broker" else 0)
         return [(Speaker(endpoint, worker), report) for worker, report in found]
 
     def connected(self, speaker: Speaker) -> bool | None:
-        """Whether it is there now; None: that cannot be told of one that connects itself."""
+        """Return True if the sender is connected; None if it connects by itself, so that this is unknown."""
         kind, subscriber, _ = self._sources[speaker.endpoint]
         return bool(subscriber.connected) if kind == "publisher" else None
 
     def counts(self, endpoint: str) -> dict[str, int]:
-        """Of an endpoint: connections refused because of keys, unreadable messages, those of too many workers."""
+        """Return counters of an endpoint: connections refused because of keys, unreadable messages, those of too many
+        workers.
+        """
         subscriber = self._sources[endpoint].subscriber
         return {name: getattr(subscriber, name, 0) for name in ("refused", "malformed", "ignored")}
 
     def unanswered(self, endpoint: str) -> tuple[str | None, float]:
-        """The replay of the one publisher there, and for how many seconds it has not answered."""
+        """Return the replay endpoint of the one publisher there, and for how many seconds it has not answered."""
         _, subscriber, replay = self._sources[endpoint]
         return replay, getattr(subscriber, "unanswered_seconds", 0.0)
 
     def unavailable(self, endpoint: str) -> str | None:
-        """Why a broker cannot be read at present. ZeroMQ connects in the background, and does not say."""
+        """Return why a broker cannot be read at present. ZeroMQ connects in the background, and does not report it."""
         found: str | None = getattr(self._sources[endpoint].subscriber, "unavailable", None)
         return found
 
@@ -291,7 +293,9 @@ def _source(
 def heard(
     listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
 ) -> Iterator[tuple[Speaker, Any] | None]:
-    """What there is to report, until a signal or the last batch wanted; None several times a second, to draw breath."""
+    """Yield reports until a signal or the last requested batch; None several times a second, so that the caller can
+    act.
+    """
     batches = 0
     troubles = _Troubles(listening, out)
     for endpoint in listening.endpoints:
@@ -308,18 +312,18 @@ def heard(
 
 
 class _Troubles:
-    """Tells of each trouble once."""
+    """Reporter of problems, each once."""
 
     def __init__(self, listening: Listening, out: Output) -> None:
         self._listening, self._out = listening, out
         self._unanswered: set[str] = set()
         self._refused: set[str] = set()
         self.silent, self._begun = set(listening.endpoints), time.monotonic()
-        """Where nothing was heard yet."""
+        """Endpoints at which nothing was received yet."""
         self._absent: dict[str, str | None] = {}
 
     def tell(self) -> None:
-        """What is to be said now."""
+        """Report current problems."""
         if self.silent and time.monotonic() - self._begun >= SILENCE_SECONDS:
             for endpoint in sorted(self.silent):
                 self._out.note(NOTHING_HEARD.format(endpoint))

@@ -1,4 +1,4 @@
-"""What is known of each worker while it is listened to: its blocks, how it keeps up, what was missed, as a table."""
+"""State of each worker during a subscription, as a table: its blocks, its lag, its losses."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from kvcache.prefixes.index import PrefixIndex
 from kvcache.prefixes.publisher import RANKS_MAX
 
 RATE_SECONDS = 5.0
-"""Events per second are those of so long."""
+"""Interval of the event rate, in seconds."""
 SILENT_SECONDS = 5.0
 _PAUSES = 3
-"""Who sends heartbeats is called silent after three times its longest pause, and no earlier than after so long."""
+"""Factor on its longest pause after which a worker with heartbeats counts as silent."""
 _LAST_SECOND = 1e11
 _NONE = "–"
 _MANY = "?"
 _ALWAYS = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "restarts", "heard")
-"""Columns that are there even where none of them says anything."""
+"""Columns that are shown even if they are empty."""
 ROWS_MAX = 100
-"""Workers that are shown to people; JSON has all of them."""
+"""Most workers in the table; JSON has all of them."""
 
 Held = tuple[int, int, int]
-"""Tokens of the longest prefix that lies on the GPU, and by how many host memory, and then storage, makes it longer."""
+"""Tokens of the longest prefix on the GPU, and by how many host memory, and then storage, extend it."""
 NOTHING: Held = (0, 0, 0)
 
 
 class Prompt(NamedTuple):
-    """What is looked for."""
+    """Prompt to look up."""
 
     tokens: tuple[int, ...]
     adapter: str | int | None = None
-    """LoRA, by its name or number."""
+    """LoRA adapter, by name or number."""
     salt: str | None = None
 
     def held_in(self, index: PrefixIndex) -> dict[tuple[Hashable, int], Held]:
-        """For each worker and rank the longest prefix of which all blocks are there, as all groups have it."""
+        """Return, for each worker and rank, the longest prefix of which all blocks are there in all groups."""
         found = {(each.worker, each.rank): NOTHING for each in index.publishers}
         for adapter, salt in self._spellings():
             for whose, (primary, secondary, storage) in index.match(
@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
         return found
 
     def _spellings(self) -> Iterator[tuple[str | int | None, str | None]]:
-        """The adapter and salt as publishers may tell them: a number as a name, a salt by its digest."""
+        """Yield adapter and salt in the forms that publishers may use: a number as a name, a salt by its digest."""
         adapters = [self.adapter, *([str(self.adapter)] if isinstance(self.adapter, int) else [])]
         salts = [None] if self.salt is None else [self.salt, hashlib.sha256(self.salt.encode()).hexdigest()]
         yield from ((adapter, salt) for adapter in adapters for salt in salts)
@@ -71,13 +71,13 @@ class EventRate:
         self._counts: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, count: int) -> None:
-        """Count something; times (seconds) never go back."""
+        """Add `count` events; times (seconds) never go back."""
         if count:
             self._counts.append((now, count))
             self._forget(now)
 
     def per_second(self, now: float) -> float:
-        """On average over the last seconds, or since the start where that is later."""
+        """Return the mean over the last seconds, or since the start if that is later."""
         self._forget(now)
         span = min(RATE_SECONDS, max(now - self._started, 1.0))
         return sum(count for _, count in self._counts) / span
@@ -97,20 +97,20 @@ class WorkerRow:
         self.index = Index()
         self.rate = EventRate(started)
         self.seq: int | None = None
-        """The last batch."""
+        """Last batch."""
         self.partial = False
-        """Whether only a part of its blocks is known: it was first heard in the middle, or batches are lost, and it has
-        not told its whole state since."""
+        """True if only a part of its blocks is known: the subscription began in the middle, or batches were lost, and
+        its whole state was not sent since."""
         self.lag: float | None = None
-        """How much later than its time the last live batch came, in seconds; below 0 where clocks differ."""
+        """Delay of the last live batch after its time, in seconds; negative if clocks differ."""
         self.heard_at: float | None = None
-        """When any live batch came last, of `time.monotonic`."""
+        """Time of the last live batch, of `time.monotonic`."""
         self.heartbeat_at: float | None = None
-        """Likewise one without events; None: it has sent none."""
+        """Time of the last live batch without events; None if there was none."""
         self._longest_pause = 0.0
 
     def take(self, report: Received, now: float, wall: float) -> None:
-        """Take in a batch."""
+        """Apply a batch."""
         self.index.fold(report)
         self.seq, self.topic = report.seq, report.topic or self.topic
         if any(isinstance(event, AllBlocksCleared) for event in report.batch.events):
@@ -127,16 +127,16 @@ class WorkerRow:
             self.heartbeat_at = now
 
     def interrupt(self, report: Report) -> None:
-        """Take in that batches were missed, a state is told anew, or the publisher has restarted."""
+        """Handle missed batches, a state sent anew, or a restart of the publisher."""
         self.index.fold(report)
         if isinstance(report, Restarted):
-            self._longest_pause = 0.0  # until it was there again
+            self._longest_pause = 0.0  # downtime
         elif isinstance(report, Missed) and not report.recovered:
             self.partial = True
 
     @property
     def name(self) -> str:
-        """What it is called: where it is, or the topic by which it is known where many connect."""
+        """Name: its endpoint, or its topic if many publishers connect."""
         worker = self.speaker.worker
         if worker is None:
             return printable(self.speaker.endpoint.removeprefix("tcp://"))
@@ -144,23 +144,25 @@ class WorkerRow:
 
     @property
     def blocks(self) -> Held:
-        """How many it has, by level."""
+        """Number of its blocks, by level."""
         return self.index.count(GPU), self.index.count(HOST), self.index.count(STORAGE)
 
     def state(self, connected: bool | None, now: float) -> str:
-        """``waiting`` (never heard), ``connected`` (and never heard), ``live``, ``silent`` or ``gone``."""
+        """Return ``waiting`` (nothing received), ``connected`` (but nothing received), ``live``, ``silent`` or
+        ``gone``.
+        """
         if self.seq is None:
             return "connected" if connected else "waiting"
         if connected is False:
             return "gone"
         if self.heartbeat_at is None or self.heard_at is None:
-            return "live"  # of who sends no heartbeats nobody knows
+            return "live"  # without heartbeats this is unknown
         silent = now - self.heard_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
         return "silent" if silent else "live"
 
 
 class Workers:
-    """All of them, in the order in which they were named or heard."""
+    """All workers, in the order in which they were named or first received."""
 
     def __init__(
         self,
@@ -172,22 +174,22 @@ class Workers:
     ) -> None:
         self.prompt = prompt
         self._prefixes = PrefixIndex()
-        """Of a prompt alone."""
+        """Index for a prompt only."""
         self._held: dict[tuple[Hashable, int], Held] = {}
         self._connected, self._clock, self._wall = connected, clock, wall
         self._rows: dict[Speaker, dict[int | None, WorkerRow]] = {}
         self._begun: set[Speaker] = set()
-        """Who was heard since its numbers began."""
+        """Publishers received since their numbers began."""
         self.ignored_batches = 0
-        """Of ranks that nobody has (`RANKS_MAX`)."""
+        """Batches of invalid ranks (`RANKS_MAX`)."""
 
     def expect(self, speakers: Iterable[Speaker]) -> None:
-        """Show also those that were not heard yet."""
+        """Add workers that nothing was received from yet."""
         for speaker in speakers:
             self._of(speaker)
 
     def fold(self, speaker: Speaker, report: Report) -> None:
-        """Take in what one of them says, or has failed to."""
+        """Apply a report of a worker, or an interruption."""
         if self.prompt is not None:
             self._prefixes.fold(speaker, report)
         rows = self._of(speaker)
@@ -202,7 +204,7 @@ class Workers:
             self.ignored_batches += 1
             return
         if rank not in rows and None in rows and rows[None].seq is None:
-            # Until now it was not known which rank speaks there.
+            # Until now its rank was unknown.
             rows[rank] = rows.pop(None)
             rows[rank].rank = rank
         if rank not in rows:
@@ -215,20 +217,22 @@ class Workers:
         rows[rank].take(report, self._clock(), self._wall())
 
     def rows(self) -> list[WorkerRow]:
-        """One for each rank that each of them speaks for."""
+        """Return a row for each rank of each worker."""
         return [row for rows in self._rows.values() for row in rows.values()]
 
     def look(self) -> None:
-        """Find out who holds how much of the prompt now."""
+        """Look up the prompt in all workers."""
         if self.prompt is not None:
             self._held = self.prompt.held_in(self._prefixes)
 
     def held(self, row: WorkerRow) -> Held:
-        """How much of the prompt a worker held at the last `look`."""
+        """Return how much of the prompt a worker held at the last `look`."""
         return self._held.get((row.speaker, row.rank or 0), NOTHING)
 
     def longest(self) -> list[WorkerRow]:
-        """Who holds most of the prompt, and of that most where it is fastest; empty: nobody holds anything."""
+        """Return the workers with the longest prefix of the prompt, and among these in the fastest level; empty if none
+        has any.
+        """
         amounts = [(sum(held), held, row) for row in self.rows() if any(held := self.held(row))]
         best = max((amount[:2] for amount in amounts), default=None)
         return [row for *amount, row in amounts if tuple(amount) == best]
@@ -241,7 +245,7 @@ class Workers:
     # -- for people
 
     def show(self, out: Output) -> None:
-        """The first `ROWS_MAX` workers as a table, below what the rows do not say."""
+        """Print the first `ROWS_MAX` workers as a table, below facts that are not in the rows."""
         self.look()
         longest, every = self.longest(), self.rows()
         shown = every[:ROWS_MAX]
@@ -319,7 +323,7 @@ class Workers:
     # -- for programs
 
     def to_json(self, counts: Callable[[str], dict[str, int]]) -> dict[str, Any]:
-        """All of them; `counts` says what is known of an endpoint as a whole."""
+        """Return all workers; `counts` returns the counters of an endpoint."""
         self.look()
         longest, ts = self.longest(), time.time_ns()
         prompt = None if self.prompt is None else len(self.prompt.tokens)
