@@ -1,16 +1,15 @@
-"""A cache of prefixes, block by block, with orders of eviction to choose from; compiled where numba is installed.
+"""Prefix cache by blocks, with a choice of eviction orders; compiled if numba is installed.
 
-The rule is that of `kvcache.audit.curve`: a prompt hits the longest prefix that is cached, then all of its blocks are,
-and only leaves are evicted. A request can hold its blocks for a time; what is held is not evicted, and a prompt that
-does not fit beside it is cached as far as there is room.
+The rule is that of `kvcache.audit.curve`: a prompt hits the longest cached prefix, then all of its blocks are cached,
+and only leaves are evicted. A request can hold its blocks for a time; held blocks are not evicted, and a prompt that
+does not fit next to them is cached up to the available room.
 
-Leaves that nobody holds are in heaps, the next victim at the top, and the lowest heap that has any gives the victim. So
-the work for a block that hits is a few array accesses, and that for one that is evicted is logarithmic in the number of
-leaves. Everything here is a function of arrays: numba compiles these, and without it they run as they are, a hundred
-times slower or more.
+Unheld leaves are in heaps with the next victim at the top, and the victim is taken from the lowest heap that is not
+empty. So a hit takes a few array accesses, and an eviction time logarithmic in the number of leaves. Everything here is
+a function of arrays: numba compiles these; without it they run uncompiled, a hundred times slower or more.
 
-What numba keeps on disk names the classes here and this module: who renames one of the classes renames the module, too,
-or earlier files of numba are read that nothing understands.
+Numba's files on disk contain the names of the classes here and of this module: if a class is renamed, the module must
+be renamed as well, or numba loads older files that do not match.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ else:
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function when it is called first, and keep the result on disk; as it is where numba is missing."""
+    """Compile a function at its first call, and cache the result on disk; return it unchanged without numba."""
     return cast(Function, numba.njit(cache=True)(function)) if COMPILED else function
 
 
@@ -40,47 +39,47 @@ LEVELS, FIFO, RANK, SEGMENTS, S3FIFO = range(5)
 each least recently used; S3-FIFO."""
 HEAPS = 6
 _TAIL = 5
-"""The heap of protected blocks without a protected child; the others are of leaves."""
+"""Heap of protected blocks without a protected child; the others are of leaves."""
 _STAMP, _USED, _PART, _GHOSTS = range(4)
-"""Places of `PrefixCache.numbers`: a clock of uses, cached blocks, those that are protected or in the small queue, and
-how many the small queue has evicted."""
+"""Indices of `PrefixCache.numbers`: clock of uses, cached blocks, blocks that are protected or in the small queue, and
+number of evictions from the small queue."""
 _MOST_USES = 3
-"""S3-FIFO counts no further."""
+"""Upper limit of S3-FIFO's counts."""
 
 
 class PlayedRequests(NamedTuple):
-    """What is played: the blocks of all prompts one after the other, numbered from 0."""
+    """Requests to replay: the blocks of all prompts one after the other, numbered from 0."""
 
     blocks: Any
     begins: Any
-    """By request, where its blocks begin; and one more entry, for the end."""
+    """Per request: index of its first block; with one more entry for the end."""
     parents: Any
-    """By block, the one before it; -1: none."""
+    """Per block: the previous one; -1: none."""
     depths: Any
-    """By block, how many are before it."""
+    """Per block: number of blocks before it."""
     moments: Any
-    """In order of time, requests that come, and ``~request`` where one ends."""
+    """Events in order of time: a request's arrival, or ``~request`` for its end."""
     arrivals: Any
-    """By request, in seconds."""
+    """Per request: arrival in seconds."""
     ends: Any
 
 
 class Order(NamedTuple):
-    """An order of eviction, for one workload."""
+    """Eviction order for one workload."""
 
     kind: int
     heaps: Any
-    """By request, the heap of blocks that it was the last to use. The lowest goes first."""
+    """Per request: heap of the blocks that it was the last to use. The lowest goes first."""
     splits: Any
-    """By request, the depth from which on its blocks are in heap 0 instead."""
+    """Per request: depth from which on its blocks are in heap 0 instead."""
     ages: Any
-    """By heap, how many seconds after the end of their last request blocks leave it."""
+    """Per heap: seconds after the end of their last request at which blocks leave it."""
     below: Any
-    """By heap, the one that they go to."""
+    """Per heap: the heap that they move to."""
     weights: Any
-    """By depth, how much a use raises a rank; deeper ones count as the last."""
+    """Per depth: increase of a rank by a use; deeper ones count as the last."""
     part: int
-    """Blocks that may be protected, or that the small queue is to have."""
+    """Limit of protected blocks, or target of the small queue."""
 
 
 _BLOCK = np.dtype(
@@ -100,39 +99,39 @@ _BLOCK = np.dtype(
     ],
     align=True,
 )
-"""What is known of a block:
+"""State of a block:
 
 - `keys`, `ties`: the lowest key, then the lowest tie, is the top of a heap
-- `ghosts`: when the small queue evicted it, as a number of `_GHOSTS`; 0: not since it was stored
-- `children`: how many are cached, and how many requests hold the block as their last
-- `users`: the last request that used it; `uses`: how often it was used
+- `ghosts`: its last eviction from the small queue, as a number of `_GHOSTS`; 0: none since it was stored
+- `children`: number of cached children, and of requests that hold the block as their last
+- `users`: the last request that used it; `uses`: number of uses
 - `protected`: protected children
-- `places`, `tail_places`: where it is in a heap of leaves, and in that of the tail; -1: nowhere
+- `places`, `tail_places`: its index in a heap of leaves, and in that of the tail; -1: none
 - `segments`: 1 if it is protected, or in the main queue
 - `in_heap`: the heap of leaves in which it is
 """
 
 
 class PrefixCache(NamedTuple):
-    """One cache."""
+    """State of one cache."""
 
     blocks: Any
-    """An array of `_BLOCK`."""
+    """Array of `_BLOCK`."""
     trees: Any
     """The heaps."""
     sizes: Any
-    """By heap, its blocks."""
+    """Per heap: number of its blocks."""
     numbers: Any
     clock: Any
-    """One entry: the highest rank of a victim."""
+    """Single entry: the highest rank of a victim."""
     hits: Any
-    """By request, the blocks that were there."""
+    """Per request: number of blocks that hit."""
     held: Any
-    """By request, the blocks that it found and stored."""
+    """Per request: number of blocks that it found and stored."""
 
 
 def new_cache(size: int, requests: int, blocks: int) -> PrefixCache:
-    """An empty cache of `size` blocks."""
+    """Return an empty cache of `size` blocks."""
     state = np.zeros(blocks, _BLOCK)
     state["places"] = state["tail_places"] = -1
     return PrefixCache(
@@ -228,12 +227,12 @@ def _remove(cache: PrefixCache, heap: int, block: int) -> None:
         _sink(cache, heap, places[moved])
 
 
-# -- what goes next
+# -- next victims
 
 
 @compiled
 def _offer(cache: PrefixCache, requests: PlayedRequests, order: Order, block: int) -> None:
-    """A block is now a leaf that nobody holds: it can be evicted."""
+    """Make a block evictable that is now an unheld leaf."""
     heap = cache.blocks["segments"][block]
     if order.kind == LEVELS:
         user = cache.blocks["users"][block]
@@ -243,7 +242,7 @@ def _offer(cache: PrefixCache, requests: PlayedRequests, order: Order, block: in
 
 @compiled
 def _expire(cache: PrefixCache, requests: PlayedRequests, order: Order, now: float) -> None:
-    """Move what has been in its heap long enough. The top is what was used longest ago."""
+    """Move blocks that have been in their heap long enough. The top is the least recently used one."""
     for heap in range(_TAIL - 1, 0, -1):
         while cache.sizes[heap]:
             block = cache.trees[heap][0]
@@ -255,9 +254,9 @@ def _expire(cache: PrefixCache, requests: PlayedRequests, order: Order, now: flo
 
 @compiled
 def _advance(cache: PrefixCache, order: Order) -> None:
-    """Work the queues of S3-FIFO until the next victim is the top of the lowest heap that is not empty.
+    """Advance the queues of S3-FIFO until the next victim is the top of the lowest heap that is not empty.
 
-    Heap 0 is the small queue, heap 1 the main one; a main victim is put into heap 0 for that.
+    Heap 0 is the small queue, heap 1 the main one; a victim of the main queue is moved to heap 0 for that.
     """
     small, main = cache.trees[0], cache.trees[1]
     while True:
@@ -286,7 +285,7 @@ def _advance(cache: PrefixCache, order: Order) -> None:
 
 @compiled
 def _evict(cache: PrefixCache, requests: PlayedRequests, order: Order, now: float) -> bool:
-    """Evict one block; False: all are held."""
+    """Evict one block; return False if all are held."""
     if order.kind == LEVELS:
         _expire(cache, requests, order, now)
     elif order.kind == S3FIFO:
@@ -321,7 +320,7 @@ def _evict(cache: PrefixCache, requests: PlayedRequests, order: Order, now: floa
 
 @compiled
 def _unprotect(cache: PrefixCache, requests: PlayedRequests, block: int) -> None:
-    """A protected block without protected children leaves the segment."""
+    """Remove a protected block without protected children from the segment."""
     _remove(cache, _TAIL, block)
     cache.blocks["segments"][block] = 0
     cache.numbers[_PART] -= 1
@@ -336,7 +335,7 @@ def _unprotect(cache: PrefixCache, requests: PlayedRequests, block: int) -> None
 def _protect(
     cache: PrefixCache, requests: PlayedRequests, order: Order, begin: int, hits: int, count: int
 ) -> None:
-    """Blocks that were there are protected from now on; what then is too many goes back, the least recent first."""
+    """Protect the blocks that hit; then unprotect the least recent ones beyond the limit."""
     deepest = -1
     for at in range(begin, begin + count):
         block = requests.blocks[at]
@@ -386,7 +385,7 @@ def _store(cache: PrefixCache, order: Order, size: int, block: int) -> None:
 
 @compiled
 def _come(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int, request: int) -> None:
-    """A request finds what is there, and the rest of its prompt is stored."""
+    """Handle an arrival: count hits, and store the rest of the prompt."""
     blocks, begin = requests.blocks, requests.begins[request]
     count = min(requests.begins[request + 1] - begin, size)
     hits = 0
@@ -415,7 +414,7 @@ def _come(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int,
 
 @compiled
 def _end(cache: PrefixCache, requests: PlayedRequests, order: Order, request: int) -> None:
-    """A request has used its blocks, and holds them no longer."""
+    """Handle the end of a request, which releases its blocks."""
     blocks, begin, count = requests.blocks, requests.begins[request], cache.held[request]
     hits = cache.hits[request]
     cache.numbers[_STAMP] += 1
@@ -446,7 +445,7 @@ def _end(cache: PrefixCache, requests: PlayedRequests, order: Order, request: in
 
 @compiled
 def play(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int) -> None:
-    """Play all requests; what each found is in `cache.hits`."""
+    """Play all requests; the hits of each are in `cache.hits`."""
     for moment in requests.moments:
         if moment < 0:
             _end(cache, requests, order, ~moment)
@@ -456,10 +455,11 @@ def play(cache: PrefixCache, requests: PlayedRequests, order: Order, size: int) 
 
 @compiled
 def usual_gaps(requests: PlayedRequests, aging: float, shortest: float) -> Any:
-    """By request, the mean time from the end of a conversation's request to its next, as known then; infinite at first.
+    """Return, per request, the mean gap from the end of a conversation's request to its next, as known then; at first
+    infinite.
 
-    A geometric mean, in which later gaps count more. A request continues the one that was the last to use the deepest
-    block that was there before, if it has more than half of that one's blocks.
+    The mean is geometric, with more weight on later gaps. A request continues the one that last used the deepest
+    existing block of its prompt, if it has more than half of that one's blocks.
     """
     count = len(requests.arrivals)
     users = np.full(len(requests.parents), -1, np.int32)

@@ -1,4 +1,6 @@
-"""The requests of a log by tenant, session, adapter: what each group computed and lost, and for whose room."""
+"""Requests of a log by tenant, session, adapter: tokens that each group computed and lost, and the groups that caused
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from kvcache.errors import UsageError, shown
 from kvcache.phrases import printable
 
 Key = str | None
-"""What the requests of a group have in common. None: they have none, or nobody knows which request it was."""
+"""Common value of a group's requests. None: they have none, or the request is unknown."""
 _Rule = Callable[[HistoryFold, RequestOrigin, Namespace], Key]
 
 
@@ -48,11 +50,11 @@ _RULES: dict[str, _Rule] = {
 }
 _LABEL = "label:"
 DIMENSIONS = (*_RULES, f"{_LABEL}NAME")
-"""Whatever requests can be grouped by."""
+"""Names by which requests can be grouped."""
 
 
 def _rule(by: str) -> _Rule:
-    """Raise `UsageError` for what is no dimension."""
+    """Return the rule of a dimension. Raises `UsageError` for an unknown one."""
     if by.startswith(_LABEL) and by != _LABEL:
         return _label(by.removeprefix(_LABEL))
     if by in _RULES:
@@ -62,42 +64,42 @@ def _rule(by: str) -> _Rule:
 
 @dataclass(slots=True)
 class GroupTotals:
-    """The requests of one group, or of several."""
+    """Totals of the requests of one group, or of several."""
 
     requests: int = 0
     reasons: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by `Reason`."""
     spent_seconds: float = 0.0
-    """Of its prefills; what was to be loaded from outside is taken to have come."""
+    """Seconds of its prefills, provided that loads from outside succeeded."""
     saved_seconds: float = 0.0
-    """What they would have taken besides without reuse."""
+    """Further seconds that they would have taken without reuse."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all its requests."""
+        """Prompt tokens of all its requests."""
         return int(self.reasons.sum())
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that were found in the cache."""
+        """Prompt tokens found in the cache."""
         return int(self.reasons[: Reason.PARTIAL + 1].sum())
 
     @property
     def evicted(self) -> int:
-        """Those computed again because of evictions."""
+        """Tokens computed again because of evictions."""
         return int(self.reasons[list(EVICTIONS)].sum())
 
     @property
     def lost(self) -> int:
-        """Those computed again since they had been cleared or lost."""
+        """Tokens computed again because they had been cleared or lost."""
         return int(self.reasons[list(LOSSES)].sum())
 
 
 class CacheShares(NamedTuple):
-    """Whose requests had stored what was cached at a moment."""
+    """Blocks cached at a moment, by the group of the storing request."""
 
     batch: int
-    """Behind it."""
+    """Batch before the moment."""
     at: int
     """Wall-clock ns."""
     blocks: dict[Key, int]
@@ -105,38 +107,38 @@ class CacheShares(NamedTuple):
 
 
 MOMENTS = 120
-"""At most so many are looked at; of more only every second one is kept."""
+"""Most moments that are sampled; when there are more, every second one is dropped."""
 _FIRST_NS = 1
 
 
 class RequestGroups(HistoryListener):
-    """Counts by group. What it counts of all groups together is what an audit counts.
+    """Listener that counts by group. The counts of all groups together equal those of an audit.
 
     Args:
         by: One of `DIMENSIONS`. Raises `UsageError` for another one.
-        model: What prefills take; None: their seconds are not added up.
-
+        model: Prefill time; None: seconds are not counted.
     """
 
     def __init__(self, by: str, model: PrefillModel | None = None) -> None:
         self.by, self._rule, self._model = by, _rule(by), model
         self.totals: dict[Key, GroupTotals] = {}
-        """Those that have admitted requests."""
+        """Totals of groups with admitted requests."""
         self.evicted_blocks: Counter[tuple[Key, Key]] = Counter()
-        """Full blocks that were removed for want of room, by the groups of who had stored them and of who needed it."""
+        """Full blocks evicted, by the groups of the storing request and of the one that needed the room."""
         self.recomputed_tokens: Counter[tuple[Key, Key]] = Counter()
-        """Tokens computed again because of that, by the groups of who computed them and of who needed the room."""
+        """Tokens computed again because of that, by the groups of the computing request and of the one that needed the
+        room."""
         self._keys: dict[Key, int] = {None: 0}
         self._names: list[Key] = [None]
         self._of = array("i", [0])
-        """The place in `_names` of each request, by the number of its admission plus 1."""
+        """Index into `_names` of each request, by its admission number plus 1."""
         self._moments: dict[int, CacheShares] = {}
-        """The first of each part of the time."""
+        """First sample of each part of the time."""
         self._start: int | None = None
         self._width = _FIRST_NS
 
     def _know(self, history: HistoryFold, number: int, namespace: Namespace) -> Key:
-        """Note the group of a request."""
+        """Record the group of a request."""
         key = self._rule(history, history.origins[number], namespace)
         place = self._keys.setdefault(key, len(self._names))
         if place == len(self._names):
@@ -146,13 +148,13 @@ class RequestGroups(HistoryListener):
         return key
 
     def _counted(self, requests: npt.NDArray[Any]) -> Iterator[tuple[Key, int]]:
-        """How many of these requests, by number, are of each group."""
+        """Yield the groups of these requests, given by number, with their counts."""
         places, counts = np.unique(np.frombuffer(self._of, np.int32)[requests + 1], return_counts=True)
         for place, count in zip(places.tolist(), counts.tolist(), strict=True):
             yield self._names[place], count
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Learn whose it is, and charge those for whose room it computes tokens again."""
+        """Record the request's group, and charge the groups that caused its recomputed tokens."""
         key = self._know(history, admission.number, admission.namespace)
         lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost) or not self.counting:
@@ -177,11 +179,11 @@ class RequestGroups(HistoryListener):
                 totals.saved_seconds += float(seconds[: Reason.PARTIAL + 1].sum())
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
-        """A branch is of its parent's group."""
+        """Record the child in its parent's group."""
         self._know(history, child.number, child.sequence.namespace)
 
     def restarted(self, history: HistoryFold) -> None:
-        """Of requests whose admission is not in the log only the namespace is known."""
+        """Record requests without an admission in the log, of which only the namespace is known."""
         for request in history.running.values():
             self._know(history, request.number, request.sequence.namespace)
 
@@ -193,7 +195,7 @@ class RequestGroups(HistoryListener):
                 self.evicted_blocks[whose, needed_by] += blocks
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Look at the cache, if a new part of the time has begun."""
+        """Sample the cache if a new part of the time has begun."""
         if not self.counting:
             return
         now = history.epochs.of(history.now)
@@ -209,7 +211,7 @@ class RequestGroups(HistoryListener):
             self._moments[part] = self.shares(history)
 
     def shares(self, history: HistoryFold) -> CacheShares:
-        """Whose what is cached now is."""
+        """Return the currently cached blocks by group."""
         self._of.extend([0] * (len(history.requests) + 1 - len(self._of)))
         blocks = Counter[Key]()
         for window in history.windows:
@@ -219,15 +221,15 @@ class RequestGroups(HistoryListener):
 
     @property
     def moments(self) -> list[CacheShares]:
-        """What was cached over time, by at most `MOMENTS` moments."""
+        """Cached blocks over time, at most `MOMENTS` samples."""
         return list(self._moments.values())
 
     def largest(self, top: int) -> list[Key]:
-        """The groups with the most prompt tokens, at most `top`."""
+        """Return the groups with the most prompt tokens, at most `top`."""
         return sorted(self.totals, key=lambda key: -self.totals[key].prompt_tokens)[:top]
 
     def others(self, named: list[Key]) -> GroupTotals | None:
-        """All groups but these, as one; None: there are none."""
+        """Return all groups but these, as one; None if there are none."""
         rest = [totals for key, totals in self.totals.items() if key not in set(named)]
         if not rest:
             return None
@@ -237,7 +239,7 @@ class RequestGroups(HistoryListener):
 
 
 def _mean_shares(groups: RequestGroups, until: int) -> dict[Key, float]:
-    """Which part of what was cached each group had stored, over the time up to `until` (ns)."""
+    """Return the mean share of each group in the cached blocks, up to time `until` (ns)."""
     moments = groups.moments
     areas = Counter[Key]()
     for shares, end in zip(moments, [*(each.at for each in moments[1:]), until], strict=True):
@@ -250,36 +252,35 @@ def _mean_shares(groups: RequestGroups, until: int) -> dict[Key, float]:
 
 
 def others(number: int) -> str:
-    """So many that have no row of their own."""
+    """Format the number of groups that have no row of their own."""
     return f"{number:,} other" + "s" * (number > 1)
 
 
 class GroupRow(NamedTuple):
-    """What is shown of a group, or of all that have no row of their own."""
+    """Row of a group, or of all groups that have no row of their own."""
 
     name: str
     totals: GroupTotals
     evicted: int
-    """Full blocks that its requests had stored and that were evicted."""
+    """Full blocks stored by its requests that were evicted."""
     evicted_for_it: int
-    """Full blocks that were evicted to make room for its requests."""
+    """Full blocks evicted to make room for its requests."""
     share: float
-    """Of what was cached, over the time, the part that its requests had stored."""
+    """Mean share over time of the cached blocks that its requests had stored."""
 
 
 _NONE = "(none)"
 _DIGITS = 16
-"""Shown of a salt's digest."""
+"""Digits of a salt's digest that are shown."""
 
 
 class TopGroups:
     """The groups with the most prompt tokens, and all others as one.
 
     Args:
-        groups: All of them.
+        groups: All groups.
         until: The end of the time, wall-clock ns.
-        top: How many are named.
-
+        top: Number of named groups.
     """
 
     def __init__(self, groups: RequestGroups, until: int, top: int) -> None:
@@ -292,25 +293,25 @@ class TopGroups:
             self.rest = GroupTotals()
 
     def _without_requests(self) -> set[Key]:
-        """Groups that have, or have evicted, blocks."""
+        """Return the groups that only have, or have evicted, blocks."""
         return {*self.shares, *(key for pair in self.groups.evicted_blocks for key in pair)}
 
     def is_named(self, key: Key) -> bool:
-        """Whether the group has a row of its own."""
+        """Return True if the group has a row of its own."""
         return key in self._shown
 
     def unnamed(self, numbers: dict[Key, Any]) -> Any:
-        """The sum over all groups without a row of their own."""
+        """Return the sum over all groups without a row of their own."""
         return sum(each for key, each in numbers.items() if key not in self._shown)
 
     def name_of(self, key: Key) -> str:
-        """A group in words."""
+        """Format a group's name."""
         if key is None:
             return _NONE
         return printable(key[:_DIGITS] if self.groups.by == "salt" else key)
 
     def rows(self) -> list[GroupRow]:
-        """Those that are named, then all others as one, if there are any."""
+        """Return the named groups, then all others as one, if there are any."""
         suffered, caused = self._evictions()
         rows = [
             GroupRow(
@@ -329,7 +330,7 @@ class TopGroups:
         return rows
 
     def _evictions(self) -> tuple[Counter[Key], Counter[Key]]:
-        """Blocks by who had stored them, and by who needed their room."""
+        """Return blocks by storing group, and by the group that needed their room."""
         suffered, caused = Counter[Key](), Counter[Key]()
         for (whose, needed_by), blocks in self.groups.evicted_blocks.items():
             suffered[whose] += blocks
@@ -337,7 +338,9 @@ class TopGroups:
         return suffered, caused
 
     def pairs(self) -> list[tuple[Key, Key, int, int]]:
-        """Whose blocks, for whose room, how many, and how many tokens were computed again: the most costly first."""
+        """Return (group of the blocks, group that needed the room, blocks, tokens computed again), the most costly
+        first.
+        """
         evicted, recomputed = self.groups.evicted_blocks, self.groups.recomputed_tokens
         pairs = [(*pair, evicted[pair], recomputed[pair]) for pair in evicted.keys() | recomputed.keys()]
         return sorted(pairs, key=lambda pair: (-pair[3], -pair[2], str(pair[:2])))

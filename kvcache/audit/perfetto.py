@@ -1,8 +1,8 @@
-"""A log as a trace for ui.perfetto.dev: requests and steps on a time axis, and how full the cache was.
+"""A log as a trace for ui.perfetto.dev: requests and steps on a time axis, and the cache's occupancy.
 
 The form is Chrome's trace events as JSON, which Perfetto, Chrome and others open. Times are microseconds since the
-log's first batch, to the nanosecond. What runs side by side stands on lines of its own; a request keeps its line, which
-the next one takes when it has ended.
+log's first batch, to the nanosecond. Concurrent requests have lines of their own; a request keeps its line, which is
+free for the next one when it has ended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvcache.phrases import iso
 _BEGIN, _END = b'{"traceEvents":[\n', b"\n],%s}\n"
 _GZIP = b"\x1f\x8b"
 _STEPS, _REQUESTS, _CACHE = 1, 2, 3
-"""What Chrome calls processes: groups of lines."""
+"""Groups of lines, which Chrome calls processes."""
 _TITLES = {_STEPS: "steps", _REQUESTS: "requests", _CACHE: "cache"}
 _PER_STEP = ("stored", "removed", "cleared", "offloaded", "onboarded")
 Event = dict[str, Any]
 
 
 class PerfettoWriter:
-    """Writes a log's batches as a trace; what is said of requests is written when they end.
+    """Writer of a log's batches as a trace; requests are written when they end.
 
-    `events` counts what was written. A request whose admission is not in the log is left out.
+    `events` counts the events written. A request whose admission is not in the log is left out.
     """
 
     def __init__(self, batches: Iterable[EventBatch]) -> None:
@@ -46,7 +46,7 @@ class PerfettoWriter:
         self.events = 0
 
     def write(self, path: Path, *, force: bool = False) -> None:
-        """Write all to a new file, compressed if its name ends in ``.gz``; `force` replaces an earlier trace.
+        """Write the trace to a new file, compressed if its name ends in ``.gz``; `force` replaces an earlier trace.
 
         Raises UsageError if there is no batch, and what `replacing` and reading a log raise.
         """
@@ -66,18 +66,18 @@ class PerfettoWriter:
 
 
 class _Picture:
-    """What a log looks like."""
+    """Converter of a log to trace events."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        """When the log begins, in ns."""
+        """Beginning of the log, in ns."""
         self._now = 0
         self._lanes = _Lanes()
         self._running = 0
         self._counters: dict[str, dict[str, int]] = {}
 
     def events(self, batches: Iterable[EventBatch]) -> Iterator[Event]:
-        """All of them, as soon as they are known."""
+        """Yield all events, as soon as they are known."""
         yield from (_title(pid, "process_name", title) for pid, title in _TITLES.items())
         yield _title(_STEPS, "thread_name", "steps", tid=1)
         requests = Requests()
@@ -98,12 +98,12 @@ class _Picture:
         return (ts - (self.first or 0)) / 1000
 
     def _slice(self, pid: int, tid: int, name: str, begin: int, end: int, args: Event) -> Event:
-        """Something that lasts."""
+        """Return an event with a duration."""
         times = {"ts": self._at(begin), "dur": (end - begin) / 1000}
         return {"ph": "X", "pid": pid, "tid": tid, "name": name, **times, "args": args}
 
     def _step(self, row: StepRow) -> Iterator[Event]:
-        """The time since the step before, if requests ran then, and what is counted after it."""
+        """Yield the time since the previous step, if requests ran then, and the counters after it."""
         begin = self._now if self._running else row.ts
         counts = {
             name: value for name, value in row._asdict().items() if value and name not in ("ts", "occupancy")
@@ -121,13 +121,13 @@ class _Picture:
         )
 
     def _counter(self, name: str, values: dict[str, int]) -> Iterator[Event]:
-        """Only what is not as it was."""
+        """Yield a counter, only if its values have changed."""
         if self._counters.get(name) != values:
             self._counters[name] = values
             yield {"ph": "C", "pid": _CACHE, "name": name, "ts": self._at(self._now), "args": values}
 
     def _request(self, row: RequestRow) -> Iterator[Event]:
-        """Its slice, and in it prefill and decoding."""
+        """Yield a request's slice, and within it prefill and decoding."""
         name = f"request {row.request_id}"
         if row.outcome == "refused" and row.first_refused_ts is not None:
             at = {"ts": self._at(row.first_refused_ts), "s": "p"}
@@ -157,7 +157,7 @@ class _Picture:
 
 
 class _Lanes(HistoryListener):
-    """Which line each running request has, and when its prompt was computed; both by number of the admission."""
+    """Lines of running requests, and the times when their prompts were computed, by admission number."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -166,23 +166,23 @@ class _Lanes(HistoryListener):
         self._computed: dict[int, int] = {}
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Take the first line that is free."""
+        """Assign the first free line."""
         if not self._free:
             self.count += 1
         self._of[admission.number] = heappop(self._free) if self._free else self.count
 
     def release(self, number: int) -> tuple[int, int | None]:
-        """The line of a request, which is free then, and when its prompt was computed, in ns."""
+        """Free the line of a request; return it, and the time in ns when its prompt was computed."""
         lane = self._of.pop(number)
         heappush(self._free, lane)
         return lane, self._computed.pop(number, None)
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
-        """In the step that computed it."""
+        """Record the prompt of a request that ended in the step that computed it."""
         self._note(history, request)
 
     def batch_ended(self, history: HistoryFold) -> None:
-        """Look who is done."""
+        """Record the prompts that are computed."""
         for request in history.running.values():
             self._note(history, request)
 

@@ -1,6 +1,7 @@
-"""Many orders of eviction, each at many sizes of a cache: the block requests of a log or a trace, played once for each.
+"""Many eviction orders, each at many cache sizes: block requests of a log or a trace, replayed for each combination.
 
-Approximate where a running cache differs from the rule of `kvcache.audit.curve`; `kvcache.whatif` plays the manager.
+The results are approximate where a running cache differs from the rule of `kvcache.audit.curve`; `kvcache.whatif`
+replays the manager.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 FINAL = frozenset({"end_turn", "stop", "stop_sequence", "refusal"})
-"""Stop reasons after which it is a person's turn; after others, as ``tool_use``, a program goes on."""
+"""Stop reasons after which a person's turn follows; after others, such as ``tool_use``, a program continues."""
 _RETAINED = 600.0
-"""Seconds that blocks wait for a program by default."""
+"""Default seconds for which blocks wait for a program."""
 _SMALL, _PROTECTED = 0.1, 0.8
-"""Parts of the cache: of the small queue of S3-FIFO, and of the protected segment of SLRU."""
+"""Parts of the cache: the small queue of S3-FIFO, and the protected segment of SLRU."""
 _EVEN_AT = 32_768
-"""Behind so many tokens a token costs twice as much as the first one, for a model of 8 billion parameters."""
+"""Number of tokens after which a token costs twice as much as the first one, for a model of 8 billion parameters."""
 _AGING, _SHORTEST = 0.7, 0.5
-"""Of usual gaps: how much an earlier gap counts beside the next one, and the fewest seconds that one is taken for."""
+"""Weight of an earlier gap relative to the next one, and shortest gap in seconds, for usual gaps."""
 
 
 class RequestRecorder:
-    """Takes prompts one after the other, and keeps what orders of eviction need of them."""
+    """Recorder of consecutive prompts for eviction orders."""
 
     def __init__(self) -> None:
         self._blocks, self._begins = array("Q"), array("q", [0])
@@ -56,9 +57,9 @@ class RequestRecorder:
     def add(
         self, blocks: Sequence[int], *, arrival: float = 0.0, held: float = 0.0, stop: str | None = None
     ) -> None:
-        """The next prompt's full blocks, numbered as for `CurveRecorder`, and for how many seconds it holds them.
+        """Add the next prompt's full blocks, numbered as for `CurveRecorder`, and the seconds for which it holds them.
 
-        `arrival`: in seconds; one that is earlier than the last counts as equal to it. `stop`: why the output ended.
+        `arrival` is in seconds; one before the last counts as equal to it. `stop` is the stop reason of the output.
         """
         self._blocks.extend(blocks)
         self._begins.append(len(self._blocks))
@@ -68,7 +69,7 @@ class RequestRecorder:
         self.stops += stop is not None
 
     def workload(self, tokens_per_block: int) -> Workload:
-        """All that was added up to now."""
+        """Return the requests added so far."""
         begins, blocks = np.array(self._begins), np.array(self._blocks, np.uint64)
         _, firsts, sorted_places = np.unique(blocks, return_index=True, return_inverse=True)
         in_order = np.argsort(firsts)
@@ -91,7 +92,9 @@ class RequestRecorder:
 
 
 def _moments(arrivals: Floats, ends: Floats) -> npt.NDArray[np.int64]:
-    """Arrivals and ends in the order of time; a request ends before the next one comes, be it at the same time."""
+    """Return arrivals and ends in the order of time; a request ends before the next one arrives, even at the same
+    time.
+    """
     numbers = np.arange(len(arrivals))
     times, events = np.concatenate([arrivals, ends]), np.concatenate([numbers, ~numbers])
     order = np.lexsort((np.concatenate([2 * numbers, 2 * numbers + 1]), times))
@@ -100,32 +103,32 @@ def _moments(arrivals: Floats, ends: Floats) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """PlayedRequests, and what is known of them besides."""
+    """Requests to replay, with further facts about them."""
 
     requests: PlayedRequests
     final: npt.NDArray[np.bool_]
-    """By request, whether its stop reason was final."""
+    """Per request: True if its stop reason was final."""
     tokens_per_block: int
     knows_stops: bool
 
     @property
     def block_requests(self) -> int:
-        """Of all prompts."""
+        """Block requests of all prompts."""
         return len(self.requests.blocks)
 
     @property
     def prompts(self) -> int:
-        """How many there are."""
+        """Number of prompts."""
         return len(self.requests.arrivals)
 
     @property
     def distinct_blocks(self) -> int:
-        """How many different blocks there are."""
+        """Number of distinct blocks."""
         return len(self.requests.parents)
 
 
 def _order(workload: Workload, kind: int, **given: Any) -> Order:
-    """An order in which all that is not given makes no difference."""
+    """Return an order with neutral values for everything not given."""
     fields = {
         "heaps": np.zeros(workload.prompts, np.int8),
         "splits": np.full(workload.prompts, 2**31 - 1, np.int32),
@@ -187,11 +190,11 @@ def _gap(workload: Workload, size: int, parameter: float) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """A policy without its parameter."""
+    """Policy without its parameter."""
 
     make: Callable[[Workload, int, float], Order]
     parameter: float | None = None
-    """What it is by default; None: there is none."""
+    """Default parameter; None if there is none."""
 
 
 _KINDS: dict[str, PolicyKind] = {
@@ -213,7 +216,7 @@ _LEAST, _MOST = 1e-9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of eviction: a name of `POLICIES`, perhaps with a number after a colon, as ``stop:300``."""
+    """Eviction order: a name of `POLICIES`, optionally with a number after a colon, as in ``stop:300``."""
 
     name: str
     kind: PolicyKind
@@ -221,7 +224,7 @@ class Policy:
 
     @classmethod
     def named(cls, name: str) -> Policy:
-        """The policy of this name. Raises `UsageError`."""
+        """Return the policy of this name. Raises `UsageError`."""
         word, colon, number = name.partition(":")
         kind = _KINDS.get(word)
         if kind is None:
@@ -241,9 +244,9 @@ class Policy:
         return cls(name, kind, parameter)
 
     def hits(self, workload: Workload, size: int) -> Int32s:
-        """By request, the blocks of its prompt that a cache of `size` blocks has.
+        """Return the blocks of each request's prompt that a cache of `size` blocks has.
 
-        Raises `UsageError` where the workload lacks what the policy needs.
+        Raises `UsageError` if the workload lacks data that the policy needs.
         """
         if not workload.prompts:
             return np.empty(0, np.int32)

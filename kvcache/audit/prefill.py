@@ -1,7 +1,7 @@
-"""How long prefills take by a simple model, what reuse saves of that, and what it costs.
+"""Prefill time by a simple model, the time saved by reuse, and the cost of both.
 
-Each token that is computed takes a part for itself and a part for every token that it attends to, so the seconds of a
-prompt are the sum over its tokens, and divide among the reasons why they were computed.
+Each computed token takes a constant time, and a time for every token that it attends to, so the seconds of a prompt are
+the sum over its tokens, and can be split by the reasons for which they were computed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MOST_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Seconds to compute `n` prompt tokens after `k` that are there: ``a + b n + c n m``, where `m` is ``k + n / 2``.
+    """Seconds to compute `n` prompt tokens after `k` cached ones: ``a + b n + c n m``, where `m` is ``k + n / 2``.
 
-    `m` is what each of the new tokens reads of those before it, on average: after `k` cached ones the first reads `k`,
+    `m` is the mean number of earlier tokens that each new token reads: after `k` cached ones the first reads `k`,
     the last ``k + n``.
     """
 
     start: float
-    """`a`: of each prefill, in seconds."""
+    """`a`: seconds of each prefill."""
     per_token: float
-    """`b`: seconds."""
+    """`b`: seconds per token."""
     per_read: float
-    """`c`: seconds for each token that a token attends to."""
+    """`c`: seconds per token that a token attends to."""
 
     @classmethod
     def parse(cls, text: str) -> PrefillModel:
-        """Read ``a + b n + c n m``; terms may be left out, and have units. Raises `UsageError`."""
+        """Parse ``a + b n + c n m``; terms may be left out, and have units. Raises `UsageError`."""
         found: dict[str, float] = {}
         for part in re.split(r"(?<![eE])\+", text):
             term = _TERM.fullmatch(part.strip().lower())
@@ -69,56 +69,56 @@ class PrefillModel:
         return f"{self.start:.4g} + {self.per_token:.4g} n + {self.per_read:.4g} n m"
 
     def work(self, first: Any, stop: Any) -> Any:
-        """Seconds of the tokens of a prompt from `first` up to `stop`, without `start`; numbers or arrays."""
+        """Return the seconds of a prompt's tokens from `first` up to `stop`, without `start`; numbers or arrays."""
         return (self.per_token + self.per_read * (first + stop) / 2) * (stop - first)
 
     def seconds(self, tokens: Any, cached: Any) -> Any:
-        """Seconds of prefills of so many tokens after so many that are cached; numbers or arrays."""
+        """Return the seconds of prefills of `tokens` tokens, `cached` of which are cached; numbers or arrays."""
         return self.start + self.work(cached, cached + tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """What the prefills of some requests take, in GPU-hours, and in money where a price is known."""
+    """Time of some requests' prefills, in GPU-hours, with its cost if a price is known."""
 
     mean_seconds: float | None
-    """Of each prefill, alone on its GPUs; None: there are none."""
+    """Mean seconds of a prefill, alone on its GPUs; None if there are none."""
     p50_seconds: float | None
     p95_seconds: float | None
     gpu_hours: float
-    """Of all of them."""
+    """GPU-hours of all prefills."""
     saved_gpu_hours: float
-    """That they would have taken besides if nothing had been reused."""
+    """Further GPU-hours that they would have taken without reuse."""
     cost_per_hour: float | None
-    """Money for `gpu_hours`, in each hour of the requests' own time; None: there is no price, or no time."""
+    """Cost of `gpu_hours`, per hour of the requests' own time; None if there is no price, or no time."""
     saved_per_hour: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What seconds of a prefill come to."""
+    """Conversion of prefill seconds to GPU-hours and cost."""
 
     model: PrefillModel
     gpus: int = 1
-    """That compute a prefill together."""
+    """GPUs that compute a prefill together."""
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of a GPU per hour."""
     currency: str = "USD"
 
     def gpu_hours(self, seconds: float) -> float:
-        """GPU-hours of so many seconds of prefills."""
+        """Return the GPU-hours of `seconds` of prefills."""
         return seconds * self.gpus / _HOUR
 
     def per_hour(self, gpu_hours: float, hours: float | None) -> float | None:
-        """Money for GPU-hours that were used within so many hours; None: no price, or no time."""
+        """Return the cost per hour of GPU-hours used within `hours`; None if there is no price, or no time."""
         return None if self.price is None or not hours else gpu_hours * self.price / hours
 
     def cost(
         self, seconds: Seconds, saved: float, hours: float | None, *, besides: float = 0.0
     ) -> PrefillCost:
-        """What prefills of so many seconds each cost that came within so many hours.
+        """Return the cost of prefills that took `seconds` each and came within `hours`.
 
-        `saved` and `besides` are seconds: what was not computed thanks to reuse, and what else was computed.
+        `saved` and `besides` are seconds: those saved by reuse, and those of other computation.
         """
         spent, kept = self.gpu_hours(float(seconds.sum()) + besides), self.gpu_hours(saved)
         return PrefillCost(
@@ -128,9 +128,9 @@ class Pricing:
     def of_prompts(
         self, tokens: npt.ArrayLike, reused: npt.ArrayLike, hours: float | None, *, again: npt.ArrayLike = ()
     ) -> PrefillCost:
-        """The same of requests with so many prompt tokens, of which so many leading ones were reused.
+        """Return the cost of requests with `tokens` prompt tokens each, of which the leading `reused` ones were reused.
 
-        `again` are tokens and reused tokens by turns, of prompts that are computed again and are no requests.
+        `again` are alternating tokens and reused tokens of prompts that were computed again and are no requests.
         """
         lengths, cached = np.asarray(tokens, np.float64), np.asarray(reused, np.float64)
         more = np.asarray(again, np.float64)
@@ -140,14 +140,14 @@ class Pricing:
         return self.cost(seconds, float(saved), hours, besides=float(besides))
 
     def to_json(self, hours: float | None) -> dict[str, Any]:
-        """What the numbers rest on."""
+        """Return the assumptions behind the numbers."""
         currency = None if self.price is None else self.currency
         formula = {"formula": str(self.model), "gpus": self.gpus, "hours": hours}
         return {**formula, "price_per_gpu_hour": self.price, "currency": currency}
 
 
 def hours_between(first: int, last: int) -> float | None:
-    """Hours from one time to another, both in ns; None: no time has passed."""
+    """Return the hours between two times in ns; None if no time has passed."""
     return (last - first) / (_HOUR * 1e9) if last > first else None
 
 
@@ -160,14 +160,14 @@ def _quantiles(seconds: Seconds) -> tuple[float | None, float | None, float | No
 
 @dataclass(slots=True)
 class PrefillSeconds:
-    """Seconds of the prefills of a log."""
+    """Seconds of a log's prefills."""
 
     each: array[float] = field(default_factory=lambda: array("d"))
-    """Of each admission."""
+    """Seconds of each admission."""
     by_reason: Seconds = field(default_factory=lambda: np.zeros(len(Reason)))
-    """What the prompt tokens of each `Reason` take to compute, whether they were computed or not."""
+    """Seconds to compute the prompt tokens of each `Reason`, even if they were reused."""
     not_loaded: float = 0.0
-    """Of tokens that were to be loaded from outside and did not come: a part of `each`."""
+    """Seconds of tokens that were to be loaded from outside and did not arrive: a part of `each`."""
 
     def __iadd__(self, other: PrefillSeconds) -> Self:
         self.each += other.each
@@ -177,44 +177,44 @@ class PrefillSeconds:
 
     @property
     def saved(self) -> float:
-        """What was reused would have taken so long."""
+        """Seconds that the reused tokens would have taken."""
         return float(self.by_reason[: Reason.PARTIAL + 1].sum())
 
     @property
     def evicted(self) -> float:
-        """What was computed again because of evictions."""
+        """Seconds of tokens computed again because of evictions."""
         return float(self.by_reason[list(EVICTIONS)].sum())
 
     @property
     def lost(self) -> float:
-        """What was computed again because it had been cleared or lost."""
+        """Seconds of tokens computed again because they had been cleared or lost."""
         return float(self.by_reason[list(LOSSES)].sum())
 
     def cost(self, pricing: Pricing, hours: float | None) -> PrefillCost:
-        """What it costs."""
+        """Return the cost."""
         return pricing.cost(np.array(self.each), self.saved, hours)
 
     def to_json(self, pricing: Pricing, hours: float | None) -> dict[str, Any]:
-        """All of it, with the GPU-hours of each reason."""
+        """Return everything, with the GPU-hours of each reason."""
         hours_by_reason = (pricing.gpu_hours(seconds) for seconds in self.by_reason.tolist())
         by_reason = {reason.label: each for reason, each in zip(Reason, hours_by_reason, strict=True)}
         return {**asdict(self.cost(pricing, hours)), "gpu_hours_by_reason": by_reason}
 
 
 class PrefillTotals(HistoryListener):
-    """Adds up what prefills take while it listens."""
+    """Listener that sums up prefill seconds while it listens."""
 
     def __init__(self, model: PrefillModel) -> None:
         self._model = model
         self._seconds = PrefillSeconds()
         self._numbers = array("q")
-        """Of the admissions in `each`."""
+        """Admission numbers of the entries of `each`."""
         self._loads: dict[int, int] = {}
-        """By number of the admission: where what is loaded ends."""
+        """End of the loaded part, by admission number."""
         self._late = defaultdict[int, float](float)
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Note where what is loaded ends, since it may fail in the same batch."""
+        """Record the end of the loaded part, since loading may fail in the same batch."""
         if admission.external:
             self._loads[admission.number] = admission.reused + admission.external
 
@@ -226,13 +226,13 @@ class PrefillTotals(HistoryListener):
         self._numbers.append(admission.number)
 
     def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
-        """Add what did not come: the last of what was to be loaded."""
+        """Add tokens that did not arrive: the last ones to be loaded."""
         stop = self._loads.get(request.number, 0)
         self._loads[request.number] = first = max(stop - tokens, 0)
         self._late[request.number] += self._model.work(first, stop)
 
     def finish(self) -> PrefillSeconds:
-        """All of it."""
+        """Return the seconds."""
         if self._late:
             for at, number in enumerate(self._numbers):
                 self._seconds.each[at] += self._late[number]
@@ -242,12 +242,12 @@ class PrefillTotals(HistoryListener):
 
 
 def seconds_by_reason(model: PrefillModel, admission: ExplainedAdmission) -> Seconds:
-    """What the prompt tokens of each reason take to compute, whether they were or not."""
+    """Return the seconds to compute the prompt tokens of each reason, even if they were reused."""
     size, last, reused = admission.tokens_per_block, admission.num_tokens - 1, admission.reused
     begins = np.arange(len(admission.reasons), dtype=np.float64) * size
     of_blocks = model.work(begins, np.minimum(begins + size, last))
     seconds = np.bincount(admission.reasons, of_blocks, len(Reason)).astype(np.float64)
-    # Of blocks that were copied, or are loaded, only in part the rest has another reason.
+    # The rest of a block that was copied or loaded only in part has another reason.
     loaded = reused + admission.external
     parts = [(Reason.PARTIAL, reused - admission.partial, reused)]
     parts += [(Reason.EXTERNAL, max(loaded - loaded % size, reused), loaded)] * (admission.external > 0)

@@ -1,4 +1,4 @@
-"""``kvcache advise``: what to do about a cache, on one page; each line ends with the command that proves it."""
+"""``kvcache advise``: advice on a cache, on one page; each line ends with the command that proves it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NAMES: dict[Topic, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     parser.description = (
         "What to do about a cache: how large it should be, what a timeout would lose, which prefix to pin, whether to "
         "run fewer requests at a time, which tenant suffers, and what keeps prompts from being reused. "
@@ -133,7 +133,7 @@ def _play(args: argparse.Namespace, out: Output, source: Path, tokens_per_block:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Says in words what was found of one log or trace."""
+    """Results for one log or trace, in words."""
 
     args: argparse.Namespace
     found: Observed
@@ -141,18 +141,16 @@ class Page:
 
     @property
     def bytes_per_block(self) -> int | None:
-        """None: no model is known."""
+        """Bytes of a block; None if no model is known."""
         return bytes_per_block(self.found.prompts, self.costs)
 
     @property
     def hours(self) -> float:
-        """From the first request to the last."""
+        """Hours from the first request to the last."""
         return self.found.seconds / 3600
 
     def gpu_hours(self, tokens: int) -> float | None:
-        """What so many prompt tokens take to compute, as far into their prompts as all are on average; None: no formula
-        is known.
-        """
+        """Return the GPU-hours to compute prompt tokens at the mean position of all; None if no formula is known."""
         pricing, lengths = self.costs.pricing, np.array(self.found.prompts.lengths, np.float64)
         if pricing is None:
             return None
@@ -160,16 +158,16 @@ class Page:
         return pricing.gpu_hours(seconds * tokens / self.found.prompt_tokens)
 
     def money(self, tokens: int) -> float | None:
-        """The same as money in an hour; None: no price is known."""
+        """Return their cost per hour; None if no price is known."""
         hours, pricing = self.gpu_hours(tokens), self.costs.pricing
         return None if hours is None or pricing is None else pricing.per_hour(hours, self.hours)
 
     def quoted(self, text: object) -> str:
-        """As a shell takes it."""
+        """Quote text for a shell."""
         return shlex.quote(printable(str(text)))
 
     def command(self, name: str, *options: object) -> str:
-        """A command on this log, or on this trace as it was played."""
+        """Return a command on this log, or on this trace as it was played."""
         words = ["kvcache", name, self.quoted(self.args.log), *map(str, options)]
         if is_trace(self.args.log):
             given = {each: getattr(self.args, each) for each in ("trace_block_size", "tokenizer", *_SIZES)}
@@ -184,13 +182,13 @@ class Page:
         return " ".join(words)
 
     def room(self, blocks: int) -> str:
-        """So many blocks."""
+        """Format a number of blocks."""
         own = self.bytes_per_block
         in_bytes = "" if own is None else f", {size(blocks * own)}"
         return f"{count(blocks, 'block')} ({count(blocks * self.found.tokens_per_block, 'token')}{in_bytes})"
 
     def saved(self, tokens: int) -> str:
-        """So many tokens that are computed, or would not be."""
+        """Format a number of tokens that are computed, or would not be."""
         if not tokens:
             return "nothing"
         said = f"{count(tokens, 'token')}, {share(tokens / self.found.prompt_tokens)} of all"
@@ -203,7 +201,7 @@ class Page:
         return said
 
     def header(self) -> str:
-        """What it rests on."""
+        """Format the basis of the advice."""
         found, losses = self.found, self.found.losses
         tokens = count(found.prompt_tokens, "prompt token")
         said = f"{count(found.requests, 'request')} in {span(found.seconds)}, {tokens}"
@@ -212,10 +210,10 @@ class Page:
         reused = share(losses.reused_tokens / max(found.prompt_tokens, 1))
         return f"{said}: {reused} reused, {share(losses.lost_tokens / max(found.prompt_tokens, 1))} lost to evictions"
 
-    # -- a sentence, and what proves it
+    # -- sentences, with the commands that prove them
 
     def volatile(self, advice: Advice) -> Said:
-        """On what differs in the middle."""
+        """Format advice on the volatile part."""
         about, unit = advice.about, advice.about["compared_tokens"]
         where = "" if unit == 1 else f" (to blocks of {unit:,} tokens: the trace has no token ids)"
         if not about["requests"]:
@@ -232,7 +230,7 @@ class Page:
         return said, self.command("explain", "--request", self.quoted(about["request_id"]))
 
     def size(self, advice: Advice) -> Said:
-        """On the knee of the curve."""
+        """Format advice on the knee of the curve."""
         about = advice.about
         knee = f"{self.room(about['knee_blocks'])} reuse {share(about['knee_hit_rate'])} of the full blocks"
         if about["verdict"] == "unknown":
@@ -246,13 +244,13 @@ class Page:
         return said, self.command("curve", "--sizes", f"{about['knee_blocks']},{about['blocks']}")
 
     def primary(self, advice: Advice) -> Said:
-        """On twice the blocks."""
+        """Format advice on twice the blocks."""
         blocks = advice.about["blocks"]
         said = f"{self.room(blocks)} save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"primary_blocks={blocks}")
 
     def host(self, advice: Advice) -> Said:
-        """On a secondary level."""
+        """Format advice on a secondary level."""
         blocks, now = advice.about["blocks"], advice.about["blocks_now"]
         if blocks == now:
             return "what there is suffices", self.command("curve")
@@ -260,7 +258,7 @@ class Page:
         return said, self.command("whatif", "--set", f"secondary_blocks={blocks}")
 
     def ttl(self, advice: Advice) -> Said:
-        """On dropping idle blocks."""
+        """Format advice on dropping idle blocks."""
         about = advice.about
         lost = f"after {span(about['seconds'])} a cache of any size loses {self.saved(about['lost_tokens'])}"
         if not advice.worth:
@@ -270,7 +268,7 @@ class Page:
         return f"{keep}: {lost}", self.command("curve", "--ttl")
 
     def pin(self, advice: Advice) -> Said:
-        """On what many prompts begin with."""
+        """Format advice on the prefix that many prompts share."""
         about = advice.about
         if not about["prefix_tokens"]:
             return "no prefix is shared by one request in twenty", self.command("curve")
@@ -289,7 +287,7 @@ class Page:
         return said, self.command("events", "--block", about["name"])
 
     def running(self, advice: Advice) -> Said:
-        """On what running requests hold."""
+        """Format advice on blocks held by running requests."""
         about = advice.about
         held = f"{about['held_blocks']:,} of {count(about['blocks'], 'block')} on average"
         said = (
@@ -325,7 +323,7 @@ class Page:
         return said, proof
 
     def words(self, advice: Advice) -> Said:
-        """What is said of this, and the command that proves it."""
+        """Return the sentence of a piece of advice, and the command that proves it."""
         by_topic: dict[Topic, Callable[[Advice], Said]] = {
             "volatile": self.volatile,
             "size": self.size,
@@ -339,7 +337,7 @@ class Page:
         return by_topic[advice.topic](advice)
 
     def facts(self, advice: Advice) -> Facts:
-        """The same as lines."""
+        """Return a piece of advice as lines."""
         said, proof = self.words(advice)
         yield _NAMES[advice.topic], said
         yield "", proof
@@ -369,7 +367,7 @@ def _reason(left_out: Unanswered) -> str:
 
 
 def to_json(page: Page, advised: Advised) -> dict[str, Any]:
-    """All that is said of one log or trace."""
+    """Return everything about one log or trace."""
     found, losses = page.found, page.found.losses
     blocks = None if losses is None else (losses.primary, losses.secondary)
     return {

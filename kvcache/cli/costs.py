@@ -1,4 +1,4 @@
-"""Seconds, money and bytes beside tokens and blocks, for the commands that have these options."""
+"""Seconds, money and bytes in addition to tokens and blocks, for the commands with these options."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvcache.phrases import count, duration, few, printable, share, size
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was asked for."""
+    """Requested costs."""
 
     pricing: Pricing | None = None
-    """None: no prefill model was given."""
+    """Pricing; None if no prefill model was given."""
     fitted: FittedPrefill | None = None
     model: KVShape | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Costs:
-        """Read the options, and fit. Raises `UsageError`, `OSError`, and of a log what `LogReader` raises."""
+        """Read the options, and fit. Raises `UsageError`, `OSError`, and for a log what `LogReader` raises."""
         fitted, prefill = None, None
         if args.prefill is not None:
             if args.prefill_fit is not None:
@@ -50,18 +50,18 @@ class Costs:
         return cls(pricing, fitted, model)
 
     def __bool__(self) -> bool:
-        """Whether any was given."""
+        """Return True if any option was given."""
         return self.pricing is not None or self.model is not None
 
     def refuse_for(self, what: str) -> None:
-        """Raise `UsageError` if anything was given, since it is of no use for `what`."""
+        """Raise `UsageError` if any option was given, since it is of no use for `what`."""
         if self:
             raise UsageError(f"--prefill and --model-config are of no use for {what}: leave them out")
 
     # -- for people
 
     def prefill_facts(self) -> Facts:
-        """How long prefills take."""
+        """Return the time of prefills."""
         if self.pricing is None:
             return
         yield "prefill", f"{self.pricing.model} seconds for n tokens that read m others each"
@@ -73,7 +73,7 @@ class Costs:
             yield "", f"fitted to {count(fitted.samples, 'prefill')}: {error}{decoding}"
 
     def cost_facts(self, cost: PrefillCost | None) -> Facts:
-        """How long those of some requests take, and what they cost."""
+        """Return the time and cost of some requests' prefills."""
         if self.pricing is None or cost is None or cost.mean_seconds is None:
             return
         half, most = duration(cost.p50_seconds or 0.0), duration(cost.p95_seconds or 0.0)
@@ -85,7 +85,7 @@ class Costs:
             yield f"{self.currency} per hour", f"{spent} for prefills; reuse saves {saved}"
 
     def cost_cells(self, cost: PrefillCost | None) -> Row:
-        """The same for a row of a table."""
+        """Return time and cost for a row of a table."""
         if self.pricing is None:
             return {}
         row = {"prefill": "-", "p95": "-", "GPU-hours": "-", "saved": "-"}
@@ -99,11 +99,11 @@ class Costs:
 
     @property
     def currency(self) -> str:
-        """Of the price."""
+        """Currency of the price."""
         return printable(self.pricing.currency) if self.pricing is not None else ""
 
     def cells_in_words(self) -> str:
-        """What these cells are."""
+        """Format the meaning of these cells."""
         priced = self.pricing is not None and self.pricing.price is not None
         return (
             "prefill, p95: time to compute a prompt, on average and at most for 95 %; saved: GPU-hours by reuse"
@@ -111,7 +111,7 @@ class Costs:
         )
 
     def model_facts(self) -> Facts:
-        """What a token takes."""
+        """Return the bytes of a token."""
         if (model := self.model) is None:
             return
         gpus = f", on each of {model.tensor_parallel} GPUs" * (model.tensor_parallel > 1)
@@ -129,7 +129,7 @@ class Costs:
     # -- for programs
 
     def to_json(self, hours: float | None) -> dict[str, Any]:
-        """What the other numbers rest on; `hours` is the requests' own time."""
+        """Return the assumptions behind the other numbers; `hours` is the requests' own time."""
         pricing, fitted, model = self.pricing, self.fitted, self.model
         return {
             "prefill_model": None if pricing is None else pricing.to_json(hours) | {"fit": _fit_json(fitted)},
@@ -139,22 +139,22 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class AuditCosts:
-    """What the prefills of a log, or of several, take."""
+    """Cost of the prefills of one log, or of several."""
 
     costs: Costs
     seconds: PrefillSeconds | None
-    """None: no prefill model was given."""
+    """Prefill seconds; None if no prefill model was given."""
     hours: float | None
-    """Of the logs' time."""
+    """Hours of the logs."""
 
     @property
     def cost(self) -> PrefillCost | None:
-        """Of all of them."""
+        """Cost of all prefills."""
         pricing, seconds = self.costs.pricing, self.seconds
         return None if pricing is None or seconds is None else seconds.cost(pricing, self.hours)
 
     def facts(self) -> Facts:
-        """What they cost, and what of that is lost."""
+        """Return the cost, and the part that is lost."""
         pricing, seconds = self.costs.pricing, self.seconds
         if pricing is None or seconds is None:
             return
@@ -168,7 +168,7 @@ class AuditCosts:
                 yield "lost", f"{few(spent)} GPU-hours{per_hour}, on what had been {why}"
 
     def cells(self, reason: Reason) -> Row:
-        """What the tokens of a reason take, or would have taken."""
+        """Return the cost of a reason's tokens, even if they were reused."""
         pricing, seconds = self.costs.pricing, self.seconds
         if pricing is None or seconds is None:
             return {}
@@ -177,13 +177,13 @@ class AuditCosts:
         return {"GPU-hours": few(spent)} | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return everything."""
         pricing, seconds = self.costs.pricing, self.seconds
         prefill = None if pricing is None or seconds is None else seconds.to_json(pricing, self.hours)
         return {**self.costs.to_json(self.hours), "prefill": prefill}
 
     def of_group(self, spent_seconds: float, saved_seconds: float) -> Row:
-        """Cells for some of the requests."""
+        """Return cells for some of the requests."""
         found = self.of_group_json(spent_seconds, saved_seconds)
         if found is None:
             return {}
@@ -192,7 +192,7 @@ class AuditCosts:
         return row | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
 
     def of_group_json(self, spent_seconds: float, saved_seconds: float) -> dict[str, Any] | None:
-        """What some of the requests take and save."""
+        """Return the spent and saved costs of some of the requests."""
         if (pricing := self.costs.pricing) is None:
             return None
         spent, saved = pricing.gpu_hours(spent_seconds), pricing.gpu_hours(saved_seconds)
@@ -225,12 +225,12 @@ def _model_json(model: KVShape) -> dict[str, Any]:
 
 
 def cost_json(cost: PrefillCost | None) -> dict[str, Any] | None:
-    """All of a cost."""
+    """Return a whole cost."""
     return None if cost is None else asdict(cost)
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any] | None:
-    """All of it, with levels by name."""
+    """Return the memory, with levels by name."""
     from events.structs import LEVEL_NAMES
 
     if memory is None:
@@ -244,7 +244,7 @@ def memory_json(memory: Memory | None) -> dict[str, Any] | None:
 
 
 def memory_facts(memory: Memory | None) -> Facts:
-    """What blocks take."""
+    """Return the memory of blocks."""
     if memory is None:
         return
     primary, secondary = memory.cache_bytes

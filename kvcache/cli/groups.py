@@ -25,13 +25,13 @@ from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 
 _COLUMNS, _ROWS = 6, 12
-"""Of the table of shares over time, at most."""
+"""Most columns and rows of the table of shares over time."""
 
 
 def show(
     log: Path, groups: RequestGroups, audit: Audit, top: int, when: Times, spent: AuditCosts, out: Output
 ) -> None:
-    """For people."""
+    """Print the groups for people."""
     view = TopGroups(groups, audit.last_at, top)
     out.heading(
         f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, by {printable(groups.by)}"
@@ -111,7 +111,7 @@ def _show_shares(view: TopGroups, when: Times, out: Output) -> None:
 
 
 def show_turns(turns: SessionTurns, out: Output) -> None:
-    """What prompts of sessions are to those before them."""
+    """Print the relations of sessions' prompts to the previous ones."""
     rows = [
         {"turn": KINDS_IN_WORDS[kind], "requests": totals.requests, "prompt tokens": totals.prompt_tokens}
         | {"reused": share(totals.reused / max(totals.prompt_tokens, 1))}
@@ -127,7 +127,7 @@ def show_turns(turns: SessionTurns, out: Output) -> None:
 
 
 def to_json(groups: RequestGroups, audit: Audit, top: int, spent: AuditCosts) -> dict[str, Any]:
-    """The groups with the most prompt tokens, those others as one, and evictions between all of these."""
+    """Return the groups with the most prompt tokens, the others as one, and evictions between all of these."""
     view = TopGroups(groups, audit.last_at, top)
     named = [_row_json(each, spent) for each in view.rows()]
     rest = None if view.rest is None else {"groups": len(groups.totals) - len(view.named), **named.pop()}
@@ -151,7 +151,7 @@ def _row_json(row: GroupRow, spent: AuditCosts) -> dict[str, Any]:
 
 
 def totals_json(totals: GroupTotals) -> dict[str, Any]:
-    """Counts of requests."""
+    """Return the counts of requests."""
     return {
         "requests": totals.requests,
         "prompt_tokens": totals.prompt_tokens,
@@ -161,12 +161,12 @@ def totals_json(totals: GroupTotals) -> dict[str, Any]:
 
 
 def turns_json(turns: SessionTurns) -> list[dict[str, Any]]:
-    """What prompts of sessions are to those before them."""
+    """Return the relations of sessions' prompts to the previous ones."""
     return [{"kind": kind, **totals_json(turns.by_kind[kind])} for kind in TurnKind if kind in turns.by_kind]
 
 
 def _pairs_json(view: TopGroups) -> list[dict[str, Any]]:
-    """Between groups that are named; what concerns any other is with `others` in place of its name."""
+    """Return pairs of named groups; other groups have `others` in place of a name."""
     blocks, tokens = Counter[_Pair](), Counter[_Pair]()
     for whose, needed_by, evicted, recomputed in view.pairs():
         ends = [(key, False) if view.is_named(key) else (None, True) for key in (whose, needed_by)]
@@ -184,7 +184,7 @@ def _pairs_json(view: TopGroups) -> list[dict[str, Any]]:
 
 
 _Pair = tuple[tuple[Key, bool], tuple[Key, bool]]
-"""Two groups: a name, and whether it stands for all others."""
+"""Two groups: a name, and True if it stands for all others."""
 
 
 def _shares_json(view: TopGroups, shares: CacheShares) -> dict[str, Any]:

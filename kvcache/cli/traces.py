@@ -23,7 +23,7 @@ LOG_OR_TRACE = "a log directory, or a trace of requests (`kvcache docs traces`);
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Declare how a trace in place of a log is read and played."""
+    """Declare the options for reading and playing a trace in place of a log."""
     group = parser.add_argument_group(
         "a trace in place of a log, played through a cache as `kvcache run` has it"
     )
@@ -48,7 +48,7 @@ _OPTIONS = (
 
 
 class Served(NamedTuple):
-    """A log, and where it is that of a trace what this reported itself."""
+    """A log, with the reported values of the trace that it comes from, if any."""
 
     log: Path
     reported: ReportedReuse | None = None
@@ -83,15 +83,15 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether it is a file, or a pipe, and so no log directory."""
+    """Return True if it is a file, or a pipe, and so no log directory."""
     return str(path) == "-" or (path.exists() and not path.is_dir())
 
 
-# -- what a trace reports of its requests
+# -- reported values of a trace
 
 
 def show_reported(reported: ReportedReuse | None, out: Output) -> None:
-    """What the service had cached beside what was expected, by the hour; nothing where it did not say."""
+    """Print the service's cached tokens next to the expected ones, by hour; nothing if it did not report them."""
     if reported is None or not (hours := reported.hours):
         return
     rows = [
@@ -115,7 +115,7 @@ def show_reported(reported: ReportedReuse | None, out: Output) -> None:
 
 
 def reported_in_words(reported: ReportedReuse) -> str | None:
-    """The same in one line, beside what no size of the cache exceeds; None where the service did not say."""
+    """Format the reported values in one line, next to the maximum for any cache size; None if there are none."""
     hours = reported.hours
     if not (tokens := sum(each.prompt_tokens for each in hours)):
         return None
@@ -128,7 +128,7 @@ def reported_in_words(reported: ReportedReuse) -> str | None:
 
 
 def reported_json(reported: ReportedReuse | None, *, played: bool = True) -> dict[str, Any]:
-    """All of it, under its key, of a trace alone; `played`: through a cache."""
+    """Return all reported values under their key, for a trace alone; `played` adds those of a cache."""
     if reported is None:
         return {}
     ours, theirs = reported.tokens

@@ -1,6 +1,6 @@
-"""Traces: what requests came to a service, and which of their prompts begin alike.
+"""Traces: the requests of a service, and the common beginnings of their prompts.
 
-Their form is found by the first line:
+The form is detected by the first line:
 
 ====================  ================================================================  ==============================
 form                  fields                                                            equal prompts by
@@ -23,8 +23,9 @@ file, which is why real services can publish them. The last block is cut to the 
 has is found from the first lines: a line with a length L and N > 1 numbers allows sizes in [L / N, L / (N - 1)), among
 which is one power of two.
 
-Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB. But
-Dynamo writes requests as they end: those of a whole trace are in memory while they are put in the order of arrival.
+Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB. Dynamo's
+traces are the exception, because they are in the order of ends: all requests are in memory while they are sorted by
+arrival.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from kvcache.errors import UsageError
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, Int32s, prompt_tokens
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is no request; the bound keeps a wrong file from being read into memory whole."""
+"""Longest line in bytes; the bound keeps a wrong file from being read into memory whole."""
 BAILIAN_BLOCK_TOKENS = 16
 _LOOKED_AT, _LOOKED_AT_BYTES = 200, 4 * 2**20
-"""Lines, and about how many bytes, from which the size of blocks is found."""
+"""Number of lines, and about the number of bytes, from which the block size is determined."""
 _SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power != TRACE_BLOCK_TOKENS))
 _MASK = 2**63 - 1
 _MAX_LENGTH = 2**31 - 1
@@ -93,19 +94,19 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None
     """Requests share blocks only if their salts are equal. Published traces have none."""
     model: str | int | None = None
-    """Requests of different models share nothing."""
+    """Model name; requests of different models share nothing."""
     block_tokens: int = TRACE_BLOCK_TOKENS
-    """How many tokens a number of `hash_ids` stands for."""
+    """Tokens per number of `hash_ids`."""
     tokens: tuple[int, ...] | None = None
-    """The prompt itself, where the trace has it."""
+    """Token ids of the prompt, if the trace has them."""
     stop: str | None = None
-    """Why the output ended, in the trace's own words, as ``tool_use`` or ``end_turn``; None: not known."""
+    """Stop reason of the output, as in the trace, such as ``tool_use`` or ``end_turn``; None if unknown."""
     session: str | None = None
-    """The conversation or agent's run of which it is a turn."""
+    """Conversation or agent run of which it is a turn."""
     labels: dict[str, str] | None = None
-    """Its ``agent``, ``tenant``, ``user`` and ``model``, as far as the trace has them."""
+    """Labels ``agent``, ``tenant``, ``user`` and ``model``, those that the trace has."""
     reported_length: int | None = None
-    """Tokens of the prompt, as the service counted them; None: the trace does not say."""
+    """Prompt tokens reported by the service; None if the trace has none."""
     reported_cached: int | None = None
     """Of these, the tokens that the service had cached."""
     begin_ms: int | None = None
@@ -117,7 +118,7 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.cache_salt if self.model is None else repr((self.model, self.cache_salt))
 
     def prompt(self, seed: int = 0) -> Int32s:
-        """Return the prompt's token ids; `seed` chooses another vocabulary where the trace has none."""
+        """Return the prompt's token ids; `seed` selects another vocabulary if the trace has none."""
         if self.tokens is not None:
             return np.array(self.tokens, np.int32)
         return prompt_tokens(self.hash_ids, self.input_length, seed, self.block_tokens)
@@ -134,9 +135,9 @@ def read_trace(
 ) -> Iterator[TraceRequest]:
     """Yield the requests of a trace in file order, Dynamo's by arrival; at most `limit`. Blank lines are skipped.
 
-    A file may be compressed (gzip, zstd). `block_tokens`: how many tokens a number of ``hash_ids`` stands for; None:
-    found from the first lines. `tokenizer`: a local directory, for prompts that are messages. `shown`: what errors call
-    the file. `named`: refuse a trace that does not say which prompts begin alike.
+    A file may be compressed (gzip, zstd). `block_tokens` is the number of tokens per number of ``hash_ids``; None:
+    determined from the first lines. `tokenizer` is a local directory, for prompts that are messages. `shown` is the
+    file's name in errors. `named` rejects a trace that does not show which prompts share a beginning.
 
     Raises TraceError at the first line that is no request, UsageError, OSError if the file cannot be read.
     """
@@ -172,7 +173,7 @@ def _parsed(shown: str, parse: _Parser, lines: Iterable[tuple[int, bytes]]) -> I
 
 
 def _by_arrival(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """In order, and with times from the first one on."""
+    """Yield requests in the order of arrival, with times from the first one on."""
     ordered = sorted(requests, key=lambda request: request.timestamp)
     for request in ordered:
         begin = ordered[0].timestamp
@@ -187,20 +188,22 @@ def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 
 class BlockNumbers:
-    """Numbers of blocks: equal ones stand for equal blocks after equal blocks, of requests with one model and one salt.
+    """Numbering of blocks: equal numbers stand for equal blocks after equal blocks, of requests with one model and
+    salt.
 
     Args:
-        tokens_per_block: The size of blocks where a trace has tokens; where it has ``hash_ids``, theirs is taken.
-
+        tokens_per_block: Block size if a trace has tokens; with ``hash_ids`` theirs is used.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
         self._numbers: dict[tuple[int, object], int] = {}
-        """By the number of the block before and what a block holds; a scope is before its first blocks."""
+        """By the number of the previous block and a block's contents; a scope precedes its first blocks."""
 
     def of(self, request: TraceRequest) -> tuple[list[int], int]:
-        """The numbers of the full blocks that end before the prompt's last token; how many were known before."""
+        """Return the numbers of the full blocks that end before the prompt's last token, and how many were known
+        before.
+        """
         if request.tokens is None:
             self.tokens_per_block = request.block_tokens
             contents: Iterable[object] = request.hash_ids
@@ -220,19 +223,18 @@ class BlockNumbers:
 
 
 class TracePrompts:
-    """Iterates once over a trace: for each request the numbers of the full blocks that end before its last token.
+    """Requests of a trace, iterable once: for each one the numbers of the full blocks that end before its last token.
 
-    Equal numbers stand for equal blocks after equal blocks, of requests with one model and one salt. What else is to be
-    had here holds when the iteration has ended. Raises what `read_trace` raises, and UsageError for a trace without
-    requests, or one that does not say which prompts begin alike.
+    Equal numbers stand for equal blocks after equal blocks, of requests with one model and one salt. Other attributes
+    are complete when the iteration has ended. Raises what `read_trace` raises, and UsageError for a trace without
+    requests, or one that does not show which prompts share a beginning.
 
     Args:
         path: A trace, as for `read_trace`, which also takes `block_tokens`, `tokenizer` and `shown`.
-        tokens_per_block: The size of blocks where the trace has tokens; where it has ``hash_ids``, theirs is taken.
+        tokens_per_block: Block size if the trace has tokens; with ``hash_ids`` theirs is used.
         progress: Called with the number of requests so far.
-        watch: Called with each request, and how many tokens of its prompt an unlimited cache would have by then, in
-            whole blocks.
-
+        watch: Called with each request, and the tokens of its prompt that an unlimited cache would have by then, in
+        whole blocks.
     """
 
     def __init__(
@@ -253,11 +255,11 @@ class TracePrompts:
         self._numbers = BlockNumbers(tokens_per_block)
         self.requests = 0
         self.at = 0
-        """When the prompt that was given last came, in ns since the start of the trace."""
+        """Arrival of the last prompt yielded, in ns since the start of the trace."""
         self.lengths = array("q")
-        """Tokens of each prompt."""
+        """Number of tokens of each prompt."""
         self.request: TraceRequest | None = None
-        """The one of which the last prompt was."""
+        """Request of the last prompt."""
         self._times: tuple[int, int] | None = None
         """The earliest and the latest."""
 
@@ -269,7 +271,7 @@ class TracePrompts:
 
     @property
     def tokens_per_block(self) -> int:
-        """The size of the blocks that are numbered."""
+        """Size of the numbered blocks."""
         return self._numbers.tokens_per_block
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -277,7 +279,7 @@ class TracePrompts:
             yield numbers
 
     def numbered(self) -> Iterator[tuple[TraceRequest, list[int]]]:
-        """Iterate likewise: each request, and the numbers of its blocks."""
+        """Iterate likewise; yield each request with the numbers of its blocks."""
         for request in self._requests:
             self.requests += 1
             self.request = request
@@ -295,7 +297,7 @@ class TracePrompts:
 
 
 def _open(path: Path, files: ExitStack) -> BinaryIO:
-    """Open a file, expanding it as it is read."""
+    """Open a file, decompressing it while reading."""
     file: Any = files.enter_context(path.open("rb"))
     magic = file.peek(4)[:4]
     if magic.startswith(b"\x1f\x8b"):
@@ -308,7 +310,7 @@ def _open(path: Path, files: ExitStack) -> BinaryIO:
 
 
 def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
-    """The lines and their numbers, from 1."""
+    """Yield the lines with their numbers, from 1."""
     for number in count(1):
         try:
             line = file.readline(MAX_LINE_BYTES + 1)
@@ -326,14 +328,16 @@ def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 class _Parser(Protocol):
-    """Makes requests of the lines of one trace, in their order."""
+    """Parser of the lines of one trace, in order."""
 
     header_lines: int
     in_order: bool
-    """Whether that is the order in which requests came."""
+    """True if lines are in the order of arrival."""
 
     def request(self, line: bytes) -> TraceRequest | None:
-        """Decode a line; None: it is about something else. Raises ValueError, as `msgspec.DecodeError` is one."""
+        """Decode a line; return None if it is about something else. Raises ValueError, such as
+        `msgspec.DecodeError`.
+        """
 
 
 def _parser_of(
@@ -358,7 +362,7 @@ def _parser_of(
 
 
 class _Fields(msgspec.Struct):
-    """Fields that only one form has."""
+    """Fields by which forms are distinguished."""
 
     schema: Any = None
     event: Any = None
@@ -369,7 +373,7 @@ class _Fields(msgspec.Struct):
 
     @property
     def is_dynamo(self) -> bool:
-        """Whether it is a record of Dynamo's, by itself or in an envelope."""
+        """True for a record of Dynamo's, bare or in an envelope."""
         schema = self.event.get("schema") if isinstance(self.event, dict) else self.schema
         return isinstance(schema, str) and schema.startswith("dynamo.")
 
@@ -380,7 +384,7 @@ class _Sizes(msgspec.Struct):
 
 
 def _size_of_blocks(lines: Iterable[bytes]) -> int:
-    """Find how many tokens a number stands for: the size that fits the most of these lines, and 512 if it is one."""
+    """Determine the tokens per number: the size that fits the most of these lines, and 512 if it is among them."""
     decoder, fits = msgspec.json.Decoder(_Sizes), Counter[int]()
     for line in lines:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -426,7 +430,7 @@ class _MooncakeLine(msgspec.Struct):
 
 
 class _MooncakeLines:
-    """Requests with blocks of any size."""
+    """Parser of requests with blocks of any size."""
 
     header_lines, in_order = 0, True
 
@@ -456,7 +460,7 @@ _LONGEST_NAME = 256
 
 
 def _name(value: object) -> str | None:
-    """What a session or a label is called: whatever is neither text nor a number is no name."""
+    """Return the name of a session or a label; None for a value that is neither text nor a number."""
     text = str(value)[:_LONGEST_NAME] if isinstance(value, str | int) else ""
     return text or None
 
@@ -475,7 +479,7 @@ class _BailianLine(msgspec.Struct):
 
 
 class _BailianLines:
-    """Turns of chats, whose times are seconds. Each names the one before; the first one's number is the session."""
+    """Parser of chat turns with times in seconds. Each names its parent; the first one's number is the session."""
 
     header_lines, in_order = 0, True
 
@@ -483,7 +487,7 @@ class _BailianLines:
         self._block_tokens = block_tokens
         self._decoder = msgspec.json.Decoder(_BailianLine)
         self._first: dict[int | str, int | str] = {}
-        """By each turn that has one before, the first one."""
+        """First turn of each turn that has a parent."""
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
@@ -536,7 +540,7 @@ class _DynamoEnvelope(msgspec.Struct):
 
 
 class _DynamoLines:
-    """Records of requests, each written when its request ends. Those of tools and of texts are passed over."""
+    """Parser of request records, each written when its request ends. Those of tools and of texts are skipped."""
 
     header_lines, in_order = 0, False
 
@@ -587,7 +591,7 @@ class _AzureLengths(msgspec.Struct):
 
 
 class _AzureLines:
-    """Arrivals and lengths. Each prompt is one of its own."""
+    """Parser of arrivals and lengths. All prompts are distinct."""
 
     header_lines, in_order = 1, True
 
@@ -656,7 +660,7 @@ class _Call(msgspec.Struct):
 
 
 class _LoggedCall(msgspec.Struct):
-    """What a line of a request log has besides the call's own fields, which may be in an object of their own."""
+    """Fields of a request log's line in addition to the call's own, which may be in a nested object."""
 
     timestamp: Time | str | None = None
     request: _Call | None = None
@@ -666,11 +670,11 @@ class _LoggedCall(msgspec.Struct):
 _OLDEST, _LATEST = 1e9, 4e9
 """2001 and 2096, in seconds since 1970."""
 _MILLISECONDS = 1e11
-"""A time that is larger is not in seconds."""
+"""Smallest time that cannot be in seconds."""
 
 
 class _OpenAILines:
-    """Calls of an interface such as OpenAI's, as proxies log them."""
+    """Parser of calls of an interface such as OpenAI's, as logged by proxies."""
 
     header_lines, in_order = 0, True
 
@@ -732,11 +736,10 @@ class _OpenAILines:
 
 
 class ChatTokenizer:
-    """Renders chats by the template of a model's tokenizer, and encodes them.
+    """Renderer and encoder of chats, with the template of a model's tokenizer.
 
     Args:
-        path: A local directory as Hugging Face has them (`tokenizer.json`, `tokenizer_config.json`).
-
+        path: Local directory in Hugging Face's form (`tokenizer.json`, `tokenizer_config.json`).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -749,20 +752,20 @@ class ChatTokenizer:
                 f"{path} is not a directory: a tokenizer is one, with tokenizer.json and a chat template"
             )
         try:
-            # SECURITY: such a directory may bring code along, which is not run.
+            # SECURITY: such a directory may contain code, which is not run.
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # noqa: BLE001 - whatever its files hold
             raise UsageError(f"{path} holds no tokenizer: {type(error).__name__}") from None
-        self._tokenizer.model_max_length = _MAX_LENGTH  # or it warns of prompts that are longer
+        self._tokenizer.model_max_length = _MAX_LENGTH  # otherwise it warns of long prompts
         if self._tokenizer.chat_template is None:
             raise UsageError(
                 f"the tokenizer in {path} has no chat template, by which messages become a prompt"
             )
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
-        """Return the token ids of a prompt, up to where the answer begins. Raises ValueError."""
+        """Return the token ids of a prompt, up to the start of the answer. Raises ValueError."""
         try:
             encoded = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
