@@ -62,8 +62,7 @@ class Advice:
     topic: Topic
     worth: bool
     saved_tokens: int
-    """Prompt tokens that would not be computed, over the whole log; several pieces of advice may save the same
-    tokens."""
+    """Prompt tokens that would not be computed, over the whole log; pieces of advice may save the same tokens."""
     about: dict[str, Any]
     """Evidence, as in the JSON of `kvcache advise`."""
 

@@ -35,8 +35,7 @@ def compiled(function: Function) -> Function:
 
 
 LEVELS, FIFO, RANK, SEGMENTS, S3FIFO = range(5)
-"""Kinds of order: least recently used within levels; first in, first out; by a rank that grows with uses; two segments,
-each least recently used; S3-FIFO."""
+"""Kinds of order: LRU within levels; FIFO; by a rank that grows with uses; two segments, each LRU; S3-FIFO."""
 HEAPS = 6
 _TAIL = 5
 """Heap of protected blocks without a protected child; the others are of leaves."""

@@ -98,9 +98,7 @@ class ContentIds:
             append(known)
 
     def _meant(self, block: bytes) -> bytes | tuple[object, ...]:
-        """Return what a block's symbols stand for: negative numbers get new meanings once the old ones are
-        forgotten.
-        """
+        """Return what a block's symbols stand for: negative numbers are reused once their meanings are forgotten."""
         symbols = array("i", block)
         if min(symbols) >= 0:
             return block
@@ -210,8 +208,8 @@ class Window:
     def restore(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
     ) -> None:
-        """Mark contents as cached, as listed by an exported state of this batch. Contents cached before live on; others
-        start without a history.
+        """Cache contents listed by an exported state of this batch. Those cached before live on; others have no
+        history.
         """
         of = self.of
         of.reach(int(ids.max(initial=-1)) + 1)

@@ -231,8 +231,7 @@ class _Cache:
     def __init__(self, size: int, requests: int) -> None:
         self._size = self._free = size
         self._waiting = [0] * requests
-        """Per request: cached blocks that it uses next, a prefix of its prompt because the last ones are evicted
-        first."""
+        """Per request: cached blocks that it uses next, a prefix of its prompt because the last ones go first."""
         self._farthest: list[int] = []
         """Heap of the requests that use cached blocks next; negated, so that the latest one comes first."""
         self._useless = 0
@@ -296,9 +295,7 @@ class HitCurve:
 
     @property
     def is_vague(self) -> bool:
-        """True if the samples are too small for a knee and standard errors; `enough_for` returns a rate that
-        suffices.
-        """
+        """True if the samples are too small for a knee and standard errors; `enough_for` returns a sufficient rate."""
         return self.rate < 1 and min(self.sampled_blocks) < ENOUGH
 
     def hits(self, size: int) -> int:
@@ -322,8 +319,8 @@ class HitCurve:
         return float(each.std(ddof=1) / np.sqrt(len(each)))
 
     def by_level(self, primary: int, secondary: int) -> tuple[int, int]:
-        """Return the hits in a primary level of `primary` blocks, and in a secondary level that takes what primary
-        evicts.
+        """Return the hits in a primary level, and in a secondary level that takes what primary evicts (sizes in
+        blocks).
         """
         served = self.hits(primary)
         return served, self.hits(primary + secondary) - served
@@ -343,9 +340,7 @@ class HitCurve:
         return int(sizes[worth[-1]]) + step if len(worth) else 1
 
     def _hits(self, sizes: Int64s) -> npt.NDArray[np.float64]:
-        """Return hits per sample (rows) and size. A sampled block hits if as many sampled blocks fit as are expected
-        before it.
-        """
+        """Return hits per sample (rows) and size. A sampled block hits if the sampled blocks expected before it fit."""
         places = np.where(sizes > 0, 1 + np.floor((sizes - 1) * self.rate), 0).astype(np.int64)
         rows = [misses[np.minimum(places, len(misses) - 1)] / self.rate for misses in self.misses]
         hits = np.clip(self.block_requests - np.array(rows), 0, None)
@@ -449,9 +444,7 @@ class CurveRecorder:
                 self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
 
     def curve(self) -> HitCurve:
-        """Return the curve of the prompts added so far. Raises `EmptySamples` if they have blocks and no sample has
-        any.
-        """
+        """Return the curve of the prompts added so far. Raises `EmptySamples` if no sample has any of their blocks."""
         if self.block_requests and not any(reuses.distinct for _, reuses in self._samples):
             # The lowest of n hashes is about 1/n of all there can be: within a factor of 2, from several samples.
             raise EmptySamples(self.rate, enough_for(len(self._samples) / sum(self._lowest) / 2))

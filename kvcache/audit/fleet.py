@@ -372,9 +372,7 @@ def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[Proc
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Make processes started inside ignore signals of the terminal and of launchers, even during their startup: the
-    parent decides.
-    """
+    """Make processes started inside ignore signals of terminals and launchers, even at startup: the parent decides."""
     ensure_running()  # it would undo what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:

@@ -1,6 +1,4 @@
-"""Requests of a log by tenant, session, adapter: tokens that each group computed and lost, and the groups that caused
-it.
-"""
+"""Requests of a log by tenant, session, adapter: tokens computed and lost by each group, and groups that caused it."""
 
 from __future__ import annotations
 
@@ -126,7 +124,7 @@ class RequestGroups(HistoryListener):
         self.evicted_blocks: Counter[tuple[Key, Key]] = Counter()
         """Full blocks evicted, by the groups of the storing request and of the one that needed the room."""
         self.recomputed_tokens: Counter[tuple[Key, Key]] = Counter()
-        """Tokens computed again because of that, by the groups of the computing request and of the one that needed the
+        """Tokens computed again because of that, by the groups of the computing request and that which needed the
         room."""
         self._keys: dict[Key, int] = {None: 0}
         self._names: list[Key] = [None]
@@ -338,9 +336,7 @@ class TopGroups:
         return suffered, caused
 
     def pairs(self) -> list[tuple[Key, Key, int, int]]:
-        """Return (group of the blocks, group that needed the room, blocks, tokens computed again), the most costly
-        first.
-        """
+        """Return (group of the blocks, group that needed the room, blocks, tokens computed again), costliest first."""
         evicted, recomputed = self.groups.evicted_blocks, self.groups.recomputed_tokens
         pairs = [(*pair, evicted[pair], recomputed[pair]) for pair in evicted.keys() | recomputed.keys()]
         return sorted(pairs, key=lambda pair: (-pair[3], -pair[2], str(pair[:2])))

@@ -49,9 +49,7 @@ class Ages:
         return float(self._sums[at] / self.counts[at]) / 1e9 if self.counts[at] else 0.0
 
     def rows(self) -> Iterator[tuple[float, int]]:
-        """Yield (upper edge in seconds, count) in ten bins per factor of ten from a millisecond on, without empty
-        bins.
-        """
+        """Yield (upper edge in seconds, count) of ten bins per factor of ten from a millisecond on, if not empty."""
         counts = np.add.reduceat(self.counts, _TOLD)
         for at in np.flatnonzero(counts).tolist():
             edge = _EDGES[min(_MILLISECOND + at * _FINE // _COARSE, len(_EDGES) - 1)]

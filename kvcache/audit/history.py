@@ -126,9 +126,7 @@ class HistoryListener:
         """Handle prompt tokens that were to be loaded from outside and did not arrive."""
 
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-        """Handle the counts of prompt and reused tokens since the cache was created: the log's, and those its engine
-        reports.
-        """
+        """Handle the prompt and reused tokens since the cache was created, as counted by the log and by its engine."""
 
     def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
         """Handle the reuse of full blocks from a level, before it is folded."""
@@ -329,9 +327,7 @@ class HistoryFold:
             new.of = old.of
 
     def _on_exported(self, event: ev.StateExported) -> None:
-        """Handle an exported state: what it lacks is gone, because batches before it were lost or the cache began with
-        it.
-        """
+        """Handle an exported state: what it lacks is gone, because batches before it were lost or the cache is new."""
         self.shared.end(self.batch, self.now)
         if event.next_handle > first_number(self.replayed.state.epoch):
             self._counts = None

@@ -69,9 +69,7 @@ class SharedPrefixes:
         self._requests += 1
 
     def worst(self) -> SharedPrefix | None:
-        """Return the shared prefix with the most lost tokens; if nothing was lost, the most requested one. None: no
-        prefix is shared.
-        """
+        """Return the shared prefix with the most lost tokens (if nothing was lost, the most requested one), or None."""
         of, least = self._of, max(_FEW, _SHARED * self._requests)
         shared = np.flatnonzero(of["asked"][: self._blocks] >= least).tolist()
         if not shared:

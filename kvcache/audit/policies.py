@@ -92,9 +92,7 @@ class RequestRecorder:
 
 
 def _moments(arrivals: Floats, ends: Floats) -> npt.NDArray[np.int64]:
-    """Return arrivals and ends in the order of time; a request ends before the next one arrives, even at the same
-    time.
-    """
+    """Return arrivals and ends in order of time; a request ends before the next one arrives, even at the same time."""
     numbers = np.arange(len(arrivals))
     times, events = np.concatenate([arrivals, ends]), np.concatenate([numbers, ~numbers])
     order = np.lexsort((np.concatenate([2 * numbers, 2 * numbers + 1]), times))

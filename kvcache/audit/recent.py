@@ -98,9 +98,7 @@ class Recent(HistoryListener):
         )
 
     def waiting(self, until: int) -> int:
-        """Return the requests that were refused or preempted in the longest time up to `until`, and not admitted
-        since.
-        """
+        """Return the requests refused or preempted in the longest time up to `until`, and not admitted since."""
         return sum(at >= until - self.longest for at in self._waiting.values())
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:

@@ -181,9 +181,7 @@ _Fields = dict[str, Any]
 
 
 class Requests(RowCollector[RequestRow]):
-    """Rows of requests: one when a request ends; at the log's end one for each that still runs or was never
-    admitted.
-    """
+    """Rows of requests: one when a request ends; at the log's end those that still run or were never admitted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,16 +464,12 @@ class Log:
         self.path = path
 
     def __iter__(self) -> Iterator[EventBatch]:
-        """Iterate over the batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by
-        `events.packed`.
-        """
+        """Iterate over the batches; `EventBatch.ts` is the wall clock in ns. `events.packed` unpacks columns."""
         return iter(LogReader(self.path))
 
     @property
     def log_id(self) -> str | None:
-        """The id that the writer gave the log, in hex digits; copies have the same. None if the first batch has
-        none.
-        """
+        """The id given to the log by its writer, in hex digits; copies share it. None if the first batch has none."""
         first = next(iter(self), None)
         events = () if first is None else first.events
         return next((event.log_id.hex() for event in events if isinstance(event, EpochStarted)), None)

@@ -218,8 +218,7 @@ class Audit:
     """Blocks in secondary that a request computed nevertheless."""
     prefixes: list[HotPrefix] = field(default_factory=list)
     set_back: list[int] = field(default_factory=list)
-    """Sequence numbers of batches that began an epoch with a clock set back; `over_time` shifts them after the
-    preceding ones."""
+    """Batches that began an epoch with a clock set back; `over_time` shifts them after the preceding ones."""
     first_batch: int = -1
     last_batch: int = -1
     first_at: int = 0

@@ -115,8 +115,8 @@ class PromptSample:
         return found
 
     def _candidates(self, pairs: list[_Pair]) -> list[tuple[int, bytes]]:
-        """Return possible starts of parts, each with what precedes it; the first ones first, so that a date begins with
-        its year.
+        """Return possible starts of parts, with what precedes each; the first come first, so a date begins with its
+        year.
         """
         found = Counter((each.position, self._kept[each.one][: each.position].tobytes()) for each in pairs)
         return sorted(candidate for candidate, _ in found.most_common(_MOST_CANDIDATES))
@@ -250,9 +250,7 @@ def _common(one: Symbols, other: Symbols) -> int:
 
 
 def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
-    """Return where `one`, which differs from `other` in its first symbol, continues like it, and for how long; or
-    None.
-    """
+    """Return where `one`, which differs from `other` in its first symbol, continues like it, and for how long."""
     most, least = _most(unit), _least(unit)
     hay = other[: most + least].tobytes()
     for begin in range(most + 1):

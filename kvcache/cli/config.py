@@ -177,9 +177,7 @@ def derived_settings(known: Values) -> dict[str, str]:
 
 
 def load_settings(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
-    """Return the settings, with `defaults` for those not given. Raises ConfigError, which names the source of a wrong
-    one.
-    """
+    """Return the settings, with `defaults` for those not given. Raises ConfigError with the source of a wrong one."""
     sources = read_settings(path, sets)
     try:
         return KVCacheConfig(**merged(defaults, sources.values))

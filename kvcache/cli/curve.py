@@ -321,9 +321,7 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
 
 
 def _timeouts(found: CurveFound) -> Iterator[tuple[int | None, int, float, int]]:
-    """Yield (seconds, hits, hit rate, tokens that are reused without a timeout only), up to where there are none of
-    these.
-    """
+    """Yield (seconds, hits, hit rate, tokens that are reused without a timeout only), while there are such tokens."""
     curve, size = found.timeouts, found.prompts.tokens_per_block
     most = curve.hits()
     for seconds in TIMEOUTS:

@@ -1,6 +1,4 @@
-"""Filters for events (by type, by request or sequence, by block name), and narrowing of events about several sequences
-or copies to the matching ones.
-"""
+"""Filters of events (by type, request, sequence or block name), which narrow an event to its matching parts."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
 
 
 class OfSequences:
-    """Events of one sequence, of the requests of one session, or of those with one id, which may be a number or a text,
-    and may recur.
-    """
+    """Events of one sequence, of one session's requests, or of those with one id (number or text), which may recur."""
 
     def __init__(
         self,
@@ -253,9 +249,7 @@ def _cut(column: bytes, width: int, rows: Iterable[int]) -> bytes:
 def _counted(
     handles: bytes, counts: bytes, column: bytes, wanted: Container[int]
 ) -> tuple[bytes, bytes, bytes]:
-    """Filter handles, counts and a column of slots or tokens, `counts` of them for each handle (one each without
-    counts).
-    """
+    """Filter handles, counts and a column of slots or tokens: `counts` per handle, or one each without counts."""
     rows = _chosen("q", handles, wanted)
     if not counts:
         return _cut(handles, HANDLE_BYTES, rows), b"", _cut(column, TOKEN_BYTES, rows)

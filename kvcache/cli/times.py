@@ -102,9 +102,7 @@ class LogPosition:
         raise _no_moment(text)
 
     def distance(self, batch: EventBatch, first_ts: int) -> int:
-        """Return a negative number for a batch before the moment, a positive one for a later batch. `first_ts` is the
-        time of the log's first batch.
-        """
+        """Return a number that is negative before the moment, positive after it. `first_ts` is the log's first time."""
         if self.kind == "batch":
             return batch.seq - self.value
         return batch.ts - self.value - (first_ts if self.kind == "since" else 0)

@@ -158,9 +158,7 @@ class Followed:
 
     @property
     def age(self) -> float:
-        """Seconds since the last batch: since its arrival, or by the wall clock if it existed before; never
-        negative.
-        """
+        """Seconds since the last batch: since its arrival, or by the wall clock if it existed before; at least 0."""
         if self._came_at is not None:
             return self._clock() - self._came_at
         last = self.history.replayed.last_ts

@@ -1,6 +1,4 @@
-"""Verification of a run: its replayed log gives the cache's state, and a router on its own feed holds the same
-blocks.
-"""
+"""Verification of a run: its replayed log gives the cache's state, and a router on its feed holds the same blocks."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class Verification:
     """Result of replaying a run's log."""
 
     replayed: Replayed | None = None
-    """The replay; None if it was interrupted, or if the log is known to end before the run did, so that it cannot
-    agree."""
+    """The replay; None if it was interrupted, or if the log ends before the run did, so that it cannot agree."""
     fingerprint: bytes | None = None
     differences: tuple[str, ...] = ()
     """Differences in words; empty if there are none."""

@@ -131,9 +131,7 @@ _IN_BLOCKS = {"primary_bytes": "primary_blocks", "host_cache_size": "secondary_b
 
 
 def _in_blocks(trial: Trial, config: KVCacheConfig, model: KVShape) -> Trial:
-    """Return the trial with sizes in bytes converted to blocks of this model, which is not that of the log's
-    settings.
-    """
+    """Return the trial with sizes in bytes converted to blocks of this model, which is not that of the settings."""
     given = [name for name in _IN_BLOCKS if trial.sets.get(name) is not None]
     if given and len(windows_of(config)) > 1:
         raise UsageError(f"--set {given[0]}: with several windows, give {_IN_BLOCKS[given[0]]} instead")
@@ -202,9 +200,7 @@ def alternatives(text: str) -> list[tuple[str, str]]:
 
 
 def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[str | None]) -> list[Trial]:
-    """Return a trial for each choice of a value from each axis, and each policy. Raises `UsageError` if these are too
-    many.
-    """
+    """Return a trial for each choice of a value from each axis, and each policy. Raises `UsageError` above `_MOST`."""
     names = [axis[0][0] for axis in axes]
     for name in names:
         if names.count(name) > 1:

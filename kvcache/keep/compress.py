@@ -200,7 +200,7 @@ _SYNC = b"\xc1KVG"
 _HEADER = struct.Struct("<4sHHIIQQII")
 _KEY = 32
 _MOST_TIMES, _MOST_HASHED = 1024, 16
-"""Most bytes of a group per byte in the file, and most hashed tokens per byte of a group."""
+"""Limits for a group: bytes per byte in the file, and bytes hashed for names per byte."""
 
 
 def expanded(path: Path, data: bytes) -> bytes:

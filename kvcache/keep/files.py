@@ -44,9 +44,7 @@ class NotWritten(LogError):
 
 @contextmanager
 def writing(path: Path, advice: str) -> Iterator[None]:
-    """Raise NotWritten if the system refuses to write. Errors that name a file, other than a full disk, pass
-    unchanged.
-    """
+    """Raise NotWritten if the system refuses to write. Errors that name a file, except a full disk, pass unchanged."""
     try:
         yield
     except OSError as error:

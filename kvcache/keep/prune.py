@@ -90,9 +90,7 @@ def make_snapshot(
 
 
 def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
-    """Return the state as a batch with which a fold can begin, after verifying that; `started` is the start of its
-    epoch.
-    """
+    """Return the state as a batch with which a fold can begin, and verify that; `started` is its epoch's start."""
     state = replayed.state
     assert state.created is not None
     assert replayed.last_ts is not None
@@ -135,9 +133,7 @@ class _Watched:
 
 
 def _sync(directory: Path, first: int, last: int) -> None:
-    """Sync segments, so that no snapshot is of data in the page cache alone: after a power cut the log would end before
-    it.
-    """
+    """Sync segments, so that no snapshot is of page cache only: after a power cut the log would end before it."""
     paths = segment_paths(directory)
     for path, behind in zip(paths, [*paths[1:], None], strict=True):
         if first_seq(path) <= last and (behind is None or first_seq(behind) > first):

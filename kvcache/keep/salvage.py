@@ -320,8 +320,8 @@ class SalvagedOrder:
         self.seq, self._crc, self._epoch = snapshot.about.next_seq, header.previous_crc, header.epoch
 
     def take(self, frame: FrameHeader, batch: EventBatch | None, epoch: int) -> EventBatch | None:
-        """Return the batch as it continues here, with a `Gap` if some are missing; None if it does not continue, or is
-        a mark.
+        """Return the batch as it continues here, with a `Gap` if some are missing; None if it does not, or for a
+        mark.
         """
         if self.continued_by(frame):
             if not self._is_whole:

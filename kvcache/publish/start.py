@@ -36,9 +36,7 @@ class Epoch:
 
     @classmethod
     def of(cls, batch: EventBatch) -> Epoch | None:
-        """Return the epoch that begins with this batch; None if it begins none. Raises `Unreplayable` if no cache
-        does.
-        """
+        """Return the epoch that begins with this batch, or None. Raises `Unreplayable` if it begins without a cache."""
         started = batch.events[0] if batch.events else None
         if not isinstance(started, EpochStarted):
             return None
@@ -87,9 +85,7 @@ def last_epoch(log: Path, *, counts: bool) -> Start | None:
 
 
 def behind(log: Path, position: Position | None) -> Start | None:
-    """Return the start for a sink that has taken all up to `position`. Returns None, and raises, as `last_epoch`
-    does.
-    """
+    """Return the start for a sink that has taken all up to `position`. None and errors are as in `last_epoch`."""
     found = _beginnings(log)
     if not found:
         return None

@@ -21,8 +21,7 @@ from kvcache.report.given import GivenCurve, Timeout
 Chart = dict[str, Any]
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VERMILION, PURPLE, YELLOW = "#d55e00", "#cc79a7", "#b3a500"
-"""Colours after Okabe and Ito, distinguishable for colour-blind readers; the yellow is darker, for contrast on
-white."""
+"""Colours after Okabe and Ito, distinguishable for colour-blind readers; the yellow is darker, for contrast."""
 GREY, PALE = "#8c8c8c", "#c4c4c4"
 COLORS = {
     "primary": BLUE,
@@ -117,9 +116,7 @@ def _line(name: str, x: Sequence[float], y: Sequence[Any], hover: str, **more: A
 
 
 def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
-    """Yield the reused share of the prompt tokens as a line, with gaps where nothing was admitted, and the tokens by
-    groups of reasons as bars.
-    """
+    """Yield the reused share of prompt tokens as a line, with gaps without admissions, and tokens by reason as bars."""
     timeline = found.audit.over_time
     if timeline.start is None:
         return

@@ -262,8 +262,7 @@ class Gathered:
     end: LogEnd
     """End of the log when it was read."""
     set_back: list[int]
-    """Sequence numbers of batches that began an epoch with a clock set back: they are shifted after the preceding
-    ones."""
+    """Batches that began an epoch with a clock set back: they are shifted after the preceding ones."""
     audit: Audit
     settings: dict[str, Any]
     """JSON values of each setting of the cache, by dotted name, of the last epoch."""

@@ -483,9 +483,7 @@ class Tap:
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:
-    """Return the state of a log of kind `feed` after batch `at`, or at its end. Raises what `LogReader` raises, and
-    `Unreplayable`.
-    """
+    """Return the state of a `feed` log after batch `at`, or at its end. Raises `Unreplayable`, or as `LogReader`."""
     state = FeedState()
     if is_log(log) and segment_paths(log):
         for batch in LogReader(log, kind="feed"):

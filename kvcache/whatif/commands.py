@@ -54,8 +54,8 @@ class RecordedPrompt:
 
     @property
     def played_namespace(self) -> Namespace:
-        """Namespace of the request in the replay. A log has only digests of salts, so the digest stands for the salt:
-        sharing is preserved.
+        """Namespace in the replay. A log has only digests of salts, so the digest stands for the salt: sharing is
+        kept.
         """
         mine = self.namespace
         return namespace_of(mine.lora_id, mine.lora_name, self._salt, mine.uses_extra_ids)
@@ -228,8 +228,7 @@ class RecordedBatch:
     events: tuple[AnyEvent, ...]
     commands: tuple[Command, ...]
     clock: int = 0
-    """Latest time in the log by the batch's end, or the time of writing, since the cache's creation: the replay happens
-    at this time."""
+    """Time of the replay in ns since the cache's creation: the latest one in the log so far, or the wall clock."""
     ts: int = 0
     """Wall clock in ns."""
 
@@ -293,9 +292,7 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, RecordedPrompt]]:
-    """Yield the prompts of all admissions, in order, with the settings of their cache. Raises what `recorded`
-    raises.
-    """
+    """Yield the prompts of all admissions, in order, with their cache's settings. Raises what `recorded` raises."""
     config = None
     for batch in recorded(log):
         for command in batch.commands:
@@ -411,9 +408,7 @@ class _Commands:
         self._storing = storing
 
     def _settle(self) -> None:
-        """Finish the current command. Blocks that no command accounts for were stored by a call without newly computed
-        tokens.
-        """
+        """Finish the current command. Blocks that none accounts for were stored by a call without new tokens."""
         handle, self._bare = self._bare, None
         if handle is not None:
             self._commands.append(Compute(handle, self.state.sequences[handle].computed))

@@ -111,9 +111,7 @@ class Tally:
 
     @property
     def hit_rate(self) -> float:
-        """Reused part of the prompt tokens of all requests, from 0 to 1; requests that are never admitted reuse
-        nothing.
-        """
+        """Reused part of the prompt tokens of all requests, from 0 to 1, including requests that are never admitted."""
         asked = self.prompt_tokens + self.unserved_tokens
         return self.reused_tokens / asked if asked else 0.0
 
@@ -197,9 +195,7 @@ def unchanged(config: KVCacheConfig) -> KVCacheConfig:
 
 
 class Playback:
-    """Replay with one combination of settings and eviction order (None: that of the settings). `hear` receives all
-    events of its managers.
-    """
+    """Replay with one combination of settings and eviction order (None: the settings'). `hear` receives all events."""
 
     def __init__(
         self,
@@ -438,9 +434,7 @@ class Playback:
         return False
 
     def _is_short_enough(self, prompt: RecordedPrompt) -> bool:
-        """Return True if a prompt can be admitted at all; one that gets its slots by chunks need not have all at
-        once.
-        """
+        """Return True if a prompt can be admitted at all; one with slots by chunks need not have all at once."""
         manager = self.manager
         return prompt.num_tokens <= (
             manager.max_prompt_tokens if prompt.slots is None else manager.max_tokens

@@ -469,8 +469,8 @@ class AdaptiveReplacement(EvictionOrder):
         return min((run for run in found if run is not None), default=None, key=self._turn)
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
-        """Return how many of the last blocks of the next run go before any other: those in its list, while that is too
-        long.
+        """Return how many of the last blocks of the next run go before any other: those in its list, up to its
+        excess.
         """
         last, again, excess = len(run.slots) - 1, self.used_again(run), self._lists.excess
         most = min(count, excess) if excess > 0 and not again else count

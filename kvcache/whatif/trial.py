@@ -134,8 +134,7 @@ class TrialRow:
     """The trial; None for the recording."""
     outcome: TrialOutcome
     of_bound: float | None
-    """Reused tokens as a part of those of the bound with the same settings; None if that reused none, or was not
-    replayed."""
+    """Reused tokens as a part of the bound's with the same settings; None without a bound, or if that reused none."""
     of_gap: float | None
     """Gain over the base (`lru`) as a part of the bound's gain; None if these reuse the same, or if one was not
     replayed with the same settings."""
@@ -174,9 +173,7 @@ def _other_sets(trial: Trial) -> Values:
 
 
 def compared(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], shown: int) -> list[TrialRow]:
-    """Return rows of the recording, which is the first outcome, and of the first `shown` trials, each relative to its
-    bound.
-    """
+    """Return rows of the recording, the first outcome, and of the first `shown` trials, each relative to its bound."""
     then, *played = outcomes
     reused = {
         (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens

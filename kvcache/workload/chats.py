@@ -47,9 +47,7 @@ def generate_chats(users: int, seed: int = 0) -> list[TraceRequest]:
 
 
 class _Conversations:
-    """Generator of conversations that assigns block numbers: the first ones to system prompts, then new ones to each
-    conversation.
-    """
+    """Generator of conversations, with block numbers: the first ones for system prompts, then new ones for each."""
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -43,7 +43,7 @@ class ReportedReuse:
         """Hour by the request's index in the trace; -1: nothing is reported."""
 
     def see(self, request: TraceRequest, unlimited: int) -> int:
-        """Count a request of which an unlimited cache would reuse `unlimited` tokens; return that number."""
+        """Count a request of which an unlimited cache would reuse `unlimited` tokens; return the number of requests."""
         if request.reported_length is not None:
             self.lengths += 1
             self.other_lengths += request.reported_length != request.input_length

@@ -201,9 +201,7 @@ class BlockNumbers:
         """By the number of the previous block and a block's contents; a scope precedes its first blocks."""
 
     def of(self, request: TraceRequest) -> tuple[list[int], int]:
-        """Return the numbers of the full blocks that end before the prompt's last token, and how many were known
-        before.
-        """
+        """Return the numbers of the full blocks before the prompt's last token, and how many were known before."""
         if request.tokens is None:
             self.tokens_per_block = request.block_tokens
             contents: Iterable[object] = request.hash_ids
@@ -335,7 +333,7 @@ class _Parser(Protocol):
     """True if lines are in the order of arrival."""
 
     def request(self, line: bytes) -> TraceRequest | None:
-        """Decode a line; return None if it is about something else. Raises ValueError, such as
+        """Decode a line; return None if it is about something else. Raises ValueError, also as
         `msgspec.DecodeError`.
         """
 

@@ -250,9 +250,7 @@ class Listening:
         return bool(subscriber.connected) if kind == "publisher" else None
 
     def counts(self, endpoint: str) -> dict[str, int]:
-        """Return counters of an endpoint: connections refused because of keys, unreadable messages, those of too many
-        workers.
-        """
+        """Return counters of an endpoint: connections refused because of keys, unreadable messages, excess workers'."""
         subscriber = self._sources[endpoint].subscriber
         return {name: getattr(subscriber, name, 0) for name in ("refused", "malformed", "ignored")}
 
@@ -293,9 +291,7 @@ def _source(
 def heard(
     listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
 ) -> Iterator[tuple[Speaker, Any] | None]:
-    """Yield reports until a signal or the last requested batch; None several times a second, so that the caller can
-    act.
-    """
+    """Yield reports until a signal or the last requested batch; also None several times a second."""
     batches = 0
     troubles = _Troubles(listening, out)
     for endpoint in listening.endpoints:

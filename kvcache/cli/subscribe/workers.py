@@ -148,9 +148,7 @@ class WorkerRow:
         return self.index.count(GPU), self.index.count(HOST), self.index.count(STORAGE)
 
     def state(self, connected: bool | None, now: float) -> str:
-        """Return ``waiting`` (nothing received), ``connected`` (but nothing received), ``live``, ``silent`` or
-        ``gone``.
-        """
+        """Return ``waiting`` (nothing received), ``connected`` (likewise), ``live``, ``silent`` or ``gone``."""
         if self.seq is None:
             return "connected" if connected else "waiting"
         if connected is False:
@@ -230,9 +228,7 @@ class Workers:
         return self._held.get((row.speaker, row.rank or 0), NOTHING)
 
     def longest(self) -> list[WorkerRow]:
-        """Return the workers with the longest prefix of the prompt, and among these in the fastest level; empty if none
-        has any.
-        """
+        """Return the workers with the longest prefix of the prompt, and most of it in the fastest level; or none."""
         amounts = [(sum(held), held, row) for row in self.rows() if any(held := self.held(row))]
         best = max((amount[:2] for amount in amounts), default=None)
         return [row for *amount, row in amounts if tuple(amount) == best]
