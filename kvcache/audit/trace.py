@@ -130,9 +130,11 @@ class TraceWriter:
                 self._turns[event.session] = self.lines, turns + 1
             return BailianLine(self.lines, before, ts // 10**6 / 1000, *lengths, "text", turns + 1, hashes)
         labels = event.labels or {}
-        names = {name: self._pseudonym(name, labels.get(name)) for name in ("agent", "tenant", "model")}
         session = self._pseudonym("session", event.session)
-        return MooncakeLine(ts // 10**6, *lengths, hashes, session, **names, stop=admission.stop)
+        agent, tenant, model = (
+            self._pseudonym(name, labels.get(name)) for name in ("agent", "tenant", "model")
+        )
+        return MooncakeLine(ts // 10**6, *lengths, hashes, session, agent, tenant, model, admission.stop)
 
     def _pseudonym(self, kind: str, name: str | None) -> str | None:
         """Equal for equal names of one kind."""

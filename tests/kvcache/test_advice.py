@@ -339,7 +339,8 @@ class TestTenant:
         requests = [
             asked._replace(
                 tokens=texts.fresh(len(asked.tokens)) if number % 8 == 3 else asked.tokens,
-                **{"label" if by == "tenant" else "model": name},
+                label=name if by == "tenant" else asked.label,
+                model=name if by == "model" else asked.model,
             )
             for number, (asked, name) in enumerate(zip(lines, names, strict=True))
         ]
