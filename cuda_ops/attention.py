@@ -141,7 +141,7 @@ def attend_flex(
     scale: float | None = None,
     flex: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """As `attend`, by `flex_attention`: K and V are read where they lie, in blocks that the mask names.
+    """Attend like `attend`, by `flex_attention`: K and V are read in place, in the blocks of the mask.
 
     Needs PyTorch 2.5 or newer. `flex` is the function, such as ``torch.compile(flex_attention)``, by default
     `flex_attention` uncompiled, which makes the whole matrix of products. K and V must have the query's type. Masked

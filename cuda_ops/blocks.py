@@ -105,7 +105,7 @@ def merge(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def runs(source: npt.NDArray[np.int32], target: npt.NDArray[np.int32], block_bytes: int) -> Runs:
-    """Cut pairs of slots, whose order does not matter, into as few runs as possible.
+    """Cut pairs of slots, in any order, into as few runs as possible.
 
     None crosses an edge of the chunks in which host memory of such blocks is page-locked: a driver refuses that.
     """

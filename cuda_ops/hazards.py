@@ -7,8 +7,8 @@ Cutting the list wherever a hazard shows up would be simpler and just as correct
 engine is "offload from slot a, onboard into slot a, offload from slot b, onboard into slot b, ...", which
 is two batches this way and one more than there are sequences the other way.
 
-Batches then run on *lanes*, streams of which each has the copies to one level and is in order. `SlotOrder` knows which
-of them have touched a slot, so that a batch waits for those only.
+Batches then run on *lanes*, streams of which each has the copies to one level and is in order. `SlotOrder` records
+which of them have touched a slot, so that a batch waits for those only.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     EventsError
     ├── EventDecodeError      these bytes are no events
     ├── UnsafeFile            another user has made it, or may change it
-    │   └── NoRegularFile     a pipe, or whatever else no file can be kept in
-    └── LogError              about a log directory; `path` says where
-        ├── LogExists         there is a log already, and nobody said to continue it
+    │   └── NoRegularFile     a pipe, a device, a directory
+    └── LogError              about the log directory `path`
+        ├── LogExists         there is a log already, and `resume` was not set
         ├── LogLocked         another writer has it open
         │   └── LogBeingKept  no writer, but another process that compresses or prunes it
-        ├── NotALog           a directory with something else in it, or nothing at all
-        ├── LogOfOtherKind    it records something else than is asked for
+        ├── NotALog           a directory with other files, or none
+        ├── LogOfOtherKind    a log of another kind than required
         ├── LogTooNew         written by a newer version of this software
         ├── LogOutdated       an earlier version has compressed it, which this one converts and does not read
         ├── ZstdMissing       it is compressed, and the extra for that is missing
@@ -19,7 +19,7 @@
         ├── LogUnavailable    the system does not let us have a log there
         └── LogWriteFailed    the disk refuses to be written, or the log is closed
 
-Messages are built from our own fields only: bytes that failed to decode may hold somebody's prompt, and are never
+Messages are built from our own fields only: bytes that failed to decode may hold a user's prompt, and are never
 repeated. All errors survive pickling, because engines pass them between processes.
 """
 
@@ -96,7 +96,7 @@ class LogError(EventsError):
 
 
 class LogExists(LogError):
-    """The directory holds a log, and `resume` was not asked for."""
+    """The directory holds a log, and `resume` was not set."""
 
     text = (
         "{path} holds a log already: choose another directory, or continue it with "
@@ -123,7 +123,7 @@ class LogBeingKept(LogLocked):
 
 @dataclass(eq=False, repr=False)
 class NotALog(LogError):
-    """No log is there: the directory is missing, empty, or holds other things.
+    """No log is there: the directory is missing, empty, or holds other files.
 
     `to_write`: True if a log was to be written there: then an empty or a missing directory would do.
     """

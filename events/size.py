@@ -1,9 +1,9 @@
 """An estimate of a batch's memory, in a fraction of a microsecond per event.
 
 The queues before a log and before sinks are bounded in bytes, and the engine's thread needs the size of each batch that
-it passes on. Encoding would give it, but would cost more than everything else. Nearly all bytes are in packed columns,
-whose length is known; a constant stands for the rest of an event. The types that come with engine steps are spelled
-out, because a walk over fields takes ten times as long.
+it passes on. Encoding would give it, but would cost more than everything else. Nearly all bytes are in packed columns
+of known length; a constant stands for the rest of an event. The types that come with engine steps are spelled out,
+because a walk over fields takes ten times as long.
 """
 
 from __future__ import annotations

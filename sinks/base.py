@@ -96,7 +96,7 @@ class SinkURLError(SinkError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class SinkOpenError(SinkError):
-    """The sink `name` could not be opened; `reason` says why."""
+    """The sink `name` could not be opened; `reason` is the cause."""
 
     name: str
     reason: str
@@ -195,7 +195,7 @@ class SinkStats:
 
 
 class Probe(Protocol):
-    """Queries about a cache, from any thread: to a manager's monitor, or to a fold of its log, which knows less."""
+    """Queries about a cache, from any thread: to a manager's monitor, or to a fold of its log, which has less."""
 
     step_times: Histogram | None
     """Durations of the manager's calls per engine step, once requested; None: unknown."""

@@ -1,8 +1,8 @@
 """``otel://HOST:4318`` sends a span for each request to an OpenTelemetry collector, by OTLP over HTTP.
 
-``otel:`` alone goes where OpenTelemetry's own environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT``), which also
-name certificates, and headers for collectors that require a login. With ``tls=1`` it is HTTPS. With ``request_ids=1``
-spans have the ids, sessions and labels that the engine gives requests.
+``otel:`` alone uses OpenTelemetry's own environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT``), which also name
+certificates, and headers for collectors that require a login. With ``tls=1`` it is HTTPS. With ``request_ids=1`` spans
+have the ids, sessions and labels that the engine gives requests.
 
 Times are the batches'. Spans (docs/how-to/monitoring.md) hold counts, levels and the sequence's handle, by which it is
 found in a log; no tokens, names of blocks and salts.

@@ -1,7 +1,7 @@
 """``prometheus://HOST:PORT`` serves a cache's metrics over HTTP, for Prometheus to fetch.
 
 ``prometheus://:9090`` listens on all addresses, ``prometheus://127.0.0.1:9090`` only on its own machine. With
-``?certfile=…&keyfile=…`` it speaks HTTPS, with ``&client_cafile=…`` only with clients that have a certificate of that
+``?certfile=…&keyfile=…`` it serves HTTPS, with ``&client_cafile=…`` only with clients that have a certificate of that
 authority. With ``?label=tenant`` requests are also counted by that label: the first 20 values, or `label_values` of
 them, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their names are in
 docs/how-to/monitoring.md.
@@ -74,7 +74,7 @@ class LabelMetrics:
     def __init__(self, label: str, values: int) -> None:
         self.label, self._values = label, values
         self.counts: dict[str, LabelCounts] = {}
-        """By value, empty for requests without one."""
+        """Counters by value, empty for requests without one."""
 
     def admit(self, event: ev.SequenceAdded) -> None:
         """Count a request."""
@@ -94,10 +94,10 @@ class BlockMetrics:
         self.by_label = by_label
         self.prompt_tokens = self.requests = self.refused = self.finished = self.lost_batches = 0
         self.reused_tokens: Counter[str] = Counter()
-        """By level, or ``partial``."""
+        """Tokens by level, or ``partial``."""
         self.stored = self.allocated = self.copied = self.recomputed = 0
         self.removed: Counter[tuple[str, str]] = Counter()
-        """By level and reason."""
+        """Blocks by level and reason."""
         self.moved: Counter[str] = Counter()
         """Blocks by direction: ``offload``, ``onboard``."""
         self.moved_bytes: Counter[str] = Counter()
@@ -374,7 +374,7 @@ class MetricsCollector:
     def _of_log(self, log: Any) -> Iterator[Metric]:
         if log is None:
             return
-        # A process that only reads the log does not know its writer's queue.
+        # A process that only reads the log has no counters of its writer's queue.
         text = "Batches in the log's files; durable, unless the log is set to fsync=never."
         yield self._counter("log_batches", text, log.batches)
         yield self._counter("log_bytes", "Bytes in the log's files.", log.bytes)
@@ -451,7 +451,7 @@ class _SilentHandler(WSGIRequestHandler):
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """Listens on `host` ("": all addresses) at `port` (0: any free one), from its construction on. Raises OSError.
 
-    With `tls` it speaks HTTPS only.
+    With `tls` it serves HTTPS only.
     """
 
     daemon_threads = True

@@ -7,10 +7,10 @@ seq takes its place in the sink's stream. At any time::
     batches put = delivered + dropped + lag
 
 *The queue.* `put` is the engine's side and must cost next to nothing: it counts, and appends to a deque. There is no
-condition and no wake-up per batch: the other side looks every few milliseconds, and is woken early only when the queue
-is half full. Only an overflow takes the lock. A row of lost batches is one `LostBatches` item exactly where they were
-in the queue; between two losses there is always a batch, so both stay bounded. Counters only grow, and each has one
-writer (`put_*` the engine's thread, all else whoever holds the lock), so the fast path knows the fill without the lock.
+condition and no wake-up per batch: the other side polls every few milliseconds, and is woken early only when the queue
+is half full. Only an overflow takes the lock. A run of lost batches is one `LostBatches` item exactly in their place in
+the queue; between two losses there is always a batch, so both stay bounded. Counters only grow, and each has one writer
+(`put_*` the engine's thread, all else the holder of the lock), so the fast path knows the fill without the lock.
 
 *The runner.* A failing sink is reported once, and again when it recovers. One that keeps failing is quarantined:
 closed, while batches pass it by, and retried with growing pauses. Once it can be opened and accepts the gap over the
@@ -287,8 +287,8 @@ class SinkRunner:
     def start(self) -> None:
         """Start the thread and open the sink. Call once.
 
-        Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to open goes on
-        doing so while batches wait in its queue; if it fails then, it is retried like any other.
+        Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to open
+        continues while batches wait in its queue; if it fails then, it is retried like any other.
         """
         if self._thread is not None:
             raise RuntimeError(f"sink {self.name} was started already")

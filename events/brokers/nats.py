@@ -121,7 +121,7 @@ class NATSSession:
             tls=address.tls_context(),
             allow_reconnect=False,
             connect_timeout=CONNECT_SECONDS,
-            # The client tries a server at most twice before it gives up, and reports only here what was wrong.
+            # The client tries a server at most twice, and reports errors only here.
             max_reconnect_attempts=1,
             reconnect_time_wait=0,
             error_cb=self._note,
@@ -162,7 +162,7 @@ _AT_ONCE = 100
 _ASK_SECONDS = 3.0
 """Time limit of the server's answer."""
 _LOOK_SECONDS = 2.0
-"""Silence after which the server is checked to still know the reader."""
+"""Silence after which the server is checked to still have the reader."""
 _FORGET_SECONDS = 60.0
 """Time after which the server forgets an inactive reader."""
 

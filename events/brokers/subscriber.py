@@ -55,7 +55,7 @@ class Pieces:
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._pieces: dict[tuple[int, int], list[bytes]] = {}
-        """Received pieces by number and telling, oldest payload first."""
+        """Received pieces by the numbers of batch and state, oldest payload first."""
         self.held: list[Message] = []
 
     def add(self, record: StreamRecord) -> list[bytes] | None:

@@ -1,6 +1,6 @@
 """The feed's state per slot of one level, as columns; and the whole state, for late routers.
 
-Most calls concern one block (decoding) or hundreds (a prompt): one is written without numpy, whose calls cost
+Most calls concern one block (decoding) or hundreds (a prompt): one is written without numpy, because its calls cost
 microseconds each, many by numpy on the same memory.
 
 A block in flight between two levels is in none for routers, though its children may stay visible: routers received them
@@ -244,7 +244,7 @@ def _places(slots: array[int] | bytes) -> npt.NDArray[np.intp]:
 
 
 _GATHERED = 4096
-"""Blocks whose columns are put into order at a time."""
+"""Number of blocks with columns put into order at a time."""
 
 _Indices = npt.NDArray[np.int64]
 _Names = npt.NDArray[np.uint64]
@@ -293,7 +293,7 @@ def _chains(blocks: FrozenBlocks) -> Iterator[list[int]]:
     parents = _parent_indices(blocks)
     inner = np.flatnonzero(parents >= 0)
     count = np.bincount(parents[inner], minlength=len(parents))
-    # A chain goes on where a block has a single child, in the same level.
+    # A chain continues at a block with a single child, in the same level.
     above = parents[inner]
     goes_on = (count[above] == 1) & (blocks.levels[above] == blocks.levels[inner])
     following = np.full(len(parents), -1)

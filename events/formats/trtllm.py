@@ -29,7 +29,7 @@ Data = dict[str, Any]
 def _stored(cached: Cached) -> Data:
     """Return the data of blocks that became reusable.
 
-    An adapter without a name is named by its number, since routers know adapters by their names only.
+    An adapter without a name is named by its number, since routers identify adapters by their names only.
     """
     namespace, size, tokens = cached.namespace, cached.tokens_per_block, cached.spelled
     items = tokens.items_by_block(size)

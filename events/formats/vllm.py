@@ -13,8 +13,8 @@ Anything else that does not fit refuses the whole batch, and its bytes are not r
 *Writing* (`encode_batch`): the maps of 0.24 and later, with the keys of 0.33, byte by byte, from the changes of an
 `events.feed.fold.Feed`: ``[ts, [event, ...], rank]``. What differs from vLLM's own bytes is chosen for the consumers:
 
-* Hashes are 9 bytes always (``cf``), since there are routers that know no others. The parent of a prompt's first block
-  is nil: some take 0 for a parent that they have missed.
+* Hashes are 9 bytes always (``cf``), since some routers read no others. The parent of a prompt's first block
+  is nil: some take 0 for a missed parent.
 * Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. No negative one is ever
   written, because it would cost a reader the whole batch.
 * Blocks that leave a level at once are one removal. A host block is announced with its tokens, as if it were
@@ -223,7 +223,7 @@ def _event(item: Any) -> VLLMEvent:
 Salts = Callable[[bytes], str | None]
 """Finds a salt by its digest, if known."""
 MEDIA = ("GPU", "CPU")
-"""By level. Readers compare letters exactly."""
+"""Media by level. Readers compare letters exactly."""
 
 _pack = msgspec.msgpack.encode
 _UINT64 = b"\xcf"
@@ -578,7 +578,7 @@ def _array_of(event: dict[str, Any]) -> list[Any]:
 
 
 def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield stored blocks one by one, if it is known which tokens are whose; with a salt if arrays have it."""
+    """Yield stored blocks one by one, if the tokens of each are known; with a salt if arrays have it."""
     names, tokens, size = event["block_hashes"], event.get("token_ids") or [], event.get("block_size", 0)
     if event["type"] != "BlockStored" or (tokens and len(tokens) != len(names) * size):
         yield event
@@ -614,7 +614,7 @@ def token_ids(tokens: bytes) -> list[int]:
 
 _ALWAYS = ("parent_block_hash", "lora_id")
 SGLANG_MEDIA = ("GPU", "CPU_PINNED")
-"""By level."""
+"""Media by level."""
 
 
 def encode_sglang(

@@ -17,7 +17,7 @@ Frame::
     sync word | payload bytes u32 | seq u64 | events u32 | flags u32 |
     payload CRC of the frame before u32 | payload CRC u32 | header CRC u32 | payload (msgpack)
 
-Why so much of it:
+The reasons:
 
 - the header has its own CRC, so a length is trusted only after that (nothing is allocated for a wrong one);
 - the CRC of the frame before, and `seq`, chain the frames: one that is missing, moved or repeated shows;
@@ -30,7 +30,7 @@ Why so much of it:
   write;
 - no clock, and but for that flag nothing that depends on timing: unsynced, equal batches give equal files.
 
-Frames that are written together may be compressed together. Then they stand in a frame with `COMPRESSED`, whose payload
+Frames that are written together may be compressed together. Then they are in a frame with `COMPRESSED`, and its payload
 is the next block of a zstd stream (`events.log.zstd`); seq, flags and the CRC before are those of the first frame in
 it, and in the place of the number of events is the size of the frames. So the above holds for such a frame as for any,
 and finding a torn end needs no expansion. Its content is frames as they would be written otherwise, except for

@@ -41,7 +41,7 @@ class Lease:
         self._first = first
         with suppress(OSError, LockHeld, UnsafeFile):
             if self._lock is None:
-                # Not in the log of another user, who could not remove it.
+                # Not in another user's log, which its owner could then not remove.
                 check_directory(self._path.parent.parent)
                 make_private(self._path.parent)
                 check_directory(self._path.parent)

@@ -171,8 +171,8 @@ class LogOutput:
         descriptor, self._descriptor = self._descriptor, None
         self._written = 0
         if descriptor is not None:
-            # If that fails, too, it is a torn tail, which readers and recovery understand. Of a file that is done
-            # with, it is for who goes on with the log of a process that was killed: he is not to find it whole.
+            # If that fails, too, it is a torn tail, which readers and recovery understand. In an abandoned file, it
+            # serves the process that resumes the log after a kill, which must not find the file whole.
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_size > self._offset:
                     os.ftruncate(descriptor, self._offset)

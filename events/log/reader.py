@@ -1,13 +1,13 @@
 """Reading a log back, batch by batch, with bounded memory.
 
-A log is read up to its end or up to the first thing wrong with it. At the end of the last segment,
-writing may have been interrupted: then the tail is *torn*, which is no error, and everything before it is
-shown. Anything else that is wrong is damage, and raises. Which of the two it is: a broken frame with an
-intact one behind it was whole once, and so was a broken frame in a segment that is not the last. (Damage
-to the very last frame cannot be told from an interrupted write of it.)
+A log is read up to its end or up to the first thing wrong with it. At the end of the last segment, writing may have
+been interrupted: then the tail is *torn*, which is no error, and everything before it is shown. Anything else that is
+wrong is damage, and raises. Which of the two it is: a broken frame with an intact one after it was whole once, and so
+was a broken frame in a segment that is not the last. (Damage to the very last frame cannot be distinguished from an
+interrupted write of it.)
 
-Where the segments wanted are not there any more, because only so much of the log is kept, reading goes on with the
-snapshot before the oldest that is there. Missing segments between others are damage.
+If the segments wanted have been removed by retention, reading continues with the snapshot before the oldest one left.
+Missing segments between others are damage.
 """
 
 from __future__ import annotations
@@ -576,7 +576,7 @@ def beginnings(directory: Path) -> list[Beginning]:
         previous = header
     if segment_paths(directory)[:1] != oldest:
         return beginnings(directory)  # The beginning of the log was removed meanwhile.
-    # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
+    # The batch numbers of an epoch taken back by a crash are used again by the next one.
     return sorted(found, key=lambda each: (each.epoch, each.seq))
 
 

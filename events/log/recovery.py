@@ -5,14 +5,14 @@ Possible states of a log's end, and their consequences (readers: `events.log.rea
 ======================================================  =====================  =========================================
 found at the end of the last segment                    readers say            a writer
 ======================================================  =====================  =========================================
-the mark of an orderly end                              clean                  goes on; nothing before it is read
-the end of a whole frame                                open                   goes on, in an epoch that calls the last
-                                                                               one unclean
+the mark of an orderly end                              clean                  continues; nothing before it is read
+the end of a whole frame                                open                   continues, the last epoch counts as
+                                                                               unclean
 a part of a frame, or no whole one, and no header       torn                   puts it and what follows into
-of a later one that was written behind a sync                                  quarantine, cuts it off
-no frame, behind a whole header                         open                   puts the file into quarantine
+of a later one that was written after a sync                                   quarantine, cuts it off
+no frame, after a whole header                          open                   puts the file into quarantine
 an empty file, or a part of a header                    torn                   puts the file into quarantine
-no whole frame, and the header of one behind it that    damaged                refuses
+no whole frame, and the header of one after it that     damaged                refuses
 was written when this one was on disk
 a whole frame which does not continue the one before    damaged                refuses
 a header that is there and not whole                    damaged                refuses
@@ -22,12 +22,12 @@ a newer version                                         too new                r
 between the last segment that has frames, and others
 ------------------------------------------------------  ---------------------  -----------------------------------------
 the segment before it is another log's, or missing      damaged                refuses
-behind it one without frames, which it does not reach   damaged                refuses
-anything wrong further back                             damaged                goes on: it does not look there
-the beginning is gone, a snapshot stands for it         begin with that        goes on
+after it one without frames, which it does not reach    damaged                refuses
+anything wrong further back                             damaged                continues: it does not read there
+the beginning is gone, a snapshot stands for it         begin with that        continues
 ``*.kvlog.tmp``: a segment, or a copy of one after a    do not look at it      removes it
 failed sync, that has not got its name yet
-times that went back                                    read on                goes on
+times that went back                                    read on                continues
 ======================================================  =====================  =========================================
 
 Only the last segment is read, and of one that ends with the mark of an orderly end only that: it is the only one that

@@ -13,7 +13,7 @@ room: batches that do not fit into the queue are lost, also with "block", with w
 
     appended = written + dropped + in flight     (batches; nothing is in flight after flush and close)
 
-`written` are durable (`Fsync` says when), but for "never", where all are but those in the last file.
+`written` are durable (when depends on `fsync`), except with "never": then all but those in the last file are.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LogThread:
         self.trouble: LogWriteFailed | None = None
         """The error of the last failed write."""
         self.failed_tries = 0
-        # Written once, by whoever ends the log.
+        # Written once, by the thread that ends the log.
         self.failure: LogWriteFailed | None = None
         # Set by this thread, cleared by whichever thread wakes it.
         self.asleep = False
@@ -329,15 +329,15 @@ class LogWriter:
     begins its first batch with `epoch_started` and numbers it `next_seq`.
 
     - `record_tokens`: True to write token ids, that is the users' prompts, to disk.
-    - `overflow`: behaviour of `append` when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". Where
-      the disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
-    - `segment_bytes`: where a new file begins, at the latest when its batches have eight times as many bytes. A larger
-      batch has a file of its own.
-    - `compression`: "zstd" compresses what is written together, referring back by up to `window` bytes. Where zstd is
-      not installed, the log is written as with "none", which a warning tells.
-    - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
-    - `segment_begun`: called by the log's thread after the beginning of each file. It must not raise; where it waits,
-      so does the log, as for a slow disk. `closed`: the same for `close`, which calls it at its end.
+    - `overflow`: behaviour of `append` when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". While
+      writing fails, both lose batches that do not fit, and "block" lets `check` raise.
+    - `segment_bytes`: size at which a new file begins, or once its batches have eight times as many bytes uncompressed.
+      A larger batch has a file of its own.
+    - `compression`: "zstd" compresses batches written together, referring back by up to `window` bytes. Without zstd
+      installed, the log is written as with "none", with a warning.
+    - `segment_seconds`: maximal time from a file's first batch to its last, by the times of the batches.
+    - `segment_begun`: called by the log's thread after the beginning of each file. It must not raise; if it waits, so
+      does the log, as for a slow disk. `closed`: the same for `close`, which calls it at its end.
     - `fsync`: when batches become durable. "group": one sync for all that wait, at once; `append` does not wait for it.
       "always": the same, and `append` waits. "interval": a sync every `fsync_seconds`, never later than that after a
       batch was written, and sooner if a caller waits or the queue is half full. "never": the end of its file; before
@@ -614,7 +614,7 @@ class LogWriter:
         def done() -> bool:
             if recorder.trouble is not None and recorder.failed_tries > failed_before:
                 raise recorder.trouble.with_traceback(None)
-            # Not before the trouble is over: `take_gap` looks at both.
+            # Not before writing works again: `take_gap` checks both.
             return recorder.done >= target and recorder.trouble is None
 
         recorder.retry.set()

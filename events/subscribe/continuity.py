@@ -3,16 +3,16 @@
 Live messages are numbered, and some may never arrive. What an order does with each message::
 
     state      message                                     becomes    reports
-    following  live, the number that should come           following  Received
-    following  live, too high; can be asked, not in vain   asking     (held)
-    following  live, too high; cannot be asked             following  Missed, Received
-    following  live, too high, tells a whole state         following  Restated, Received
-    following  live, told already                          following
+    following  live, the number expected                   following  Received
+    following  live, too high; replay can be requested     asking     (held)
+    following  live, too high; replay cannot be requested  following  Missed, Received
+    following  live, too high, has a whole state           following  Restated, Received
+    following  live, received already                      following
     following  live, number went back                      following  Restarted, Received
     asking     live                                        asking     (held, at most HELD_MAX)
     asking     answer                                      asking     Received; Missed or Restated before a hole
     asking     end of a complete answer                    following  Missed(recovered), then as above for those held
-    asking     end of an answer that broke off             asking     (the rest is asked for)
+    asking     end of an answer that broke off             asking     (the rest is requested)
 
 An answer is used up to its end, beyond the first live message that is held, because a publisher may answer with its
 whole state as of now instead of the earlier batches; the live messages up to there are then included already and are
@@ -162,7 +162,7 @@ class MessageOrder(ABC, Generic[AnyReport]):
 
 
 class Continuity(MessageOrder[Report]):
-    """The order of messages whose payloads are maps."""
+    """The order of messages with maps as payloads."""
 
     def __init__(self, start: int | None, *, can_ask: bool) -> None:
         super().__init__(start, can_ask=can_ask)

@@ -99,7 +99,7 @@ class Index:
             self.orphans += 1
         blocks = self.blocks.setdefault((group, level_of(event.medium)), {})
         size, tokens = event.block_size, event.token_ids
-        # With holes (sliding windows), or without tokens, it is unknown which tokens are whose.
+        # With holes (sliding windows), or without tokens, the tokens of each block are unknown.
         aligned = len(tokens) == len(event.block_hashes) * size
         scoped = (event.lora_id, event.lora_name, event.cache_salt) != (None, None, None)
         extra = scoped or any(event.extra_keys or ())

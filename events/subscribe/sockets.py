@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """As ZeroMQ writes it, with brackets around an IPv6 address."""
+    """Return the address as ZeroMQ writes it, with brackets around an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

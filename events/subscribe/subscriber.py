@@ -337,7 +337,7 @@ class Follower(Generic[AnyReport]):
         return self._continuity.take()
 
     def patience(self) -> float | None:
-        """Seconds until the wait for an answer is given up; None: nothing waits for one."""
+        """Seconds until the wait for an answer ends; None: nothing waits for one."""
         if self.asking is None or not self._continuity.holding:
             return None
         now = self._clock()
@@ -393,8 +393,8 @@ class Publication(ABC, Generic[AnyReport]):
         context: ZeroMQ's, to share its threads between many publishers; None: one of its own.
         clock: the seconds by which all waits for the publisher count; the timeout of a `poll` is in real ones.
 
-    Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
-    background: it may come to be known only later.
+    Raises EndpointError if an endpoint is malformed. The name of a host is resolved repeatedly, in the background: it
+    may become known only later.
     """
 
     def __init__(

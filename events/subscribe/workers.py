@@ -6,9 +6,9 @@ map's keys, and the difference between a missing value and nil. Fields that a st
 known which: then its tokens stay with all of its blocks.
 
 Engines may store a block again while it is resident, and remove each copy: copies are counted, and the block is
-resident until the last one is gone. After a loss only blocks stored since are known to be resident. A block that is on
-its way between levels is resident nowhere for a moment; it is kept as long as a resident block follows it (`Lineage`),
-so that a reader who joins just then can place those blocks.
+resident until the last one is gone. After a loss only blocks stored since are known to be resident. A block in flight
+between levels is resident nowhere for a moment; it is kept as long as a resident block follows it (`Lineage`), so that
+a reader that joins at that moment can place those blocks.
 
 `WorkerFeed` is the feed of one worker for routers: its own events, without copies.
 """
@@ -552,7 +552,7 @@ class WorkerFeed(StreamFold[AnyChange]):
 
     @property
     def missing(self) -> str | None:
-        """Return a text naming the worker that the log does not know (yet); None: it is there."""
+        """Return a text naming the worker that is not in the log (yet); None: it is there."""
         if self.worker is not None:
             return None
         if self._name is None:

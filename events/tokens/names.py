@@ -60,7 +60,7 @@ def salt_id(namespace: Namespace) -> int | None:
 def scope_bytes(namespace: Namespace) -> bytes:
     """Return one mask byte and 8 little-endian bytes for each part that is present (LoRA id, salt, LoRA name).
 
-    The mask's bit 3 says that tokens have extra ids.
+    The mask's bit 3 is set if tokens have extra ids.
     """
     name = namespace.lora_name
     name_id = None if name is None else int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -1,8 +1,8 @@
 """Symbols: the numbers by which prompts are compared.
 
-A plain token is its own symbol. A token of a multimodal item, and one with an extra id, stands for more than its
-number: each different (token, extra id, item's digest, offset in the item) has a number below 0 of its own, so that
-comparing symbols compares all of it, exactly.
+A plain token is its own symbol. A token of a multimodal item, and one with an extra id, has more than its number: each
+different (token, extra id, item's digest, offset in the item) has a number below 0 of its own, so that comparing
+symbols compares all of it, exactly.
 
 An image has thousands of tokens, most of them the same placeholder. Numbers are therefore given a page of 256 at a
 time: to one token of an item at 256 consecutive offsets, or to 256 consecutive tokens with one extra id. The set of
@@ -61,7 +61,7 @@ class SymbolTable:
 
     @property
     def crowded(self) -> bool:
-        """True if there are so many pages that unused ones are to be forgotten."""
+        """True if there are enough pages that unused ones are to be forgotten."""
         return len(self.pages) > self.forget_at
 
     def copy(self) -> SymbolTable:

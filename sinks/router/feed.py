@@ -175,7 +175,7 @@ class RouterFeed(Sink):
       batch for each `EventBatch` that changes something for routers.
     - `max_batch_bytes`: bound of an encoded batch (a single block that is larger still goes out).
     - `feed`: the fold; by default the blocks of a cache visible to routers.
-    - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a router can
+    - `heartbeat_seconds`: silence after which an empty batch with a number of its own goes out, so that a router can
       distinguish "nothing new" from "missed something". 0: never.
     """
 

@@ -57,7 +57,7 @@ class FeedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_tokens(self) -> bool:
-        """True if token ids are published: routers find blocks by them, other readers need not know them."""
+        """True if token ids are published: routers find blocks by them, other readers do not need them."""
         return not self.is_native if self.tokens is None else self.tokens
 
 

@@ -1,14 +1,14 @@
 """The socket that publishes a feed, and sends each new subscriber the state before anything else.
 
-Readers connect to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
-stands, both are the same.
+Readers connect to it, or it connects to a bound reader, as many workers do with one router; once connected, both are
+the same.
 
 It is an XPUB in manual mode: it passes on subscribers' messages, and a subscription takes effect only when it is
 admitted. At that moment one message can be sent to that subscriber alone. So a router that connects late, or again,
 receives nothing that it cannot interpret, and earlier subscribers are not disturbed.
 
-SECURITY: anybody who can connect can send anything, and what ZeroMQ has received waits in memory until it is read. Keys
-(`events.subscribe.sockets`) decide who can connect; ZeroMQ bounds the size of a frame, `Peers` the number of
+SECURITY: any peer that can connect can send anything, and messages received by ZeroMQ wait in memory until read. Keys
+(`events.subscribe.sockets`) authorise connections; ZeroMQ bounds the size of a frame, `Peers` the number of
 connections. The messages read in one go are bounded, and the socket is closed for all, who reconnect by themselves, in
 two cases: if reading cannot keep up, and if a message is no subscription, after which ZeroMQ confuses the owners of
 subscriptions.
@@ -53,7 +53,7 @@ _log = get_logger("sinks")
 
 
 class Complaints:
-    """Rate-limited warnings about the peers of one socket, who could otherwise fill the log."""
+    """Rate-limited warnings about the peers of one socket, which could otherwise fill the log."""
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}

@@ -1,13 +1,13 @@
 """The server for readers that missed batches: a ROUTER socket on a thread of its own.
 
-The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants to begin at, 8 bytes big-endian, and
-receives ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker ``[b"", b"",
-ff*8, b""]``. Meanwhile it holds live batches.
+The protocol is vLLM's: a reader sends ``[b"", start]`` with the first number wanted, 8 bytes big-endian, and receives
+``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker ``[b"", b"", ff*8,
+b""]``. Meanwhile it holds live batches.
 
 Batches that the ring still has are sent as they were. In place of older ones the whole state is published (*compacted
 replay*): "cleared" and all blocks, parents first, under the numbers up to the one of that state; batches sent since
-follow. So an answer is as long as the state is large, however old the feed. Readers that insist on each number from the
-one they asked for get the state under the first of these numbers, and empty batches up to its own (`contiguous`). The
+follow. So an answer is as long as the state is large, however old the feed. Readers that require each number from the
+one requested receive the state under the first of these numbers, and empty batches up to its own (`contiguous`). The
 encoded state (`EncodedState`) is kept with the batches sent since, for all late readers: encoding a million blocks
 takes about a second, so it is done a moment at a time, and anew only when the batches outweigh the state.
 
@@ -144,7 +144,7 @@ BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
 
 _MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
-"""As plain numbers: combining flags of the enumeration takes longer than sending."""
+"""Plain numbers: combining flags of the enumeration takes longer than sending."""
 
 Numbered = tuple[int, bytes]
 """A number and a payload."""

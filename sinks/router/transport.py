@@ -192,7 +192,7 @@ class ZMQTransport:
         if settings.curve is not None and settings.curve.clients is not None:
             self._gate = Gate(self._context, settings.curve.clients)
             self._gate.open()
-        # Reopened, it has the ports that readers know.
+        # Reopened, it has the same ports as before.
         place = replace(settings.place, port=settings.place.port or port_of(self.endpoint))
         self.publisher = FeedSocket(
             lambda: self._socket(zmq.XPUB, settings.hwm, place),

@@ -1,4 +1,4 @@
-"""``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that speak vLLM's KV event protocol.
+"""``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that use vLLM's KV event protocol.
 
 Each batch is one message of three frames (topic, number, payload) to all subscribers. A subscriber that connects, late
 or again, first receives "cleared" and the whole state, alone, in one batch under the last number
