@@ -132,8 +132,8 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
     """Return the event or batch as JSON types: dicts by field name, lists, strings, numbers.
 
     Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex strings, as
-    checksums, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
-    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
+    checksums, because JSON readers round numbers of 64 bits. If there are keys, `names` holds the names that they
+    begin with, and if there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
     "primary" and "secondary", and pairs of one value per level an object with these two. Omitted values are None:
     tokens, counts of one each, names of blocks without any; the session and labels of a request without them are not
     there at all. An event has its name under "type". With `tokens` False, token ids are removed as in `without_tokens`.

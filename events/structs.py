@@ -124,7 +124,7 @@ class SymbolPage(EventPart, frozen=True):
 
 
 Pages = Annotated[tuple[SymbolPage, ...], Spelled("tokens")]
-"""Pages of symbols; none where tokens are left out, in JSON null then."""
+"""Pages of symbols; none if tokens are omitted, in JSON null then."""
 
 
 RUN_COLUMNS = 10

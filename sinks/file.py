@@ -13,7 +13,7 @@ there is refused if another user has made it or may write it, or may read it whe
 mixed up with another run's by accident. One writer per file, which a lock on it enforces.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
-one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Where something else rotates the
+one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. If another program rotates the
 file, as logrotate does, the sink notices within a second; `FileSink.reopen` does it at once.
 """
 

@@ -6,10 +6,10 @@ authority. With ``?label=tenant`` requests are also counted by that label: the f
 them, and all others together. Metrics hold no tokens, no names of blocks and no request ids; their names are in
 docs/how-to/monitoring.md.
 
-`BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. Where batches were
-lost, or an exported state came, those are unknown, and such blocks are counted without their ages. The
-`MetricsCollector` names the metrics. The server limits slow and hostile peers, other than `prometheus_client`'s own: a
-connection has ten seconds in all, TLS included, and there are at most 32; one more ends the oldest one.
+`BlockMetrics` folds the events, with two times per slot: when its block was stored and last used. After lost batches,
+or an exported state, those are unknown, and such blocks are counted without their ages. The `MetricsCollector` names
+the metrics. Unlike `prometheus_client`'s own, the server limits slow and hostile peers: a connection has ten seconds in
+all, TLS included, and there are at most 32; one more ends the oldest one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A sequence is named by its request, or by its handle, as in ``#7``, if the strea
 ``reused`` counts tokens found in primary, found in secondary, and copied from a block that matched in part.
 
 SECURITY: no line contains token ids, because lines end up in terminals, tickets and logs. Texts from outside
-(request ids, adapter names, reasons) are quoted where they hold anything but plain characters, so that they
+(request ids, adapter names, reasons) are quoted if they hold anything but plain characters, so that they
 cannot forge lines or drive a terminal.
 """
 

@@ -1,7 +1,7 @@
 """TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them, written and read.
 
 One dict per event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
-"hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format has no sequences, allocations or landings,
+"hash_algo"}``, and ``"attention_dp_rank"`` if there is one. That format has no sequences, allocations or landings,
 has no "cleared" (its readers ignore unknown events), and repeats the tokens in every stored block. So `EventDicts`
 keeps track of a reader's blocks, and removes them by name.
 

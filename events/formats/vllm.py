@@ -56,7 +56,7 @@ class BlockStored(_Told, frozen=True, gc=False, tag=True):
     parent_block_hash: Hash | None
     """The parent of the first block; None at the start of a prompt."""
     token_ids: tuple[int | tuple[int, ...], ...]
-    """Empty in notices about lower tiers. Pairs where a draft model's cache works on bigrams."""
+    """Empty in notices about lower tiers. Pairs if a draft model's cache works on bigrams."""
     block_size: int
     """Tokens for each hash; 0 in some notices about lower tiers."""
     lora_id: int | None = None

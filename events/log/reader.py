@@ -75,7 +75,7 @@ class LogReader:
     Iterating raises NotALog, LogDamaged, LogTooNew, LogOutdated, ZstdMissing or LogOfOtherKind; batches before the bad
     place have been yielded by then. With `follow` it waits for more at the end, until `stop()`, called every
     `poll_seconds`, returns True. `start` is the number of the first batch wanted: segments before it are not read and
-    may be missing; where its own is missing, too, the first batch that is there comes first. Every iteration begins
+    may be missing; if its own is missing, too, the first batch that is there comes first. Every iteration begins
     anew. `kind` is that of logs which the caller understands (None: any); the beginning of an epoch of another one
     raises LogOfOtherKind.
 

@@ -162,7 +162,7 @@ def open_snapshot(path: Path) -> Snapshot:
 def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatch) -> Snapshot:
     """Write the state after the batch before `chain.number`, the next segment; durable afterwards.
 
-    Raises OSError, and OverflowError where the state is larger than a frame.
+    Raises OSError, and OverflowError if the state is larger than a frame.
     """
     assert chain.log_id is not None
     payloads = [msgspec.msgpack.encode(about), encode_batch(batch)]

@@ -6,7 +6,7 @@
         for worker, report in gathering:
             indexes[worker].fold(report)
 
-A publisher is known by the topic of its messages and, where they are encrypted, by its public key: no publisher can
+A publisher is known by the topic of its messages and, if they are encrypted, by its public key: no publisher can
 impersonate another with its own key. Two that share a topic, and a key or none, cannot be distinguished.
 
 A replay is requested from the publisher itself, at the address that `replay` finds for it. It must have the same key as
@@ -50,7 +50,7 @@ class Worker(NamedTuple):
 
     topic: str
     key: str = ""
-    """Its public key; empty where nothing is encrypted."""
+    """Its public key; empty if nothing is encrypted."""
 
 
 def replay_in_topic(worker: Worker) -> str | None:

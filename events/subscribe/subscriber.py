@@ -8,7 +8,7 @@ socket.
             index.fold(report)             # events.subscribe.index
 
 `AsyncSubscriber` is the same for asyncio (``async with``, ``async for``); `NativeSubscriber` reads all events of a
-cache (``format=native``). Where many publishers connect to one reader, see `events.subscribe.gathering`.
+cache (``format=native``). For many publishers that connect to one reader, see `events.subscribe.gathering`.
 
 From the bottom up: a `Connection` is one socket, reopened if the other end refused it; a `Follower` puts the messages
 of one publisher in order and opens a new connection for each replay request, so that no late answer to an old one mixes
@@ -384,7 +384,7 @@ class Publication(ABC, Generic[AnyReport]):
     """Follows one publisher.
 
     Args:
-        endpoint: where it publishes, as ``tcp://127.0.0.1:5557``.
+        endpoint: its address, as ``tcp://127.0.0.1:5557``.
         replay: the endpoint of its replay; None: missed batches are lost.
         topic: only messages whose topic begins with this; answers without any topic pass, too.
         start: the first batch wanted: 0 for all that the publisher can still replay; None: the next one.
@@ -531,7 +531,7 @@ class Subscriber(BlockingPublication[Report]):
 
 
 class AsyncSubscriber(Publication[Report]):
-    """A `Publication` to wait for with asyncio; made with the same arguments, where the loop runs or before."""
+    """A `Publication` to wait for with asyncio; made with the same arguments, in the running loop or before."""
 
     def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
         return Continuity(start, can_ask=can_ask)

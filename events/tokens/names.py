@@ -197,7 +197,7 @@ _pack_item = struct.Struct("<4sII32sQ").pack
 def rich_blocks(tokens: RichTokens, tokens_per_block: int) -> Iterator[bytes]:
     """Yield bytes unique to each block: of a plain one its tokens as int32 LE.
 
-    Where a token has an extra id, those of all tokens follow (a marker, then uint64 LE each); then for each item
+    If a token has an extra id, those of all tokens follow (a marker, then uint64 LE each); then for each item
     a marker, from which to which token it reaches (uint32 LE), its digest, and the offset in it (uint64 LE).
     """
     size = tokens_per_block * TOKEN_BYTES

@@ -13,7 +13,7 @@ takes about a second, so it is done a moment at a time, and anew only when the b
 
 A few answers are sent at once, by turns; the other readers queue, since an empty answer would mean that nothing was
 missed. Each has one place there, which it loses when it disconnects. A reader that sends a request during its answer
-goes to the end of the queue, and of several such requests the last one counts. Nothing is sent where the socket would
+goes to the end of the queue, and of several such requests the last one counts. Nothing is sent if the socket would
 block, and a reader that receives nothing for `stall_seconds` is disconnected, so the messages that wait are bounded.
 """
 
