@@ -592,7 +592,7 @@ class RequestChecker:
         self.max_tokens = self.longest_sequence.tokens
         """Tokens of the longest sequence that can be held."""
         self._knows_lora_ids_only = state.hashing.name == "v1_block_key"
-        self._names_tell_all = not log_has_tokens
+        self._relies_on_names = not log_has_tokens
         self._block_bytes = config.tokens_per_block * TOKEN_BYTES
 
     def check(self, requests: Items[Any]) -> list[CheckedRequest]:
@@ -714,5 +714,7 @@ class RequestChecker:
             raise Unsupported(
                 "a lora_name with v1_block_key, which knows LoRA ids only", f"{instead}, or lora_id"
             )
-        if self._names_tell_all and any(request.rich is not None and request.rich.items for request in batch):
+        if self._relies_on_names and any(
+            request.rich is not None and request.rich.items for request in batch
+        ):
             raise Unsupported("multimodal items with v1_block_key in a log without tokens", instead)

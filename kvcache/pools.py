@@ -192,12 +192,12 @@ class Pools:
             return torch.zeros(size, dtype=torch.uint8)  # the system allocates its pages as they are written
         begun = time.perf_counter()
 
-        def told(more: int) -> None:
+        def report(more: int) -> None:
             self.bytes_ready += more
             if progress is not None:
                 progress(self.bytes_ready)
 
-        found = host_zeros(size, each, locker_for(self.device), placement, told)
+        found = host_zeros(size, each, locker_for(self.device), placement, report)
         self.ready_seconds += time.perf_counter() - begun
         return found
 

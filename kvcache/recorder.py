@@ -354,7 +354,7 @@ class Recorder(EventSourced):
         named: dict[tuple[int, bytes], bytes] = {}
         for at, sequence in enumerate(sequences):
             key, block = keys[at * size : (at + 1) * size], sequence.path_ends[0].end
-            if self._goes_on_alone(sequence, block):
+            if self._continues_alone(sequence, block):
                 row.append((sequence, block, key))
                 continue
             self._refuse_unstorable(sequence, block + 1, key)
@@ -806,7 +806,7 @@ class Recorder(EventSourced):
         else:
             self._events.move_up(sequence, blocks, own, ev.MoveReason.RECOMPUTED)
 
-    def _goes_on_alone(self, sequence: Sequence, block: int) -> bool:
+    def _continues_alone(self, sequence: Sequence, block: int) -> bool:
         """True if a sequence fills its next block after a path that it alone has cached, with plain tokens."""
         tail, table, end = sequence.path_ends[0], sequence.tables[0], (block + 1) * self._size
         return (

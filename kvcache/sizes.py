@@ -110,8 +110,8 @@ class _Level:
                 (math.ceil(size / share), index)
                 for index, (size, share) in enumerate(zip(self.bytes_per_block, shares, strict=True))
             )
-            whose = f"window {self.windows[at]}" if at < len(self.windows) else "cross attention"
-            one = f"one block of {whose} has {self.bytes_per_block[at]}"
+            owner = f"window {self.windows[at]}" if at < len(self.windows) else "cross attention"
+            one = f"one block of {owner} has {self.bytes_per_block[at]}"
             if field != "host_cache_size":
                 one += " (windows are cut to what their blocks hold)"
             least = f"{'0, or ' * (field == 'host_cache_size')}at least {needed} bytes"

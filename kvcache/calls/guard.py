@@ -87,14 +87,14 @@ class Guard:
         # A refusal for lack of room is decided before the first event.
         if not isinstance(error, CapacityError):
             self.caller = None
-            self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
+            self.failure, self.interrupted = _described(error), not isinstance(error, Exception)
 
     def close(self) -> None:
         """Refuse all further calls."""
         self.caller, self.closed = None, True
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """Describe a failure and its place. Only our own errors are quoted: others may hold tokens, as that of a dict's
     key.
     """

@@ -298,8 +298,8 @@ class ReleaseOrder(Watcher):
 
     Blocks are released in this order, and go to secondary in it, so a queue per level and priority needs no sorting: a
     release is appended. Entries are never changed: those of blocks that were held again, evicted or moved since are
-    stale, and passed over when their turn comes. What is released in primary, a few blocks at nearly every step, is
-    only noted, and queued all together when something is to be evicted.
+    stale, and passed over when their turn comes. Blocks released in primary, a few at nearly every step, are only
+    noted, and queued all together when something is to be evicted.
     """
 
     def __init__(self, group: SlidingGroup) -> None:

@@ -217,8 +217,8 @@ class FullAttentionManager(WindowManager):
             lower = self.order.next(SECONDARY, spares)
             if lower is None or not self.order.precedes(lower, run):
                 return 0
-            behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
-            going = self.order.alike(lower, min(take, behind, len(lower.slots)), run)
+            after = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
+            going = self.order.alike(lower, min(take, after, len(lower.slots)), run)
             self._remove_tails([(lower, going)], RemoveReason.CAPACITY, handle)
         return len(secondary.blank)
 

@@ -102,9 +102,9 @@ class Readiness:
 
     def report(self, landed: tuple[int, ...]) -> PollResult:
         """Build the result of `poll`: the landed copies, and all losses since the last time."""
-        told = PollResult(landed, tuple(self._failed), tuple(self._lost.items()))
+        result = PollResult(landed, tuple(self._failed), tuple(self._lost.items()))
         self._failed, self._lost = [], {}
-        return told
+        return result
 
     @property
     def certain(self) -> bool:

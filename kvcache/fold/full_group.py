@@ -125,10 +125,10 @@ class FullGroup(Group):
         del table[first:]
         freed = self.return_uncached(own)
         if blocks < tail.end:
-            self._let_go(sequence, tail, blocks, stamp, now)
+            self._release_after(sequence, tail, blocks, stamp, now)
         return freed
 
-    def _let_go(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
+    def _release_after(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
         """Release the path after its first `blocks` blocks."""
         node = tail
         while isinstance(node, Run) and node.start >= blocks:

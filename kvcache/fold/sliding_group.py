@@ -202,7 +202,7 @@ class SlidingGroup(Group):
                     yield bytes(run.keys[index * key_bytes : (index + 1) * key_bytes])
 
     def clear_places(self, places: array[int]) -> None:
-        """Mark places as empty: only `positions` and the like are written, the other columns are undefined then."""
+        """Mark places as empty: only the columns that show it are written, the others are undefined then."""
         if len(places) <= FEW:
             for place in places:
                 self.positions[place], self.released_at[place] = NOBODY, 0

@@ -195,16 +195,16 @@ class _Recomputed:
 
     def compute(self, runs: list[Run], lengths: dict[int, int], verifier: _Verifier) -> None:
         """Recompute worthwhile blocks, and give up the blocks after the others."""
-        behind: Counter[int] = Counter()
+        below: Counter[int] = Counter()
         for run in reversed(runs):
-            behind[run.id] += lengths[run.id] * (run.level == SECONDARY)
+            below[run.id] += lengths[run.id] * (run.level == SECONDARY)
             if isinstance(run.parent, Run):
-                behind[run.parent.id] += behind[run.id]
+                below[run.parent.id] += below[run.id]
         for run in runs:
             parent = run.parent
             reachable = not isinstance(parent, Run) or lengths[parent.id] == len(parent.slots)
             if run.level == PRIMARY:
-                worth = reachable and lengths[run.id] and len(run.slots) <= behind[run.id]
+                worth = reachable and lengths[run.id] and len(run.slots) <= below[run.id]
                 lengths[run.id] = len(run.slots) if worth and self._written(run) else 0
                 verifier.survey.recomputed += lengths[run.id]
             elif not reachable and lengths[run.id]:

@@ -61,9 +61,9 @@ class PrefixIndex:
 
     def apply(self, worker: Hashable, batch: VLLMBatch, rank: int | None = None) -> None:
         """Apply one batch of a worker's events; it is ignored if its rank is impossible (`RANKS_MAX`)."""
-        told = (batch.rank or 0) if rank is None else rank
-        if 0 <= told < RANKS_MAX:
-            self._source(worker, told).take(batch.events)
+        number = (batch.rank or 0) if rank is None else rank
+        if 0 <= number < RANKS_MAX:
+            self._source(worker, number).take(batch.events)
         else:
             self.ignored_batches += 1
 

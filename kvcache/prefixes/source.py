@@ -212,7 +212,7 @@ class Holder:
             return
         if node is None:
             node = self.tree.root(contents.adapter, self.block_bytes)
-        self._store_behind(node, at, hashes, contents, plane)
+        self._store_after(node, at, hashes, contents, plane)
 
     def store_by_name(self, hashes: Sequence[Hash], plane: Plane) -> None:
         """Store blocks without published content, which an earlier event may have published."""
@@ -232,10 +232,10 @@ class Holder:
     def adopt(self, other: Holder, planes: Sequence[Plane]) -> None:
         """Take over the loose names of these planes, after the block size of their group has become known."""
         for plane in planes:
-            told = [name for name, there in other.loose.items() if there >> plane & 1]
-            for name in told:
+            names = [name for name, there in other.loose.items() if there >> plane & 1]
+            for name in names:
                 other._remove_loose(name, plane)
-            self.store_by_name(told, plane)
+            self.store_by_name(names, plane)
 
     def _grows(self, holding: Holding, parent: Hash, hashes: Sequence[Hash]) -> bool:
         """Claim the names and return True if blocks after `parent` just extend its run."""
@@ -267,7 +267,7 @@ class Holder:
         holding.names += hashes
         self.resident[plane] = self.resident.get(plane, 0) + count
 
-    def _store_behind(
+    def _store_after(
         self, node: ContentNode, at: int, hashes: Sequence[Hash], contents: StoredContents, plane: Plane
     ) -> None:
         """Store after the first `at` blocks of a node: along existing runs, and new runs for the rest."""
@@ -335,8 +335,8 @@ class Holder:
             known = None
         if known is None:
             known = self._add_name(first, at, name)
-            for told in planes_of(self.loose.pop(name, 0)):
-                known.mark_name(name, told)
+            for there in planes_of(self.loose.pop(name, 0)):
+                known.mark_name(name, there)
         added = known.mark_name(name, plane)
         self.counts.repeated_stores += not added
         self._count(plane, added)
@@ -619,7 +619,7 @@ class PublisherState:
             return
         hashes, size = event.block_hashes, event.block_size
         plane = group.index * LEVELS + _level(event.medium)
-        blocks = _blocks_told(group, len(hashes), len(event.token_ids), size)
+        blocks = _blocks_with_tokens(group, len(hashes), len(event.token_ids), size)
         if blocks and group.block_size != size and not self._learn_size(group, size):
             blocks = 0
         contents = contents_of(event, blocks) if blocks else None
@@ -663,7 +663,7 @@ class PublisherState:
         return True
 
 
-def _blocks_told(group: PublishedGroup, hashes: int, tokens: int, size: int) -> int:
+def _blocks_with_tokens(group: PublishedGroup, hashes: int, tokens: int, size: int) -> int:
     """Count the blocks of a store that come with their tokens.
 
     If blocks are left out, as from sliding windows, tokens cannot be assigned to blocks. With full attention none are,

@@ -26,15 +26,15 @@ _FULL = 0
 class _SGLangRequest:
     """Recorded part of a running request."""
 
-    __slots__ = ("name", "pages", "prompt", "req", "stored", "told")
+    __slots__ = ("name", "pages", "prompt", "recorded", "req", "stored")
 
     def __init__(self, req: Any, name: str, pages: list[int]) -> None:
         self.req, self.name = req, name
         self.pages, self.stored = pages, len(pages)
         """Its pages, and the number of cached ones."""
-        self.told = len(req.output_ids)
+        self.recorded = len(req.output_ids)
         """Number of recorded sampled tokens."""
-        self.prompt = len(req.origin_input_ids) + self.told
+        self.prompt = len(req.origin_input_ids) + self.recorded
         """Tokens at its admission, until all of them are being computed."""
 
 
@@ -207,7 +207,7 @@ class SGLangRecording:
             if new > 0:
                 (by_one if new == 1 else by_more).append(running)
         if self._happened:
-            self._tell_gone(next((each.name for each in (*by_more, *by_one)), None))
+            self._record_gone(next((each.name for each in (*by_more, *by_one)), None))
         for running in by_more:
             have, need = len(running.pages), -(-running.req.kv.kv_allocated_len // size)
             pages = self._row(running.req, have, need)
@@ -221,19 +221,19 @@ class SGLangRecording:
             for running, page in zip(by_one, pages, strict=True):
                 running.pages.append(page)
 
-    def _tell_gone(self, needed_by: str | None) -> None:
+    def _record_gone(self, needed_by: str | None) -> None:
         """Record everything that has left the device and host memory, perhaps for a request."""
         happened, self._happened = self._happened, []
         pages, copies, last = list[int](), list[int](), ""
         for what, page, copy in self._one_by_one(happened):
             if what != last:
-                self._tell(last, pages, copies, needed_by)
+                self._record_rows(last, pages, copies, needed_by)
                 pages, copies, last = [], [], what
             pages.append(page)
             copies.append(copy)
-        self._tell(last, pages, copies, needed_by)
+        self._record_rows(last, pages, copies, needed_by)
 
-    def _tell(self, what: str, pages: list[int], copies: list[int], needed_by: str | None) -> None:
+    def _record_rows(self, what: str, pages: list[int], copies: list[int], needed_by: str | None) -> None:
         if what == "moved":
             self.recorder.moved(pages, copies, needed_by)
         elif what:
@@ -265,12 +265,12 @@ class SGLangRecording:
         """Record the new tokens of these requests."""
         names, tokens, counts = list[str](), array("q"), list[int]()
         for running in requests:
-            new = running.req.output_ids[running.told :]
+            new = running.req.output_ids[running.recorded :]
             if new:
                 names.append(running.name)
                 tokens.extend(new)
                 counts.append(len(new))
-                running.told += len(new)
+                running.recorded += len(new)
         if names:
             self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
 

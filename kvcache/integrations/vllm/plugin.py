@@ -99,7 +99,7 @@ def _hook_core(module: ModuleType) -> None:
     def make(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         made(self, vllm_config, *args, **kwargs)
         scheduler = getattr(self, "scheduler", None)
-        if _asked(vllm_config) is not None and not hasattr(scheduler, _SEEN):
+        if _requested(vllm_config) is not None and not hasattr(scheduler, _SEEN):
             _log.warning(
                 "The KV cache is not recorded: the scheduler is not derived from %s.Scheduler", _SCHEDULER
             )
@@ -120,7 +120,9 @@ def _hook_engines(module: ModuleType) -> None:
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         config = kwargs.get("vllm_config")
-        setattr(self, _WAITS, getattr(config, "shutdown_timeout", None) == 0 and _asked(config) is not None)
+        setattr(
+            self, _WAITS, getattr(config, "shutdown_timeout", None) == 0 and _requested(config) is not None
+        )
 
     @wraps(shutdown)
     def shut_down(self: Any, timeout: float | None = None) -> None:
@@ -132,7 +134,7 @@ def _hook_engines(module: ModuleType) -> None:
     manager.__init__, manager.shutdown = make, shut_down
 
 
-def _asked(config: Any) -> tuple[object, str | None] | None:
+def _requested(config: Any) -> tuple[object, str | None] | None:
     """Return the settings in the configuration, and the variable; None: no recording is requested."""
     further = getattr(config, "additional_config", None)
     given = further.get(KEY) if isinstance(further, dict) else None
@@ -145,11 +147,11 @@ def _asked(config: Any) -> tuple[object, str | None] | None:
 def _look(scheduler: Any) -> None:
     """Record a new scheduler, if there are settings for it."""
     try:
-        asked = _asked(getattr(scheduler, "vllm_config", None))
-        if asked is None:
+        requested = _requested(getattr(scheduler, "vllm_config", None))
+        if requested is None:
             return
         from kvcache.integrations.vllm.attached import attach
 
-        attach(scheduler, *asked)
+        attach(scheduler, *requested)
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)

@@ -98,7 +98,7 @@ class Recording:
         self._names: list[str] = []
         self._outputs: list[list[int]] = []
         """VLLM's lists of outputs, in the order of the running requests."""
-        self._told: list[int] = []
+        self._recorded: list[int] = []
         """Recorded number of outputs of each."""
         self._grown: dict[str, int] = {}
         """Requests with one more block, not yet recorded."""
@@ -168,7 +168,7 @@ class Recording:
         if len(ids) == 1 and key not in self._prefilling and key not in self._grown:
             self._grown[key] = ids[0]
             return
-        self._tell_grown()
+        self._record_grown()
         if ids:
             self.recorder.allocated(running.name, ids)
             running.table += ids
@@ -181,21 +181,21 @@ class Recording:
         """As `allocated`, perhaps with an empty result, if there are further groups."""
         key, is_new = request.request_id, request.request_id not in self._running
         if not is_new:
-            self._tell_left(key)
+            self._record_left(key)
         hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
         if blocks is None and is_new and (waits := self._waits_for(hits)) is not None:
             self.recorder.deferred(request_name(request.request_id), group=waits)
         elif blocks is None or is_new or any(blocks.blocks):
             self.allocated(blocks, request, *args, **kwargs)
-        self._tell_unnamed()
+        self._record_unnamed()
         self._current = None
         if blocks is not None:
-            self._tell_taken(key, hits if is_new else None)
-            self._tell_names(key)
+            self._record_taken(key, hits if is_new else None)
+            self._record_names(key)
 
     def skipped(self, _: Any, request_id: str, *__: Any, **___: Any) -> None:
         """`KVCacheManager.remove_skipped_blocks` has returned."""
-        self._tell_left(request_id)
+        self._record_left(request_id)
 
     def freed(self, request: Any) -> None:
         """`KVCacheManager.free` or `pop_blocks_for_free` is called."""
@@ -264,7 +264,7 @@ class Recording:
 
     def unnamed(self, _: Any, blocks: Any) -> None:
         """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, but requests may hold them."""
-        self._tell_grown()
+        self._record_grown()
         self._store_all()
         lost = set(self.recorder.invalidated([block for block in sorted(blocks) if self._cached[block]]))
         for block in lost:
@@ -282,18 +282,18 @@ class Recording:
 
     def stepped(self, *_: Any) -> None:
         """`KVCacheManager.take_events` has returned, at the end of each step."""
-        self._tell_grown()
+        self._record_grown()
         for running in self._loading.values():
             self._arrive(running)
         for running in list(self._prefilling.values()):
             if not running.loads:
                 self._compute(running, running.request.num_computed_tokens)
-        told, lengths = self._told, list(map(len, self._outputs))
-        if lengths == [length + 1 for length in told] and lengths:
+        recorded, lengths = self._recorded, list(map(len, self._outputs))
+        if lengths == [length + 1 for length in recorded] and lengths:
             self.recorder.appended(self._names, [output[-1] for output in self._outputs])
-            self._told = lengths
-        elif lengths != told:
-            self._append([at for at, length in enumerate(lengths) if length != told[at]])
+            self._recorded = lengths
+        elif lengths != recorded:
+            self._append([at for at, length in enumerate(lengths) if length != recorded[at]])
         self._store_all()
         stats = self._manager.prefix_cache_stats
         if stats is not None:
@@ -351,7 +351,7 @@ class Recording:
 
     def _admit(self, request: Any, found: Any, external: int) -> _RecordedRequest:
         # Blocks named in this step can be hit in it.
-        self._tell_grown()
+        self._record_grown()
         self._store_all()
         reused = [block.block_id for block in found]
         # The last token of a fully loaded prompt is recomputed.
@@ -383,7 +383,7 @@ class Recording:
 
     def _settle_request(self, running: _RecordedRequest) -> None:
         """Record the remaining changes of a request that is about to end."""
-        self._tell_grown()
+        self._record_grown()
         if running.external and not running.loads:
             self._arrive(running)
         if running.id in self._prefilling and not running.loads:
@@ -416,11 +416,11 @@ class Recording:
 
     def _look_anew(self) -> None:
         """Reset for other running requests than before."""
-        told = dict(zip(self._names, self._told, strict=True))
+        recorded = dict(zip(self._names, self._recorded, strict=True))
         self._names = [each.name for each in self._running.values()]
         self._outputs = [each.request._output_token_ids for each in self._running.values()]
-        self._told = [
-            told.get(each.name, each.prompt - each.request.num_prompt_tokens)
+        self._recorded = [
+            recorded.get(each.name, each.prompt - each.request.num_prompt_tokens)
             for each in self._running.values()
         ]
 
@@ -444,18 +444,18 @@ class Recording:
         if upto == running.prompt:
             del self._prefilling[running.id]
 
-    def _tell_grown(self) -> None:
+    def _record_grown(self) -> None:
         """Record evictions, and single allocated blocks."""
-        self._tell_evicted()
+        self._record_evicted()
         if self._grown:
             grown, self._grown = self._grown, {}
             requests = [self._running[each] for each in grown]
             self.recorder.grown([each.name for each in requests], list(grown.values()))
             for running, block in zip(requests, grown.values(), strict=True):
                 running.table.append(block)
-        self._tell_unnamed()
+        self._record_unnamed()
 
-    def _tell_evicted(self) -> None:
+    def _record_evicted(self) -> None:
         for gone, name in self._evictions:
             self.recorder.evicted(gone, name)
         self._evictions.clear()
@@ -468,17 +468,17 @@ class Recording:
                 return group.number
         return None
 
-    def _tell_left(self, key: str) -> None:
+    def _record_left(self, key: str) -> None:
         for group in self._groups:
             if gone := group.left(key):
                 self.recorder.left(self._running[key].name, gone, group=group.number)
 
-    def _tell_taken(self, key: str, hits: Any) -> None:
+    def _record_taken(self, key: str, hits: Any) -> None:
         name = self._running[key].name
         for group in self._groups:
             if not (new := group.taken(key)):
                 continue
-            self._tell_evicted()
+            self._record_evicted()
             found = () if hits is None else hits.blocks[group.vllm_group]
             reused = [at for at in new if at < len(found)]
             fresh = [at for at in new if at >= len(found)]
@@ -487,7 +487,7 @@ class Recording:
                     blocks = [new[at] for at in rows]
                     self.recorder.taken(name, rows, blocks, group=group.number, reused=again)
 
-    def _tell_unnamed(self) -> None:
+    def _record_unnamed(self) -> None:
         """Record removed names; those for a request that is being admitted, once it is."""
         if not self._unnamed or (self._current is not None and self._current not in self._running):
             return
@@ -503,9 +503,9 @@ class Recording:
         """`KVCacheManager.remove_skipped_blocks` is called: the request may leave blocks that it has named."""
         if self._new_names.get(key) and key in self._running:
             self._append([self._names.index(self._running[key].name)])
-            self._tell_names(key)
+            self._record_names(key)
 
-    def _tell_names(self, key: str) -> None:
+    def _record_names(self, key: str) -> None:
         rows = self._new_names.pop(key, {})
         for group in self._groups:
             own = [
@@ -522,12 +522,12 @@ class Recording:
         """Record the new tokens of these running requests."""
         names, tokens, counts = list[str](), list[int](), list[int]()
         for at in grown:
-            new = self._outputs[at][self._told[at] :]
+            new = self._outputs[at][self._recorded[at] :]
             if new:
                 names.append(self._names[at])
                 tokens += new
                 counts.append(len(new))
-            self._told[at] += len(new)
+            self._recorded[at] += len(new)
         if names:
             self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
 
@@ -543,10 +543,10 @@ class Recording:
                 self._stored(each, each.stored + 1)
         for each in due:
             self._store(each)
-        self._tell_unnamed()
+        self._record_unnamed()
         # Those of a request that is being admitted come later.
         for key in self._new_names.keys() & self._running.keys():
-            self._tell_names(key)
+            self._record_names(key)
 
     def _store(self, running: _RecordedRequest) -> None:
         """Record the blocks that vLLM has named for a request."""
@@ -556,7 +556,7 @@ class Recording:
             self.recorder.stored(running.name, last, keys)
             self._stored(running, last)
         if self._current is None:  # otherwise its names are not recorded yet
-            self._tell_names(running.id)
+            self._record_names(running.id)
 
     def _keys(self, running: _RecordedRequest, last: int) -> bytes:
         """Return vLLM's names of the unrecorded blocks; each is that of the last hash of a block."""
