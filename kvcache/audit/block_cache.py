@@ -35,7 +35,7 @@ def compiled(function: Function) -> Function:
 
 
 LEVELS, FIFO, RANK, SEGMENTS, S3FIFO = range(5)
-"""Kinds of order: LRU within levels; FIFO; by a rank that grows with uses; two segments, each LRU; S3-FIFO."""
+"""Kinds of order: LRU within levels; FIFO; a rank that grows with uses; two segments, each LRU; S3-FIFO."""
 HEAPS = 6
 _TAIL = 5
 """Heap of protected blocks without a protected child; the others are of leaves."""

@@ -319,9 +319,7 @@ class HitCurve:
         return float(each.std(ddof=1) / np.sqrt(len(each)))
 
     def by_level(self, primary: int, secondary: int) -> tuple[int, int]:
-        """Return the hits in a primary level, and in a secondary level that takes what primary evicts (sizes in
-        blocks).
-        """
+        """Return the hits in a primary level, and in a secondary level that takes what primary evicts (in blocks)."""
         served = self.hits(primary)
         return served, self.hits(primary + secondary) - served
 

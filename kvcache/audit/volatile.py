@@ -115,7 +115,7 @@ class PromptSample:
         return found
 
     def _candidates(self, pairs: list[_Pair]) -> list[tuple[int, bytes]]:
-        """Return possible starts of parts, with what precedes each; the first come first, so a date begins with its
+        """Return possible starts of parts and what precedes each, the first ones first, so that a date begins with its
         year.
         """
         found = Counter((each.position, self._kept[each.one][: each.position].tobytes()) for each in pairs)

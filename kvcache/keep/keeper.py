@@ -82,8 +82,8 @@ class Keeper:
             self._tell(said.decode(errors="replace").strip())
 
     def _answer(self) -> bytes | None:
-        """Return the answer to one request; None if the process ends instead. Raises OSError or ValueError without
-        one.
+        """Return the answer to one request; None if the process ends instead. Raises OSError, or ValueError for
+        none.
         """
         process = self._process
         if process is None or process.poll() is not None:

@@ -320,7 +320,7 @@ class SalvagedOrder:
         self.seq, self._crc, self._epoch = snapshot.about.next_seq, header.previous_crc, header.epoch
 
     def take(self, frame: FrameHeader, batch: EventBatch | None, epoch: int) -> EventBatch | None:
-        """Return the batch as it continues here, with a `Gap` if some are missing; None if it does not, or for a
+        """Return the batch as it continues here, with a `Gap` if some are missing; None if it does not, or is a
         mark.
         """
         if self.continued_by(frame):

@@ -469,7 +469,7 @@ class AdaptiveReplacement(EvictionOrder):
         return min((run for run in found if run is not None), default=None, key=self._turn)
 
     def alike(self, run: Run, count: int, other: Run | None = None) -> int:
-        """Return how many of the last blocks of the next run go before any other: those in its list, up to its
+        """Return how many of the last blocks of the next run go before any others: those in its list, up to its
         excess.
         """
         last, again, excess = len(run.slots) - 1, self.used_again(run), self._lists.excess

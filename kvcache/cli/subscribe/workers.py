@@ -148,7 +148,7 @@ class WorkerRow:
         return self.index.count(GPU), self.index.count(HOST), self.index.count(STORAGE)
 
     def state(self, connected: bool | None, now: float) -> str:
-        """Return ``waiting`` (nothing received), ``connected`` (likewise), ``live``, ``silent`` or ``gone``."""
+        """Return ``waiting`` or ``connected`` (nothing received yet), ``live``, ``silent`` or ``gone``."""
         if self.seq is None:
             return "connected" if connected else "waiting"
         if connected is False:
