@@ -38,7 +38,7 @@ class Verification:
     last_batches: tuple[EventBatch, ...] = ()
     """Last batches of the log, for printing."""
     known: Known = field(default_factory=Known)
-    """What is known from earlier batches."""
+    """Facts known from earlier batches."""
 
     @property
     def disagrees(self) -> bool:
