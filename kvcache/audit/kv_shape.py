@@ -24,7 +24,7 @@ _KINDS = {
     **dict.fromkeys((_SLIDING, _CHUNKED, "sliding", "local"), _SLIDING),
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp", "moe"), ""),
 }
-"""What a kind of layers keeps: K and V of all tokens, of a window's, or no K and V."""
+"""Tokens kept by a kind of layers: K and V of all tokens, of a window's, or no K and V."""
 _OF_SOME_LAYERS = (
     "mamba_",
     "ssm_",
@@ -33,7 +33,7 @@ _OF_SOME_LAYERS = (
     "layer_group_size",
     "global_attn_every_n_layers",
 )
-"""How the names of fields begin that are about layers with states in place of K and V, or of several kinds."""
+"""Prefixes of fields about layers with states instead of K and V, or of several kinds."""
 _MOST_LAYERS = 10_000
 _NESTED = ("text_config", "llm_config", "language_config")
 _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -67,12 +67,12 @@ _OTHER_LAYERS = {
     "block_types": "layers that differ",
     "use_cla": "layers that share K and V",
 }
-"""Fields that change what is kept in a way that is not known here, unless they are null or empty."""
+"""Fields that change the cached data in a way not supported here, unless they are null or empty."""
 _ABOUT_KV = re.compile(
     r"(^|_)(kv|key_values?|mqa|gqa|cla|swa)(_|$)|multi_query|(query|att(entio)?n|head)_groups?|heads_per_(layer|block)"
     r"|window|local_att|hybrid|recurrent|compress|shared?_(kv|att|layer)"
 )
-"""What is found in the names of fields that may change what is kept."""
+"""Pattern in the names of fields that may change the cached data."""
 _UNDERSTOOD = {
     *(
         "num_key_value_heads",
@@ -92,7 +92,7 @@ _UNDERSTOOD = {
     *("sliding_window", "use_sliding_window", "max_window_layers", "hybrid_override_pattern"),
     *("sliding_window_pattern", "_sliding_window_pattern"),
 }
-"""Such fields that are read here, or are of no effect without one that is refused."""
+"""Such fields that are read here, or have no effect without one that is refused."""
 
 
 @dataclass(eq=False, repr=False)
@@ -194,7 +194,7 @@ class _Config:
         )
 
     def _number(self, *names: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        """The first of these fields that is there."""
+        """Return the first of these fields that is present."""
         for name in names:
             if name in self._values:
                 value = self._values[name]
@@ -216,7 +216,7 @@ class _Config:
     # -- elements of K and V
 
     def _elements(self, tensor_parallel: int) -> list[int]:
-        """Of each layer, per token and GPU."""
+        """Return the elements of each layer, per token and GPU."""
         if "kv_lora_rank" in self._values and self._values.get("use_mla") is not False:
             # Latent attention: one vector for all heads, on every GPU.
             return [self._number("kv_lora_rank") + self._number("qk_rope_head_dim")] * self._num_layers
@@ -264,7 +264,7 @@ class _Config:
         return kinds[: number - self._number("num_kv_shared_layers", default=0, least=0, most=number)]
 
     def _given_kinds(self) -> list[str]:
-        """As a list says it; empty: there is none."""
+        """Return the kinds listed in the configuration; empty if there is no list."""
         given = self._listed("layer_types") or self._listed("layers_block_type")
         if given:
             return [_FULL if each == _SLIDING and self._sees_all else str(each) for each in given]
@@ -274,7 +274,7 @@ class _Config:
         return []
 
     def _listed(self, name: str) -> list[Any]:
-        """This field; empty: it is not there."""
+        """Return this field; empty if it is absent."""
         given = self._values.get(name, [])
         if not isinstance(given, list):
             raise self.error(f"{name}: given {given!r}; accepted: a list with an item for each layer")
@@ -290,7 +290,7 @@ class _Config:
             return "mamba" if at % self._number("attn_layer_period") else _FULL
         if attending := self._listed("attn_layer_indices"):
             return _FULL if layer in attending else "mamba"
-        # In Falcon-H1 each layer has attention, and a state besides.
+        # In Falcon-H1 each layer has attention, and also a state.
         some = [name for name in values if name.startswith(_OF_SOME_LAYERS) and self.type != "falcon_h1"]
         if some:
             raise self.error(f"{some[0]} is given, and layer_types does not say which layers it is about")

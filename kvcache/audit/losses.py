@@ -88,7 +88,7 @@ class TenantLosses:
     """Cost of evictions for the requests of one tenant."""
 
     by: str
-    """What tells it apart: ``tenant``, ``model``, ``salt`` or ``lora``."""
+    """Key that identifies it: ``tenant``, ``model``, ``salt`` or ``lora``."""
     requests: int = 0
     prompt_tokens: int = 0
     lost: int = 0
@@ -124,8 +124,8 @@ class RunningHeld:
 
 
 def tenant_of(admission: ExplainedAdmission) -> tuple[str, str]:
-    """The label ``tenant`` of a request or else its label ``model`` or, where it has neither, its salt and LoRA adapter
-    in words; and by which of these `kvcache audit --by` tells such tenants apart.
+    """Return a request's label ``tenant``, or its label ``model``, or its salt and LoRA adapter in words; and the key
+    by which `kvcache audit --by` separates such tenants.
     """
     labels, namespace = admission.origin.labels or {}, admission.namespace
     for by in ("tenant", "model"):

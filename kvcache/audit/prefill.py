@@ -29,7 +29,7 @@ _TERM = re.compile(
 _EXAMPLE = "'0.004 + 6e-5 n + 2e-10 n m', in seconds, or '4ms + 60us n + 0.2ns n m'"
 _HOUR = 3600.0
 MOST_SECONDS = 1e6
-"""Of a prefill, or of a term for a token: there are none as long."""
+"""Upper limit of a prefill, or of a term for a token, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A log as a trace fit for publication: lengths, times, and numbers that show which prompts share a beginning.
 
-The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key nobody can find out whether a text
-that they know was among the prompts, and traces with different keys cannot be joined. Sessions, agents, tenants and
+The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key it cannot be found out if a known
+text was among the prompts, and traces with different keys cannot be joined. Sessions, agents, tenants and
 models have pseudonyms by the same key.
 """
 
@@ -80,7 +80,7 @@ class TraceWriter:
         self._prompts, self._form, self._key = prompts, form, key
         self.lines = 0
         self._turns: dict[str | None, tuple[int, int]] = {}
-        """By session, its last line and how many it has."""
+        """By session: its last line, and its number of lines."""
 
     def write(self, path: Path, *, force: bool = False) -> None:
         """Write all lines to a new file; `force` replaces an earlier trace. Raises what `replacing` raises."""
@@ -137,7 +137,7 @@ class TraceWriter:
         return MooncakeLine(ts // 10**6, *lengths, hashes, session, agent, tenant, model, admission.stop)
 
     def _pseudonym(self, kind: str, name: str | None) -> str | None:
-        """Equal for equal names of one kind."""
+        """Return a pseudonym, equal for equal names of one kind."""
         return None if name is None else f"{self._hash(f'{kind}={name}'.encode()):016x}"
 
     def _hash(self, content: bytes) -> int:

@@ -305,7 +305,7 @@ class Page:
         return said, self.command("replay", "--at", about["seq"])
 
     def tenant(self, advice: Advice) -> Said:
-        """On who loses the largest part."""
+        """Format advice on the tenant that loses the largest part."""
         about, proof = advice.about, self.command("audit", "--by", advice.about["by"])
         if about["tenants"] < 2:
             return "there is only one", proof

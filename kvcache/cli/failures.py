@@ -37,7 +37,7 @@ def _lines(error: Exception) -> list[str]:
 
 
 def _not_a_log(error: NotALog) -> str:
-    """Of a directory of logs, give one of these; of a file, how a trace becomes a log."""
+    """Return advice: for a directory of logs, to name one of these; for a file, how a trace becomes a log."""
     from kvcache.cli.audit import logs_in, some_of
 
     with suppress(OSError):

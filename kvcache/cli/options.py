@@ -23,7 +23,7 @@ from kvcache.errors import UsageError
 LONGEST_TEXT = 1 << 26
 """Most characters of token ids that are read."""
 _MOST_DIGITS = 19
-"""Of a number that one gives here; Python itself reads no more than some thousands."""
+"""Most digits of a number given here; Python itself reads no more than some thousands."""
 _MOST_GPUS, _MOST_MONEY = 10**6, 10**9
 
 
@@ -70,14 +70,14 @@ def seconds(text: str) -> float:
 
 
 def gpus(text: str) -> int:
-    """How many GPUs."""
+    """Parse a number of GPUs."""
     if (number := positive(text)) > _MOST_GPUS:
         raise argparse.ArgumentTypeError(f"{text!r} is too large a number: at most {_MOST_GPUS:,}")
     return number
 
 
 def amount(text: str) -> float:
-    """A number above 0, of money."""
+    """Parse an amount of money, above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -69,7 +69,7 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     kept: Path | None = args.keep_log
     if kept is not None and (lexists(kept) or not kept.parent.is_dir()):
         raise UsageError(f"--keep-log {kept}: name a directory that is not there yet, in one that is")
-    # Other commands have no use for an engine.
+    # Other commands do not need an engine.
     from kvcache.cli.playing import play_into
 
     with (

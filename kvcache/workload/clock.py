@@ -1,11 +1,11 @@
 """The clock of a played trace: it counts engine steps, so that equal traces make equal runs.
 
-A step stands for `step_ms` of the trace's time, whatever it took to compute. Which requests have arrived follows
-from the number of the step, never from how fast this machine is; a speed only adds waiting, so that the
-trace's time does not run ahead of the real one. Without a speed nobody waits for arrivals, but no step is dated
-before those of the requests that it admits: the wall clock shows the trace's own times, from `START_NS` on where the
-trace has no date. At an infinite speed requests
-arrive when the trace says, and no time is spent waiting.
+A step stands for `step_ms` of the trace's time, independent of its computing time. Arrivals follow from the number of
+the step, never from the speed of this machine; a speed only adds waiting, so that the
+trace's time does not run ahead of the real one. Without a speed the run does not wait for arrivals, but no step is
+dated before the arrivals of the requests that it admits: the wall clock shows the trace's own times, from `START_NS` on
+if the trace has no date. At an infinite speed requests arrive at their times in the trace, and no time is spent
+waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from kvcache.errors import UsageError
 
 START_NS = 1_767_225_600_000_000_000
-"""What the wall clock of an unpaced run shows at the beginning of a trace without a date (2026-01-01, UTC)."""
+"""Wall clock of an unpaced run at the beginning of a trace without a date (2026-01-01, UTC)."""
 _MS = 1_000_000
 _FOREVER_NS = 2**62
 """Time in ns that is never reached: more than a hundred years."""
@@ -46,12 +46,11 @@ class StepClock:
     speed it is real.
 
     Args:
-        speed: Of the trace's time, in times the real one; None: nobody waits.
-        step_ms: What a step takes of the trace's time.
-        start_ns: What the wall clock shows when the trace begins, where it follows the trace; ns since 1970.
+        speed: Speed of the trace's time, as a factor of real time; None: without waiting.
+        step_ms: Length of a step in the trace's time.
+        start_ns: Wall clock at the trace's beginning, if it follows the trace; ns since 1970.
         real_ns: The real wall clock.
         real_monotonic_ns: The real clock for waiting.
-
     """
 
     def __init__(

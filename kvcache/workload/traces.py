@@ -61,7 +61,7 @@ _MASK = 2**63 - 1
 _MAX_LENGTH = 2**31 - 1
 """Tokens are counted by int32 in many places; no sequence is that long."""
 _LONGEST_MS, _YEAR_MS = 2**42, 365.25 * 86_400_000
-"""How late a request may come: 139 years, which clocks count in ns of 63 bits, even from 2026 on."""
+"""Latest arrival after the start, 139 years: clocks count ns in 63 bits, even from 2026 on. Length of a year."""
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
@@ -108,9 +108,9 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reported_length: int | None = None
     """Prompt tokens reported by the service; None if the trace has none."""
     reported_cached: int | None = None
-    """Of these, the tokens that the service had cached."""
+    """Cached prompt tokens reported by the service."""
     begin_ms: int | None = None
-    """When the trace starts, in milliseconds since 1970; None: it has no dates."""
+    """Start of the trace in milliseconds since 1970; None if it has no dates."""
 
     @property
     def scope(self) -> str | None:
@@ -232,7 +232,7 @@ class TracePrompts:
         tokens_per_block: Block size if the trace has tokens; with ``hash_ids`` theirs is used.
         progress: Called with the number of requests so far.
         watch: Called with each request, and the tokens of its prompt that an unlimited cache would have by then, in
-        whole blocks.
+            whole blocks.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class TracePrompts:
         self.request: TraceRequest | None = None
         """Request of the last prompt."""
         self._times: tuple[int, int] | None = None
-        """The earliest and the latest."""
+        """Earliest and latest arrival."""
 
     @property
     def hours(self) -> float | None:
@@ -405,7 +405,7 @@ def _check_blocks(
 
 
 def _checked_ms(ms: float, field: str, since: str = "the start") -> int:
-    """A time in whole milliseconds, not before the start. Raises ValueError for one that no service can have seen."""
+    """Return a time in whole milliseconds after the start. Raises ValueError for an impossible one."""
     if ms > _LONGEST_MS:
         raise ValueError(
             f"{field} is {ms / _YEAR_MS:,.0f} years after {since}, and {_LONGEST_MS / _YEAR_MS:.0f} are the most: "
@@ -627,7 +627,7 @@ def _time_of(text: str) -> datetime:
 
 
 def _dated(seconds: float) -> int | None:
-    """The same time in ms, if it is a date of these decades and not a time since something else began."""
+    """Return the time in ms if it is a date of these decades; None if it counts from another start."""
     return round(seconds * 1000) if _OLDEST <= seconds < _LATEST else None
 
 
