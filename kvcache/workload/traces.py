@@ -59,7 +59,7 @@ _LOOKED_AT, _LOOKED_AT_BYTES = 200, 4 * 2**20
 _SIZES = (TRACE_BLOCK_TOKENS, *(2**power for power in range(2, 15) if 2**power != TRACE_BLOCK_TOKENS))
 _MASK = 2**63 - 1
 _MAX_LENGTH = 2**31 - 1
-"""Tokens are counted by int32 in many places; no sequence is that long."""
+"""Longest sequence in tokens: counts are int32 in many places."""
 _LONGEST_MS, _YEAR_MS = 2**42, 365.25 * 86_400_000
 """Latest arrival after the start, 139 years: clocks count ns in 63 bits, even from 2026 on. Length of a year."""
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
