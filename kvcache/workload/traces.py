@@ -23,9 +23,9 @@ file, which is why real services can publish them. The last block is cut to the 
 has is found from the first lines: a line with a length L and N > 1 numbers allows sizes in [L / N, L / (N - 1)), among
 which is one power of two.
 
-Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB. Dynamo's
-traces are the exception, because they are in the order of ends: all requests are in memory while they are sorted by
-arrival.
+Reading streams: a trace of any length takes the memory of its longest line, or of its first lines up to 4 MiB. A line
+has at most 16 MiB; one of 8 million ``hash_ids`` takes 160 MiB, one of 5 million empty messages 430 MiB. But
+Dynamo writes requests as they end: those of a whole trace are in memory while they are put in the order of arrival.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from events.log.zstd import has_zstd, zstd_module
 from kvcache.errors import UsageError
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, Int32s, prompt_tokens
 
-MAX_LINE_BYTES = 64 * 2**20
-"""Longest line in bytes; the bound keeps a wrong file from being read into memory whole."""
+MAX_LINE_BYTES = 16 * 2**20
+"""A longer line is no request: a million token ids take half. The bound keeps a wrong file from being read whole."""
 BAILIAN_BLOCK_TOKENS = 16
 _LOOKED_AT, _LOOKED_AT_BYTES = 200, 4 * 2**20
 """Number of lines, and about the number of bytes, from which the block size is determined."""
@@ -362,8 +362,8 @@ def _parser_of(
 class _Fields(msgspec.Struct):
     """Fields by which forms are distinguished."""
 
-    schema: Any = None
-    event: Any = None
+    schema: msgspec.Raw = msgspec.Raw(b"null")
+    event: msgspec.Raw = msgspec.Raw(b"null")
     chat_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -372,13 +372,32 @@ class _Fields(msgspec.Struct):
     @property
     def is_dynamo(self) -> bool:
         """True for a record of Dynamo's, bare or in an envelope."""
-        schema = self.event.get("schema") if isinstance(self.event, dict) else self.schema
-        return isinstance(schema, str) and schema.startswith("dynamo.")
+        return any(_text(each).startswith("dynamo.") for each in (self.schema, _schema(self.event)))
+
+
+class _Event(msgspec.Struct):
+    schema: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _schema(event: msgspec.Raw) -> msgspec.Raw:
+    """What an envelope's record says of itself; whatever else stands there is another form's, and not expanded."""
+    try:
+        return msgspec.json.decode(event, type=_Event).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return event
+
+
+def _text(value: msgspec.Raw) -> str:
+    """A text, or else nothing."""
+    try:
+        return msgspec.json.decode(value, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 class _Sizes(msgspec.Struct):
     input_length: PromptLength
-    hash_ids: list[msgspec.Raw]
+    hash_ids: list[int]
 
 
 def _size_of_blocks(lines: Iterable[bytes]) -> int:

@@ -7,6 +7,7 @@ import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -345,6 +346,23 @@ def test_first_lines_are_not_kept(tmp_path: Path) -> None:
     try:
         assert sum(1 for _ in read_trace(path)) == 40
         assert tracemalloc.get_traced_memory()[1] < 10 * len(line)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("many", "few", "times"), [("hash_ids", "event", 16), ("event", "hash_ids", 6), ("schema", "hash_ids", 6)]
+)
+def test_memory_of_a_long_line(tmp_path: Path, many: str, few: str, times: int) -> None:
+    """Numbers are not expanded more than they have to be to be counted, and what is passed over not at all."""
+    items = ",".join(["0" if many == "hash_ids" else "[]"] * 2**19)
+    line = f'{{"timestamp": 0, "input_length": 9, "output_length": 1, "{many}": [{items}], "{few}": [0]}}'
+    path = trace(tmp_path, line)
+    tracemalloc.start()
+    try:
+        with suppress(TraceError):
+            assert len(list(read_trace(path))) == 1
+        assert tracemalloc.get_traced_memory()[1] < times * len(line)
     finally:
         tracemalloc.stop()
 
