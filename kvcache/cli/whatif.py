@@ -24,7 +24,7 @@ from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
-from kvcache.config import KVCacheConfig, look_up, windows_of
+from kvcache.config import ANY_STOP, KVCacheConfig, look_up, windows_of
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
 from kvcache.whatif.playback import Tally
@@ -112,6 +112,7 @@ def _compare(
             outcomes = _play(log, args, out, stop, played)
         except Stopped:
             return stop.exit_code
+    _warn_of_rules_in_vain(trials, outcomes, out)
     rows = compared(played, outcomes, len(trials))
     hours = outcomes[0].hours
     out.note_end(outcomes[0].end)
@@ -126,6 +127,24 @@ def _compare(
     return 0
 
 
+def _warn_of_rules_in_vain(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], out: Output) -> None:
+    """Of reasons with a rule for which nothing ended: most are misspelled."""
+    recorded, *tried = outcomes
+    ruled = (
+        reason
+        for trial, outcome in zip(trials, tried, strict=False)
+        if "stop_retention" in trial.sets
+        for reason in outcome.config.stop_retention
+    )
+    for reason in dict.fromkeys(ruled):
+        if reason != ANY_STOP and reason not in recorded.stops:
+            found = [f"{printable(name)} ({number:,})" for name, number in recorded.stops.most_common(_NAMED)]
+            there = f"there are: {', '.join(found)}" if found else "none has a reason"
+            out.warning(f"no request ended with `{printable(reason)}`; {there}")
+
+
+_NAMED = 10
+"""Reasons that a warning names."""
 _IN_BLOCKS = {"primary_bytes": "primary_blocks", "host_cache_size": "secondary_blocks"}
 """Settings in bytes, with their equivalents in blocks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from kvcache.audit.fleet import deaf_children, processes
 from kvcache.audit.prefill import hours_between
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, Values, merged
 from kvcache.decide.eviction_order import ORDERS
-from kvcache.whatif.commands import Admit, Create, Unplayable, prompts, recorded
+from kvcache.whatif.commands import Admit, Create, Remove, Unplayable, prompts, recorded
 from kvcache.whatif.playback import Playback, Tally
 from kvcache.whatif.policies import BASE, BOUND, HINTED, Clairvoyant, Future, blaming, policy, with_outlook
 
@@ -64,6 +65,8 @@ class TrialOutcome:
     """Cached prompt tokens that this engine did not reuse; of the recording only."""
     hours: float | None = None
     """Hours from the first batch to the last, of the recording only; None: no time has passed."""
+    stops: Counter[str] = field(default_factory=Counter)
+    """Number of outputs by why they ended, of the recording only."""
 
 
 def first_config(log: str | PathLike[str]) -> KVCacheConfig:
@@ -88,6 +91,7 @@ def play(
     players = [playback_of(log, trial, futures) for trial in chosen]
     created, passed_over, then, reader = None, 0, Tally(), LogReader(Path(log))
     first_ts = last_ts = 0
+    stops = Counter[str]()
     for number, batch in enumerate(recorded(log, reader)):
         first_ts, last_ts = first_ts or batch.ts, batch.ts
         for command in batch.commands:
@@ -95,6 +99,8 @@ def play(
                 created = command
             elif isinstance(command, Admit):
                 passed_over += sum(each.passed_over for each in command.prompts if not each.resumed)
+            elif isinstance(command, Remove) and command.stop is not None:
+                stops[command.stop] += 1
         for event in batch.events:
             then.count(event)
         for trial, player in zip(chosen, players, strict=True):
@@ -105,7 +111,7 @@ def play(
         raise Unplayable(str(log), "it holds no cache yet")
     config = created.config
     hours = hours_between(first_ts, last_ts)
-    outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over, hours)]
+    outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over, hours, stops)]
     for trial, player in zip(chosen, players, strict=True):
         with blaming(trial.policy):
             outcomes.append(TrialOutcome(trial.settings(config), player.finish()))

@@ -663,6 +663,15 @@ class _Usage(msgspec.Struct):
 class _Response(msgspec.Struct):
     created: Time | None = None
     usage: _Usage | None = None
+    choices: Any = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """That of the first choice."""
+        match self.choices:
+            case [{"finish_reason": reason}, *_]:
+                return _name(reason)
+        return None
 
 
 class _Call(msgspec.Struct):
@@ -720,6 +729,7 @@ class _OpenAILines:
             call.cache_salt,
             call.model,
             tokens=tokens,
+            stop=response.finish_reason,
             session=_name(about.get("session_id")) or _name(call.prompt_cache_key),
             labels=_labels(
                 agent=about.get("agent"), tenant=about.get("tenant"), user=call.user, model=call.model

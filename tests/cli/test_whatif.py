@@ -215,6 +215,14 @@ def test_rules_for_stop_reasons(kvcache: Kvcache, tmp_path: Path, tool_ms: int, 
     lines = [line.split() for line in kvcache("whatif", tmp_path / "log", *rules).out.splitlines()]
     assert lines[1][0] == "stop_retention.tool_use"
     assert [line[1] for line in lines[2:6]] == ["-", "-", "60:60s", "60"]
+    # A reason that nothing ended with has a rule in vain.
+    misspelled = kvcache("whatif", trace, *size, "--set", "stop_retention.tooluse=none,60,36", *rules[2:])
+    assert misspelled.code == 0
+    warnings = [line for line in misspelled.err.splitlines() if "ended with" in line]
+    assert [line.partition("no request")[2] for line in warnings] == [
+        " ended with `tooluse`; there are: end_turn (19), tool_use (1)"
+    ]
+    assert "ended with" not in kvcache("whatif", tmp_path / "log", *whole, *rules[2:]).err
     # And a run with the rule does it.
     ruled = ("--set", "stop_retention.tool_use=60:1min")
     assert kvcache(*run, tmp_path / "ruled", *ruled).code == 0

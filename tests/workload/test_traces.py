@@ -292,11 +292,20 @@ def test_logged_calls(tmp_path: Path) -> None:
         7,
     )
     assert request.model == "m"
+    assert request.stop == "stop"
     assert request.prompt().tolist() == [1, 2, 3]
     flat = '{{"created": {}, "prompt_token_ids": [5], "usage": {{"completion_tokens": 1}}}}'
     times = (1_777_777_777, 1_777_777_778.5, 1_777_777_780_000)
     found = list(read_trace(trace(tmp_path, *(flat.format(time) for time in times))))
     assert [each.timestamp for each in found] == [0, 1500, 3000]
+    choices = (
+        '[{"index": 0, "finish_reason": "tool_calls"}, {"finish_reason": "stop"}]',
+        "[]",
+        "7",
+        '[{"a": 1}]',
+    )
+    chosen = ('{"timestamp": 1, "prompt_token_ids": [5], "choices": ' + each + "}" for each in choices)
+    assert [each.stop for each in read_trace(trace(tmp_path, *chosen))] == ["tool_calls", None, None, None]
 
 
 @pytest.mark.parametrize(
