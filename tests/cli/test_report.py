@@ -578,6 +578,11 @@ WHATIF = {
 }
 
 
+SHADED = (
+    "(() => { const cut = [...document.querySelectorAll('.wide')].filter((at) => at.scrollWidth > at.clientWidth);"
+    " return cut.length ? getComputedStyle(cut[0]).backgroundImage.split('linear-gradient').length - 1 : 0; })()"
+)
+"""By how many gradients it is shown that a table is cut; 0: none is cut."""
 PRICING = Pricing(PrefillModel(0.004, 6e-5, 2e-10), gpus=2, price=2.5, currency="<EUR>")
 MODEL = KVShape("llama", "bfloat16", 32, 131_072)
 
@@ -833,6 +838,7 @@ class TestBrowser:
                         "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
                     )
                     assert (red < 128) == dark
+                    assert browser.eval(SHADED) == (2 if width == 390 else 0)
                     browser.screenshot(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
             browser.eval("document.getElementById('theme').click()")
             assert browser.eval("document.documentElement.dataset.theme") == "light"
