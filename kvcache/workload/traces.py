@@ -93,8 +93,8 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One number per `block_tokens` prompt tokens, rounded up: the last may stand for fewer. Empty with `tokens`."""
     cache_salt: str | None = None
     """Requests share blocks only if their salts are equal. Published traces have none."""
-    model: str | int | None = None
-    """Model name; requests of different models share nothing."""
+    model: str | None = None
+    """Requests of different models share nothing. Played, it is the name of a LoRA adapter."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     """Tokens per number of `hash_ids`."""
     tokens: tuple[int, ...] | None = None
@@ -113,9 +113,9 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Start of the trace in milliseconds since 1970; None if it has no dates."""
 
     @property
-    def scope(self) -> str | None:
-        """A salt that requests have in common only if they have both the model and the salt in common."""
-        return self.cache_salt if self.model is None else repr((self.model, self.cache_salt))
+    def scope(self) -> tuple[str | None, str | None]:
+        """The model and the salt: requests share blocks only if they have both in common."""
+        return self.model, self.cache_salt
 
     def prompt(self, seed: int = 0) -> Int32s:
         """Return the prompt's token ids; `seed` selects another vocabulary if the trace has none."""
@@ -465,7 +465,7 @@ class _MooncakeLines:
             found.output_length,
             found.hash_ids,
             found.cache_salt,
-            found.model,
+            _name(found.model),
             self._block_tokens,
             session=_name(found.session_id),
             labels=_labels(agent=found.agent, tenant=found.tenant, model=found.model),
@@ -588,7 +588,7 @@ class _DynamoLines:
             replay.input_length,
             found.output_tokens or 0,
             tuple(number & _MASK for number in hashes),
-            model=found.model,
+            model=_name(found.model),
             block_tokens=size,
             stop=None if finish is None else _name(finish.finish_reason),
             session=_name(context.trajectory_id) or _name(context.session_id),
@@ -727,7 +727,7 @@ class _OpenAILines:
             usage.completion_tokens or 0,
             (),
             call.cache_salt,
-            call.model,
+            _name(call.model),
             tokens=tokens,
             stop=response.finish_reason,
             session=_name(about.get("session_id")) or _name(call.prompt_cache_key),

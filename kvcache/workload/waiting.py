@@ -161,7 +161,12 @@ class WaitingLine(Line):
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
         admitted = Request(
-            index, prompt, cache_salt=request.scope, session=request.session, labels=request.labels
+            index,
+            prompt,
+            lora_name=request.model,  # an engine's models differ in adapters; those of several engines share as little
+            cache_salt=request.cache_salt,
+            session=request.session,
+            labels=request.labels,
         )
         stop = None if request.stop is None else request.stop[:LONGEST_STOP]
         self._ready.append(Waiting(admitted, outputs, blocks, request.timestamp, stop))

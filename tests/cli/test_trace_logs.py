@@ -6,7 +6,7 @@ import json
 import signal
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -153,88 +153,29 @@ def test_late_times(kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]) 
     assert f"{later}:{len(prompts)}: timestamp is 56,319,644 years after the start" in done.err
 
 
-def test_a_request_of_a_trace_is_explained(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
-    """It finds what those before it have left, which a run as fast as it can would admit in one step."""
-    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)])
-    for request in range(1, 6):
-        done = kvcache("explain", trace, "--tokens-per-block", BLOCK, "--request", request, "--json")
-        [stay] = json.loads(done.out)["requests"][0]["stays"]
-        assert stay["reused_tokens"] == in_turn(PROMPTS[: request + 1]) - in_turn(PROMPTS[:request])
-    assert list(temporary.iterdir()) == []
-    done = kvcache("explain", trace, "--request", 6)
-    assert (done.code, done.out) == (2, "")
-
-
-def test_a_trace_is_exported(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
-    """As tables, and as another trace, with equal numbers where beginnings are equal, and only there."""
-    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)])
-    sizes = ("--tokens-per-block", BLOCK)
-    done = kvcache("export", trace, *sizes, "--to", "jsonl", "-o", tmp_path / "tables")
-    assert done.code == 0, done.err
-    rows = [json.loads(line) for line in (tmp_path / "tables" / "requests.jsonl").read_text().splitlines()]
-    assert sum(row["reused_tokens"] for row in rows) == in_turn(PROMPTS)
-    done = kvcache("export", trace, *sizes, "--to", "mooncake", "-o", tmp_path / "new.jsonl")
-    assert done.code == 0, done.err
-    assert done.out.startswith(f"{trace} -> ")
-    new = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
-    assert [line["timestamp"] // 60_000 for line in new] == list(range(6))
-    whole = [
-        (ids[:at], line["hash_ids"][at - 1])
-        for ids, line in zip(PROMPTS, new, strict=True)
-        for at in range(1, len(ids))
+def test_models_and_salts_are_told_apart(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Salts are those of the trace, by their digests; models share nothing, and are names of adapters."""
+    own: list[dict[str, str]] = [
+        {"model": "a"},
+        {"model": "b"},
+        {"model": "a", "cache_salt": "x"},
+        {"cache_salt": "x"},
     ]
-    for beginning, number in whole:
-        for other, its_number in whole:
-            assert (beginning == other) == (number == its_number)
-    assert list(temporary.iterdir()) == []
+    trace = write(tmp_path / "trace.jsonl", [at * 60_000 for at in range(8)], [(1, 2)] * 8)
+    lines = [json.loads(line) | own[at % 4] for at, line in enumerate(trace.read_text().splitlines())]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def grouped(by: str) -> dict[str | None, int]:
+        groups = audited(kvcache, trace, "--by", by)["groups"]
+        return {each["name"]: each["requests"] for each in groups}
+
+    assert grouped("salt") == {None: 4, sha256(b"x").hexdigest(): 4}
+    assert grouped("lora") == {"a": 4, "b": 2, None: 2}
+    assert grouped("model") == {"a": 4, "b": 2, None: 2}
 
 
-def test_the_log_of_a_trace_is_kept(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
-    """Where one says; then it tells what the trace did."""
-    trace, kept = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)]), tmp_path / "kept"
-    first = audited(kvcache, trace, "--keep-log", kept)
-    assert list(temporary.iterdir()) == []
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "t.jsonl", "temporary"]
-    again = json.loads(kvcache("audit", kept, "--json").out)
-    assert (again["reused_tokens"], again["requests"]) == (in_turn(PROMPTS), 6)
-    del first["reported"]  # which no log has
-    assert again == first
-    assert kvcache("log", "verify", kept).code == 0
-    for place in (kept, trace, tmp_path / "no" / "kept"):
-        done = kvcache("audit", trace, "--keep-log", place)
-        assert (done.code, done.out) == (2, "")
-        assert f"--keep-log {place}: name a directory that is not there yet" in done.err
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("replay",), ("events",), ("who", "--slot", "0"), ("match", "--tokens", "1,2"), ("log", "info")],
-)
-def test_commands_that_take_no_traces_say_what_to_do(
-    kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]
-) -> None:
-    """They need a log, and the error says how a trace becomes one."""
-    trace = write(tmp_path / "t.jsonl", [0] * 6)
-    name, *more = command
-    done = kvcache(name, *more, trace) if name == "log" else kvcache(name, trace, *more)
-    assert (done.code, done.out) == (2, "")
-    assert f"{trace} is not a log directory" in done.err
-    assert "`kvcache audit TRACE --keep-log DIR` makes one" in done.err
-
-
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        ("audit", ()),
-        ("whatif", ()),
-        ("report", ()),
-        ("explain", ("--request", "0")),
-        ("export", ("--to", "jsonl", "-o", "tables")),
-    ],
-)
-def test_what_cannot_be_told(
-    kvcache: Kvcache, tmp_path: Path, log: Path, command: str, more: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("command", ["audit", "whatif", "report"])
+def test_what_cannot_be_told(kvcache: Kvcache, tmp_path: Path, log: Path, command: str) -> None:
     """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""
     azure = tmp_path / "azure.csv"
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n")
