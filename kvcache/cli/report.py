@@ -13,8 +13,9 @@ from kvcache.cli.costs import Costs
 from kvcache.cli.options import add_cost_options, add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
-from kvcache.phrases import size
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
+from kvcache.errors import UsageError
+from kvcache.phrases import printable, size
 from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
@@ -40,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o --output FILE", f"the page ({default})", type=Path, default=default)
     add("--force", "overwrite the page if it exists")
     for name in ("curve", "whatif"):
-        add(f"--{name} FILE", f"what `kvcache {name} LOG --json` printed, as a section more", type=Path)
+        add(
+            f"--{name} FILE",
+            f"what `kvcache {name} LOG --json` printed for the same log or trace, as a section more",
+            type=Path,
+        )
     add_trace(parser)
     add_cost_options(parser)
 
@@ -48,14 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log, or that of the trace, twice, and write the page."""
     costs = Costs.of(args)
+    curve = _given(args.log, args.curve, GivenCurve, out)
+    whatif = _given(args.log, args.whatif, WhatIf, out)
     with as_log(args, out) as served:
-        return _write(served.log, costs, args, out)
+        for path, given in ((args.curve, curve), (args.whatif, whatif)):
+            if given is not None:
+                refuse_other(open_log(served.log).log_id, given, str(path))
+        return _write(served.log, curve, whatif, costs, args, out)
 
 
-def _write(log: Path, costs: Costs, args: argparse.Namespace, out: Output) -> int:
-    curve = _given(log, args.curve, GivenCurve, out)
-    whatif = _given(log, args.whatif, WhatIf, out)
-    # Errors of the target are reported before a long log is read.
+def _write(
+    log: Path,
+    curve: GivenCurve | None,
+    whatif: WhatIf | None,
+    costs: Costs,
+    args: argparse.Namespace,
+    out: Output,
+) -> int:
+    # What is wrong with the place is said before a long log is read.
     with (
         leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
@@ -78,11 +93,17 @@ def _write(log: Path, costs: Costs, args: argparse.Namespace, out: Output) -> in
 
 
 def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _Form | None:
-    """Return the content of a file if it is about this log."""
+    """What a file says. Of a trace it must be this one: `log` is what is reported on, before a trace is played."""
     if path is None:
         return None
     given = understood(path.read_bytes(), form, str(path))
-    if given.log_id is None:
+    if isinstance(given, GivenCurve) and given.trace is not None:
+        if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
+            raise UsageError(
+                f"{path} is about the trace {printable(given.trace)}: give what `kvcache curve {log} --json` prints"
+            )
+        out.note(f"{path} is of the trace itself: its blocks are those of the trace, not of the cache")
+        given.trace = None
+    elif given.log_id is None:
         out.warning(f"{path} does not say of which log it is: taken as of this one")
-    refuse_other(open_log(log).log_id, given, str(path))
     return given

@@ -116,6 +116,7 @@ class GivenCurve(WithCosts):
     sizes: list[Size]
     log_id: str | None = None
     trace: str | None = None
+    tokens_per_block: _Blocks | None = None
     block_requests: _Count = 0
     num_blocks: dict[Literal["primary", "secondary"], _Count] = {}
     knee: _Blocks | None = None

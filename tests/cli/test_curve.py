@@ -225,7 +225,7 @@ def test_a_trace_is_what_its_log_is(kvcache: Kvcache, tmp_path: Path) -> None:
     done = kvcache(
         "report", tmp_path / "log", "--curve", tmp_path / "trace.json", "-o", tmp_path / "page.html"
     )
-    assert "is about another log" in done.err
+    assert "is about the trace" in done.err
 
 
 def test_traces(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

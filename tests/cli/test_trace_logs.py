@@ -118,6 +118,34 @@ def test_whatif_tells_of_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> Non
     assert "is about another log" in done.err  # of another cache
 
 
+def test_a_report_takes_the_curve_of_its_trace(
+    kvcache: Kvcache, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the trace is spelled; that of another one is refused before anything is played, in one line."""
+    trace, given, page = (
+        write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)]),
+        tmp_path / "curve.json",
+        tmp_path / "page.html",
+    )
+    given.write_text(kvcache("curve", trace, "--json").out)
+    monkeypatch.chdir(tmp_path)
+    done = kvcache("report", "t.jsonl", "--tokens-per-block", 8, "--curve", given, "-o", page)
+    assert done.code == 0, done.err
+    assert (
+        f"{given} is of the trace itself: its blocks are those of the trace, not of the cache\n" in done.err
+    )
+    assert "does not say" not in done.err
+    assert f"A block has {BLOCK} tokens." in page.read_text()
+    # What plays: nothing is there to play it with.
+    monkeypatch.setattr("kvcache.cli.playing.play_into", None)
+    other = write(tmp_path / "other.jsonl", [0] * 6)
+    done = kvcache("report", other, "--curve", given, "-o", page, "--force")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"kvcache: error: {given} is about the trace {trace}: give what `kvcache curve {other} --json` prints\n"
+    )
+
+
 def test_rules_for_stop_reasons_last_in_the_time_of_the_trace(
     kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
