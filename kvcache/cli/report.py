@@ -97,13 +97,19 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
     if path is None:
         return None
     given = understood(path.read_bytes(), form, str(path))
-    if isinstance(given, GivenCurve) and given.trace is not None:
-        if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
-            raise UsageError(
-                f"{path} is about the trace {printable(given.trace)}: give what `kvcache curve {log} --json` prints"
-            )
-        out.note(f"{path} is of the trace itself: its blocks are those of the trace, not of the cache")
-        given.trace = None
-    elif given.log_id is None:
+    if not _is_of_trace(given, log, path, out) and given.log_id is None:
         out.warning(f"{path} does not say of which log it is: taken as of this one")
     return given
+
+
+def _is_of_trace(given: GivenCurve | WhatIf, log: Path, path: Path, out: Output) -> bool:
+    """Whether it is of the trace `log`; raises UsageError if it is of another one."""
+    if not isinstance(given, GivenCurve) or given.trace is None:
+        return False
+    if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
+        raise UsageError(
+            f"{path} is about the trace {printable(given.trace)}: give what `kvcache curve {log} --json` prints"
+        )
+    out.note(f"{path} is of the trace itself: its blocks are those of the trace, not of the cache")
+    given.trace = None
+    return True
