@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = 1_000_000
+_LONG = 120
+"""Seconds from which times are written with minutes."""
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -25,10 +27,22 @@ def batches(first: int, last: int, one: str = "", more: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time for people, in a suitable unit."""
+    """A time for people, in the unit that suits it, from two minutes on in two."""
+    if seconds >= _LONG:
+        return _in_units(round(seconds), 2)
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _in_units(seconds: int, most: int) -> str:
+    """A time in days, hours, minutes and seconds, of which the `most` largest are written: "1 h 58 min"."""
+    parts = list[str]()
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, seconds = divmod(seconds, length)
+        if number or parts:
+            parts.append(f"{number:,} {unit}")
+    return " ".join(parts[:most])
 
 
 def share(part: float) -> str:
@@ -43,8 +57,8 @@ def few(number: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Format a number of bytes, in a suitable unit."""
-    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """A number of bytes, in the unit that suits it."""
+    for unit, length in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= length:
             return f"{num_bytes / length:.1f} {unit}"
     return f"{num_bytes} B"
@@ -66,6 +80,14 @@ def since(ts: int, first_ts: int) -> str:
     """Format a time relative to the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
     ms = abs(ts - first_ts) // _MS
     return f"{'-' if ts < first_ts else '+'}{ms // 1000}.{ms % 1000:03}s"
+
+
+def later(ts: int, first_ts: int) -> str:
+    """How long after the log's first batch, for people, as in ``+1 h 50 min 6 s``; like `since` below two minutes."""
+    seconds = (ts - first_ts) / 1e9
+    if abs(seconds) < _LONG:
+        return since(ts, first_ts)
+    return ("-" if seconds < 0 else "+") + _in_units(int(abs(seconds)), 4)
 
 
 def iso(ts: int) -> str:

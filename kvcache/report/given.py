@@ -182,17 +182,28 @@ class WhatIf(WithCosts):
     log_id: str | None = None
 
     def differing(self) -> list[str]:
-        """Return the settings that differ between them, as dotted names."""
+        """The settings that are not the same in all, as dotted names; not the policy where trials name theirs."""
         flat = [trial.settings() for trial in (self.recorded, *self.trials)]
         names = dict.fromkeys(name for each in flat for name in each)
+        if all(trial.policy for trial in self.trials):
+            names.pop("eviction_policy", None)
         return [name for name in names if len({repr(each.get(name)) for each in flat}) > 1]
 
-    def refused(self) -> list[str]:
-        """Return the ways in which requests were not served to their end, those that occurred."""
-        ways = ("cut_short", "too_long", "unserved")
-        return [way for way in ways if any(getattr(trial, way) for trial in (self.recorded, *self.trials))]
+    def counts(self) -> dict[str, str]:
+        """The columns of numbers that have something in them, and the fields of trials that they show."""
+        rows = (self.recorded, *self.trials)
+        return {name: field for name, field in _COUNTS.items() if any(getattr(each, field) for each in rows)}
 
 
+_COUNTS = {
+    "computed": "computed_tokens",
+    "after preemption": "recomputed_tokens",
+    "onboarded": "blocks_onboarded",
+    "preempted": "preempted",
+    "cut short": "cut_short",
+    "too long": "too_long",
+    "unserved": "unserved",
+}
 _Form = TypeVar("_Form", GivenCurve, WhatIf)
 
 

@@ -130,7 +130,13 @@
     "longest in all": (lane) => -length(lane),
     "in order of time": begin,
   };
-  const seconds = (ms) => `${(ms / 1000).toLocaleString("en-US", { maximumFractionDigits: 3 })} s`;
+  const seconds = (ms) => {
+    if (ms < 120_000) return `${(ms / 1000).toLocaleString("en-US", { maximumFractionDigits: 3 })} s`;
+    const units = [["d", 86_400_000], ["h", 3_600_000], ["min", 60_000], ["s", 1000]];
+    const first = units.findIndex(([, length]) => ms >= length);
+    return units.slice(first, first + 2).map(([unit, length], at) =>
+      `${number(Math.floor((at ? ms % units[first][1] : ms) / length))} ${unit}`).join(" ");
+  };
 
   const [order, most, scale, search] = ["order", "most", "scale", "search"].map(byId);
 

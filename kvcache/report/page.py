@@ -24,7 +24,7 @@ from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, verdict_on
 from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import UsageError
-from kvcache.phrases import count, describe_end, duration, few, is_whole, printable, share, since, size
+from kvcache.phrases import count, describe_end, duration, few, is_whole, later, printable, share, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of
 from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered, Progress, gather
 from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
@@ -70,7 +70,7 @@ def report(
         "lanes-data": lanes(found),
     }
     explanations = {
-        number: tell(explained, lambda at: since(at, found.first_at))
+        number: tell(explained, lambda at: later(at, found.first_at))
         for number, lane in enumerate(found.lanes)
         if (explained := found.explanations.get(lane.request_id)) is not None
     }
@@ -201,7 +201,7 @@ def templates(home: Path) -> Environment:
         "n": lambda number: f"{number:,}",
         "part": lambda tokens, of: share(tokens / max(of, 1)),
         "setting": _setting,
-        "since": since,
+        "since": later,
         "size": size,
         "utc": lambda at: datetime.fromtimestamp(at // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }

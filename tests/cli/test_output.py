@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.phrases import batches, count, duration, printable, share, size, span
+from kvcache.phrases import batches, count, duration, later, printable, share, size, span
 from tests.support.commands import TRACE, Kvcache
 from tests.support.forked import Forked
 
@@ -89,7 +89,16 @@ def test_pipe_is_plain(kvcache: Kvcache, log: Path) -> None:
         (size(512), "512 B"),
         (size(1536), "1.5 KiB"),
         (size(3 << 30), "3.0 GiB"),
+        (size(2912 << 30), "2.8 TiB"),
         (duration(2.5), "2.50 s"),
+        (duration(119.99), "119.99 s"),
+        (duration(124.6), "2 min 5 s"),
+        (duration(7110.12), "1 h 58 min"),
+        (duration(3599.7), "1 h 0 min"),
+        (duration(266_400), "3 d 2 h"),
+        (later(54_857 * 10**6, 0), "+54.857s"),
+        (later(6_606_496 * 10**6, 0), "+1 h 50 min 6 s"),
+        (later(0, 200 * 10**9), "-3 min 20 s"),
         (duration(0.0125), "12.5 ms"),
         (duration(0.0000125), "12 µs"),
         (share(0.804), "80.4 %"),

@@ -693,6 +693,32 @@ class TestBeside:
         assert set(costs) <= set(page.text)
         assert page.text.count("log.fsync") == 1, "only among the settings of the cache"
 
+    def test_a_column_says_something(self, busy: Path) -> None:
+        """Numbers that are 0 in all rows are left out, and so is the setting of what the rows are named by."""
+        trials = [
+            {
+                "hit_rate": 0.5,
+                "policy": name,
+                "blocks_onboarded": 7,
+                "config": {"eviction_policy": policy, "a": at},
+            }
+            for at, (name, policy) in enumerate((("lru", "lru"), ("lfu", "lru"), ("arc", "lru")))
+        ]
+        recorded = {"hit_rate": 0.4, "config": {"eviction_policy": "levels", "a": 9}}
+        given = {"recorded": recorded, "trials": trials}
+        assert headings(report(busy, whatif=given)) == ["cache", "a", "token hit rate", "onboarded"]
+        trials[0] |= {"policy": None, "of_bound": 0.9, "preempted": 1, "too_long": 2}
+        columns = [
+            "eviction_policy",
+            "a",
+            "token hit rate",
+            "of belady",
+            "onboarded",
+            "preempted",
+            "too long",
+        ]
+        assert headings(report(busy, whatif=given)) == ["cache", *columns]
+
     def test_they_take_what_the_commands_print(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
         """The JSON of both commands is understood, and their numbers are on the page."""
         curve = json.loads(kvcache("curve", busy, "--json").out)
@@ -845,6 +871,12 @@ class TestBrowser:
             browser.print(tmp_path / "page.pdf")
             assert browser.errors == []
         assert (tmp_path / "page.pdf").stat().st_size > 10_000
+
+
+def headings(html: str) -> list[str]:
+    """The columns of the table of other settings."""
+    section = html.partition('<section id="whatif"')[2].partition("</thead>")[0]
+    return re.findall(r"<th[^>]*>([^<]*)</th>", section)
 
 
 def drawn(browser: Browser) -> bool:
