@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from kvcache.audit.advice import (
     observe_log,
     observe_trace,
 )
+from kvcache.cli import times
 from kvcache.cli.costs import Costs
 from kvcache.cli.curve import bytes_per_block
 from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
@@ -35,11 +37,25 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, few, printable, share, size, span
 from kvcache.workload.traces import TracePrompts
 
-Said = tuple[str, str]
-"""A sentence, and the command that proves it."""
-_MINUTES = 5
-_SIZES = ("primary_blocks", "secondary_blocks", "tokens_per_block", "concurrency")
-"""Options of the cache that plays a trace."""
+Said = tuple[str, str | None]
+"""A sentence, and the command that proves it; None: there is none."""
+_MINUTES = 5.0
+_WIDTH = 120
+"""Letters of a line, but for commands: these are whole, to be copied."""
+_COSTLY = ("curve", "audit", "whatif", "report")
+"""Commands with the options of costs."""
+_COSTS = (
+    "prefill",
+    "prefill_fit",
+    "gpus",
+    "price",
+    "currency",
+    "model_config",
+    "kv_dtype",
+    "tensor_parallel",
+)
+_LEFT_OUT = {"currency": "USD", "tensor_parallel": 1}
+"""Options that are what they are without being given."""
 _NAMES: dict[Topic, str] = {
     "volatile": "volatile part",
     "size": "size",
@@ -65,13 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "LOG", f"{LOG_OR_TRACE}; of a log token ids are needed", type=Path, nargs="+")
     option(
         parser,
-        "--ttl MINUTES",
-        f"ask what is lost if blocks that were idle for so long are dropped ({_MINUTES})",
-        type=positive,
+        "--ttl TIME",
+        f"ask what is lost if blocks that were idle for so long are dropped ({_MINUTES:g}min); minutes, or as in 90s",
+        type=_minutes,
         default=_MINUTES,
     )
     add_trace(parser)
     add_cost_options(parser)
+
+
+def _minutes(text: str) -> float:
+    """Minutes, or a time with its unit."""
+    return positive(text) if text.isdigit() else times.length(text) / 60e9
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -169,17 +190,23 @@ class Page:
     def command(self, name: str, *options: object) -> str:
         """Return a command on this log, or on this trace as it was played."""
         words = ["kvcache", name, self.quoted(self.args.log), *map(str, options)]
-        if is_trace(self.args.log):
-            given = {each: getattr(self.args, each) for each in ("trace_block_size", "tokenizer", *_SIZES)}
-            if name == "curve":
-                del given["primary_blocks"], given["secondary_blocks"], given["concurrency"]
-            else:
-                given["tokens_per_block"] = self.found.tokens_per_block
-                given["secondary_blocks"] = given["secondary_blocks"] or 0
-            for each, value in given.items():
-                if value is not None:
-                    words += [f"--{each.replace('_', '-')}", self.quoted(value)]
+        given = self._given_of_trace(name) if is_trace(self.args.log) else {}
+        if name in _COSTLY:
+            given |= {each: getattr(self.args, each) for each in _COSTS}
+        for each, value in given.items():
+            if value is not None and value != _LEFT_OUT.get(each):
+                text = f"{value:g}" if isinstance(value, float) else value
+                words += [f"--{each.replace('_', '-')}", self.quoted(text)]
         return " ".join(words)
+
+    def _given_of_trace(self, name: str) -> dict[str, object]:
+        """How a trace is read and, if not by `curve`, played."""
+        args, losses = self.args, self.found.losses
+        given: dict[str, object] = {"trace_block_size": args.trace_block_size, "tokenizer": args.tokenizer}
+        if name == "curve" or losses is None:
+            return given | {"tokens_per_block": args.tokens_per_block}
+        given |= {"primary_blocks": losses.primary, "secondary_blocks": losses.secondary}
+        return given | {"tokens_per_block": self.found.tokens_per_block, "concurrency": args.concurrency}
 
     def room(self, blocks: int) -> str:
         """Format a number of blocks."""
@@ -191,14 +218,14 @@ class Page:
         """Format a number of tokens that are computed, or would not be."""
         if not tokens:
             return "nothing"
-        said = f"{count(tokens, 'token')}, {share(tokens / self.found.prompt_tokens)} of all"
-        if self.hours:
-            said += f", {tokens / self.hours:,.0f} per hour"
+        total, each_hour = f"{share(tokens / self.found.prompt_tokens)} of all", []
         if (hours := self.gpu_hours(tokens)) is not None:
-            said += f", {few(hours)} GPU-hours"
+            total += f", {_rounded(hours)} GPU-hours"
+        if self.hours:
+            each_hour.append(f"{tokens / self.hours:,.0f} tokens/h")
         if (money := self.money(tokens)) is not None:
-            said += f", {few(money)} {self.costs.currency} per hour"
-        return said
+            each_hour.append(f"{_rounded(money)} {self.costs.currency}/h")
+        return f"{count(tokens, 'token')} ({total})" + f", or {' and '.join(each_hour)}" * bool(each_hour)
 
     def header(self) -> str:
         """Format the basis of the advice."""
@@ -217,7 +244,7 @@ class Page:
         about, unit = advice.about, advice.about["compared_tokens"]
         where = "" if unit == 1 else f" (to blocks of {unit:,} tokens: the trace has no token ids)"
         if not about["requests"]:
-            return f"no prompts are the same but for a part in the middle{where}", self.command("curve")
+            return f"no prompts are the same but for a part in the middle{where}", None
         own = "{shortest:,}" if about["shortest"] == about["longest"] else "{shortest:,} to {longest:,}"
         said = (
             f"{count(about['requests'], 'prompt')} have the same first {count(about['position'], 'token')}, then "
@@ -226,7 +253,7 @@ class Page:
             f"more: {self.saved(advice.saved_tokens)}"
         )
         if is_trace(self.args.log):
-            return said, self.command("curve")
+            return said, None
         return said, self.command("explain", "--request", self.quoted(about["request_id"]))
 
     def size(self, advice: Advice) -> Said:
@@ -271,14 +298,15 @@ class Page:
         """Format advice on the prefix that many prompts share."""
         about = advice.about
         if not about["prefix_tokens"]:
-            return "no prefix is shared by one request in twenty", self.command("curve")
+            proof = None if self.found.losses is None else self.command("audit")
+            return "no prefix is shared by one request in twenty", proof
         part = share(about["asked_tokens"] / self.found.prompt_tokens)
         said = (
-            f"{count(about['requests'], 'request')}, first {printable(str(about['request_id']))}, have the same first "
-            f"{count(about['prefix_tokens'], 'token')}, {part} of all"
+            f"{count(about['requests'], 'request')} begin with the same {count(about['prefix_tokens'], 'token')}, "
+            f"{part} of all (the first of them is request {printable(str(about['request_id']))})"
         )
         if about["lost_tokens"] is None:
-            return f"{said}; whether they stay cached, --primary-blocks tells", self.command("curve")
+            return f"{said}; whether they stay cached, --primary-blocks tells", None
         said += f"; of these evictions cost {self.saved(about['lost_tokens'])}"
         if advice.worth:
             said += f"; pinned, they take {share(about['primary_share'])} of primary"
@@ -336,11 +364,26 @@ class Page:
         }
         return by_topic[advice.topic](advice)
 
-    def facts(self, advice: Advice) -> Facts:
-        """Return a piece of advice as lines."""
+    def facts(self, advice: Advice, width: int) -> Facts:
+        """The same as lines, with labels of so many letters."""
         said, proof = self.words(advice)
-        yield _NAMES[advice.topic], said
-        yield "", proof
+        label = _NAMES[advice.topic]
+        for line in _wrapped(said, _WIDTH - 4 - width):
+            yield label, line
+            label = ""
+        if proof is not None:
+            yield "", proof
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of a sentence; numbers stay beside their percent signs."""
+    whole = textwrap.wrap(text.replace(" %", "\xa0%"), width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0%", " %") for line in whole]
+
+
+def _rounded(number: float) -> str:
+    """Three digits that matter, but of what is next to nothing none."""
+    return "< 0.001" if 0 < number < 0.001 else few(number)
 
 
 def _show(page: Page, advised: Advised, out: Output) -> None:
@@ -349,12 +392,15 @@ def _show(page: Page, advised: Advised, out: Output) -> None:
         if of := [each for each in advised.advice if each.worth is worth]:
             out.line()
             out.heading(title)
-            out.facts(fact for each in of for fact in page.facts(each))
+            width = max(len(_NAMES[each.topic]) for each in of)
+            out.facts(fact for each in of for fact in page.facts(each, width))
     if advised.left_out:
         out.line()
         out.heading("cannot be told")
         for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
-            out.line(f"  {', '.join(_NAMES[each.topic] for each in topics)}: {reason}")
+            said = f"{', '.join(_NAMES[each.topic] for each in topics)}: {reason}"
+            for number, line in enumerate(_wrapped(said, _WIDTH - 6)):
+                out.line(f"  {'  ' * bool(number)}{line}")
 
 
 def _reason(left_out: Unanswered) -> str:

@@ -38,7 +38,15 @@ def said(kvcache: Kvcache, *args: Any) -> dict[str, Any]:
     return dict(source)
 
 
+def flat(page: str) -> str:
+    """The page as one line."""
+    return re.sub(r"\s+", " ", page)
+
+
 def proofs(page: str) -> list[list[str]]:
+    """The commands; all other lines below the log's name fit a window of 120 letters."""
+    others = [line for line in page.splitlines()[1:] if not line.strip().startswith("kvcache ")]
+    assert max(map(len, others)) <= 120
     return [shlex.split(line)[1:] for line in page.splitlines() if line.strip().startswith("kvcache ")]
 
 
@@ -56,7 +64,8 @@ class TestPage:
         page = kvcache("advise", small).out
         commands = proofs(page)
         assert {each[0] for each in commands} == {"curve", "whatif", "events", "replay", "audit"}
-        assert len(commands) == len(re.findall(r"(?m)^  \S", page.partition("cannot be told")[0])) == 7
+        topics = re.findall(r"(?m)^  \S", page.partition("cannot be told")[0])
+        assert (len(commands), len(topics)) == (6, 7)  # that there is no volatile part has none
         for command in commands:
             assert kvcache(*command).code == 0, command
 
@@ -87,19 +96,20 @@ class TestPage:
         page = kvcache("advise", log).out
         assert (
             "110 prompts have the same first 38 tokens, then 12 to 14 of their own in 110 versions, then"
-            in page
+            in flat(page)
         )
         [explain] = [each for each in proofs(page) if each[0] == "explain"]
         assert re.search(r"never seen before", kvcache(*explain).out)
-        assert "without what differs in the middle of its prompts it would be another curve" in page
+        assert "without what differs in the middle of its prompts it would be another curve" in flat(page)
 
     def test_a_system_prompt_that_goes(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Its block is evicted again and again, which the command shows."""
         log = serve(tmp_path / "log", with_a_system_prompt(120, every=6), primary_blocks=80)
         page = kvcache("advise", log).out
         worth = page.partition("worth doing")[2].partition("not worth it")[0]
-        assert "20 requests, first 0, have the same first 128 tokens" in worth
-        assert "pinned, they take 10.0 % of primary" in worth
+        assert "20 requests begin with the same 128 tokens, " in worth
+        assert "(the first of them is request 0)" in worth
+        assert "pinned, they take 10.0 % of primary" in flat(worth)
         [events] = [each for each in proofs(page) if each[0] == "events"]
         assert kvcache(*events).out.count("BlocksRemoved") >= 19
 
@@ -109,7 +119,7 @@ class TestPage:
         log = serve(tmp_path / "log", asked, primary_blocks=100)
         out = kvcache("advise", log).out
         assert "\\x1bquiet loses " in out
-        assert "most of them for \\x1bloud" in out
+        assert "most of them for \\x1bloud" in flat(out)
         [advice] = [each for each in said(kvcache, log)["advice"] if each["topic"] == "tenant"]
         proof = kvcache(*shlex.split(advice["proof"])[1:])
         lost = advice["about"]["lost_tokens"]
@@ -133,7 +143,7 @@ class TestPage:
         log = serve(tmp_path / "log", round_robin(200, 20), primary_blocks=95, running=8)
         page = kvcache("advise", log).out
         assert re.search(r"worth doing\n  fewer at a time  7\.9 running requests hold 86 of 95 blocks", page)
-        assert "With 4 at a time half of the blocks are left for reuse" in page
+        assert "With 4 at a time half of the blocks are left for reuse" in flat(page)
 
     def test_too_few(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """One line says how long the log should be."""
@@ -158,8 +168,13 @@ class TestPage:
         )
         assert (
             "to drop idle blocks after 2 min a cache of any size loses nothing"
-            in kvcache("advise", trace, "--ttl", 2, "--tokens-per-block", SIZE).out
+            in kvcache("advise", trace, "--ttl", "2min", "--tokens-per-block", SIZE).out
         )
+        assert said(kvcache, trace, "--ttl", "90s", "--tokens-per-block", SIZE) == said(
+            kvcache, trace, "--ttl", "1.5min", "--tokens-per-block", SIZE
+        )
+        for wrong in ("5x", "0", "0s"):
+            assert "--ttl" in kvcache("advise", trace, "--ttl", wrong).err
 
 
 class TestCosts:
@@ -173,10 +188,12 @@ class TestCosts:
         hours = size["saved_tokens"] * 0.001 / 3600
         assert size["saved_gpu_hours"] == pytest.approx(hours)
         assert size["saved_per_hour"] == pytest.approx(hours * 3 / (of["seconds"] / 3600))
-        page = kvcache("advise", small, *options).out
+        page = flat(kvcache("advise", small, *options).out)
         assert re.search(
-            r"tokens, \d+\.\d % of all, [\d,]+ per hour, 0\.00\d+ GPU-hours, 0\.\d+ USD per hour", page
+            r"tokens \(\d+\.\d % of all, 0\.00\d+ GPU-hours\), or [\d,]+ tokens/h and [\d.]+ USD/h", page
         )
+        little = kvcache("advise", small, "--prefill", "1us n", "--price", 3).out
+        assert "< 0.001 GPU-hours" in flat(little)
         bare = said(kvcache, small)
         assert {each["saved_gpu_hours"] for each in bare["advice"]} == {None}
 
@@ -200,10 +217,34 @@ class TestCosts:
         log = serve(tmp_path / "log", round_robin(120, 20), primary_blocks=100, num_layers=8)
         of = said(kvcache, log)
         assert of["bytes_per_block"] == 8 * 2 * 2 * 8 * 2 * SIZE
-        assert (
-            f"today's 100 blocks (1,600 tokens, {100 * of['bytes_per_block'] / 1024:,.1f} KiB)"
-            in kvcache("advise", log).out
+        assert f"today's 100 blocks (1,600 tokens, {100 * of['bytes_per_block'] / 1024:,.1f} KiB)" in flat(
+            kvcache("advise", log).out
         )
+
+    def test_commands_have_the_same_options(self, kvcache: Kvcache, small: Path, tmp_path: Path) -> None:
+        """Those of costs go to each command that takes them, and it takes them; others go with a trace, too."""
+        costs = ("--prefill", "1ms n", "--gpus", 2, "--price", 2.5, "--currency", "EUR")
+        shape = {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "hidden_size": 16,
+            "torch_dtype": "bfloat16",
+        }
+        model = tmp_path / "config.json"
+        model.write_text(json.dumps(shape | {"num_key_value_heads": 2, "model_type": "llama"}))
+        options = [*map(str, costs), "--model-config", str(model), "--kv-dtype", "fp8"]
+        trace = write_trace(tmp_path / "trace", round_robin(120, 20))
+        of_trace = ("--tokens-per-block", SIZE, "--primary-blocks", 100)
+        for commands in (
+            proofs(kvcache("advise", small, *options).out),
+            proofs(kvcache("advise", trace, *options, *of_trace).out),
+        ):
+            for command in commands:
+                assert set(options) <= set(command) or command[0] in ("events", "replay")
+            [whatif] = [
+                each for each in commands if each[:3:2] == ["whatif", "--set"] and "secondary" in each[3]
+            ]
+            assert "EUR saved/h" in kvcache(*whatif).out
 
 
 class TestTraces:
@@ -238,7 +279,7 @@ class TestTraces:
         text = "".join(json.dumps(line) + "\n" for line in more)
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
         page = kvcache("advise", "-", "--primary-blocks", 50, "-q").out
-        assert "to blocks of 512 tokens: the trace has no token ids" in page
+        assert "to blocks of 512 tokens: the trace has no token ids" in flat(page)
         assert "50 blocks" in page
         (tmp_path / "trace").write_text(text)
         done = kvcache("advise", tmp_path / "trace", "--primary-blocks", 50, "--tokens-per-block", 64)

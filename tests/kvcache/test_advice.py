@@ -339,8 +339,8 @@ class TestTenant:
         requests = [
             asked._replace(
                 tokens=texts.fresh(len(asked.tokens)) if number % 8 == 3 else asked.tokens,
-                label=name if by == "tenant" else asked.label,
-                model=name if by == "model" else asked.model,
+                label=name if by == "tenant" else None,
+                model=name if by == "model" else None,
             )
             for number, (asked, name) in enumerate(zip(lines, names, strict=True))
         ]
