@@ -21,6 +21,32 @@ _NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SpanAges:
+    """How long the blocks of the spans of all prompts had been idle; the spans stand one behind the other."""
+
+    ages: npt.NDArray[np.int64]
+    """Of each span, in ns."""
+    counts: npt.NDArray[np.int64]
+    """Blocks of each span."""
+    stops: npt.NDArray[np.int64]
+    """By request, how many spans there are up to its last."""
+
+    @classmethod
+    def of(cls, reuses: Reuses) -> SpanAges:
+        """Those of a workload."""
+        at, spans = reuses.times, [each for _, each in reuses.prompts()]
+        ages = [at[now] - at[user] for now, each in enumerate(spans) for user, _ in each]
+        counts = [blocks for each in spans for _, blocks in each]
+        stops = np.cumsum([len(each) for each in spans], dtype=np.int64)
+        return cls(np.array(ages, np.int64), np.array(counts, np.int64), stops)
+
+    def hits(self, timeout: float = np.inf) -> npt.NDArray[np.int64]:
+        """Blocks of each prompt that are there if those are dropped that were idle for longer than this, in seconds."""
+        sums = np.concatenate([[0], np.cumsum(np.where(self.ages <= timeout * _NS, self.counts, 0))])
+        return np.diff(sums[self.stops], prepend=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class IdleTimes:
     """Idle times of requested blocks that had been cached before."""
 
@@ -33,14 +59,10 @@ class IdleTimes:
 
     @classmethod
     def of(cls, reuses: Reuses) -> IdleTimes:
-        """Return the idle times of a workload."""
-        at, spans = reuses.times, list(reuses.prompts())
-        ages = np.array(
-            [at[now] - at[user] for now, (_, each) in enumerate(spans) for user, _ in each], np.int64
-        )
-        counts = np.array([blocks for _, each in spans for _, blocks in each], np.int64)
-        order = np.argsort(ages, kind="stable")
-        return cls(ages[order], np.cumsum(counts[order]), sum(reuses.lengths))
+        """Those of a workload."""
+        spans = SpanAges.of(reuses)
+        order = np.argsort(spans.ages, kind="stable")
+        return cls(spans.ages[order], np.cumsum(spans.counts[order]), sum(reuses.lengths))
 
     def within(self, ns: float) -> int:
         """Return the requests of blocks that had been idle for at most `ns`."""

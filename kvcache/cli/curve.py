@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
 from kvcache.audit.curve import (
@@ -23,7 +26,7 @@ from kvcache.audit.curve import (
 )
 from kvcache.audit.memory import names_model
 from kvcache.audit.prefill import PrefillCost
-from kvcache.audit.timeouts import TIMEOUTS, TimeoutCurve
+from kvcache.audit.timeouts import TIMEOUTS, SpanAges, TimeoutCurve
 from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import (
     SizeInBytes,
@@ -64,7 +67,9 @@ class CurveFound:
     """Further sizes requested."""
     costs: Costs
     spans: SpanDistances | None
-    """Stack distances; None if prefills have no formula."""
+    """None: prefills have no formula."""
+    ages: SpanAges | None
+    """None likewise."""
     timeouts: TimeoutCurve
     policies: dict[int, dict[str, int]]
     """Hits of other eviction orders, by size and name; empty if not requested."""
@@ -85,10 +90,18 @@ class CurveFound:
         return bytes_per_block(self.prompts, self.costs)
 
     def cost(self, blocks: int) -> PrefillCost | None:
-        """Return the cost of prefills with a cache of `blocks` blocks; None if unknown."""
-        if self.spans is None or self.costs.pricing is None:
+        """What the prefills take if the cache has so many blocks; None: nobody knows."""
+        return None if self.spans is None else self._cost(self.spans.hits(blocks))
+
+    def cost_by_timeout(self, seconds: float | None) -> PrefillCost | None:
+        """The same if a cache of any size drops blocks that were idle for so long; None: it drops none."""
+        timeout = math.inf if seconds is None else seconds
+        return None if self.ages is None else self._cost(self.ages.hits(timeout))
+
+    def _cost(self, hits: npt.NDArray[np.int64]) -> PrefillCost | None:
+        if self.costs.pricing is None:
             return None
-        reused = self.spans.hits(blocks) * self.prompts.tokens_per_block
+        reused = hits * self.prompts.tokens_per_block
         return self.costs.pricing.of_prompts(self.prompts.lengths, reused, self.prompts.hours)
 
 
@@ -159,9 +172,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
             trials.add(prompts, blocks)
     bounded, asked = (_in_blocks(sizes, prompts, costs) for sizes in (args.bound, args.sizes))
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in bounded}
-    spans = None if costs.pricing is None else SpanDistances.of(recorder.reuses)
+    priced = None if costs.pricing is None else recorder.reuses
+    spans, ages = (None, None) if priced is None else (SpanDistances.of(priced), SpanAges.of(priced))
     timeouts = TimeoutCurve.of(recorder)
-    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans, timeouts, {})
+    found = CurveFound(prompts, recorder.curve(), bounds, asked, costs, spans, ages, timeouts, {})
     sizes = [*found.asked, *found.bounds] or _table_sizes(found)
     found.policies.update(trials.play(sizes, prompts.tokens_per_block, out))
     if found.curve.is_vague:
@@ -233,6 +247,7 @@ def to_json(found: CurveFound) -> dict[str, Any]:
         ],
         "timeouts": [
             {"seconds": seconds, "hits": hits, "hit_rate": rate, "lost_tokens": lost}
+            | {"prefill": cost_json(found.cost_by_timeout(seconds))}
             for seconds, hits, rate, lost in _timeouts(found)
         ],
         "covered_seconds": found.timeouts.seconds,
@@ -338,10 +353,11 @@ def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
     out.line()
     rows = [
         {"timeout": "none" if seconds is None else span(seconds), "block hit rate": share(rate)}
-        | {"tokens lost": lost, "": "█" * round(rate * _BAR)}
+        | {"tokens lost": lost, **found.costs.cost_cells(found.cost_by_timeout(seconds))}
+        | {"": "█" * round(rate * _BAR)}
         for seconds, _, rate, lost in _timeouts(found)
     ]
-    out.table(rows, right=["timeout", "block hit rate"])
+    out.table(rows, right=list(rows[0])[:-1])
     out.line()
     out.line(
         "block hit rate: the part of the prompts' full blocks that is reused, in a cache of any size that drops"
@@ -349,6 +365,8 @@ def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
     out.line(
         "what was in no prompt for longer than the timeout; tokens lost: those reused without a timeout only"
     )
+    if found.costs.pricing is not None:
+        out.line(found.costs.cells_in_words())
 
 
 def _row(found: CurveFound, blocks: int, *, sampled: bool) -> dict[str, Any]:

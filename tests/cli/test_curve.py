@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,6 +304,37 @@ def test_timeouts(kvcache: Kvcache, tmp_path: Path) -> None:
     assert [each["hit_rate"] for each in said["timeouts"]] == [each["hits"] / 12 for each in said["timeouts"]]
     assert said["covered_seconds"] == 560
     assert said["sizes"][-1]["hits"] == 9
+
+
+def test_costs_of_timeouts(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Each prompt computes what lies behind its blocks that were asked for lately enough."""
+    trace = tmp_path / "calls.jsonl"
+    calls = [(0, 1), (9, 2), (19, 1), (79, 2), (379, 2), (560, 1)]
+    trace.write_text(
+        "".join(f'{{"timestamp": {at}, "prompt_token_ids": {[7] * 4 + [own] * 5}}}\n' for at, own in calls)
+    )
+    options = ("--tokens-per-block", 4, "--prefill", "10 + 2 n + 1 n m", "--price", 3, "--gpus", 2)
+    said = found(kvcache, trace, *options)["timeouts"]
+
+    def seconds(timeout: float) -> float:
+        used, total = dict[tuple[int, ...], int](), 0.0
+        for at, own in calls:
+            reused = 0
+            for block in ((7,), (7, own)):
+                reused += 4 * (at - used.get(block, -1_000_000) <= timeout)
+                used[block] = at
+            total += 10 + sum(2 + token + 0.5 for token in range(reused, 9))
+        return total
+
+    for each in said:
+        total = seconds(each["seconds"] or 10_000)
+        assert each["prefill"]["gpu_hours"] == pytest.approx(total * 2 / 3600)
+        assert each["prefill"]["cost_per_hour"] == pytest.approx(total * 2 / 3600 * 3 / (560 / 3600))
+    out = kvcache("curve", trace, *options, "--ttl").out
+    assert re.search(
+        r"timeout  block hit rate  tokens lost  +prefill  +p95  GPU-hours +saved  USD saved/h\n", out
+    )
+    assert {each["prefill"] for each in found(kvcache, trace)["timeouts"]} == {None}
 
 
 def test_policies(kvcache: Kvcache) -> None:
