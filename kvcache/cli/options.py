@@ -101,6 +101,11 @@ def cache_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def cache_size_or_none(text: str) -> int:
+    """The same, or 0 blocks: no such level."""
+    return 0 if text == "0" else cache_size(text)
+
+
 Place = argparse.ArgumentParser | argparse._ArgumentGroup
 _SPELLING = (
     "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "

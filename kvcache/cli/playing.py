@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+from kvcache.audit.kv_shape import KVShape
 from kvcache.cli import config as settings
-from kvcache.cli.options import CONCURRENCY
+from kvcache.cli.options import CONCURRENCY, SizeInBytes
 from kvcache.cli.output import Output
 from kvcache.cli.summary import RequestSizes, RunSource
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager, Substitutes
-from kvcache.phrases import printable
+from kvcache.phrases import printable, size
 from kvcache.record.outputs import open_log
 from kvcache.workload.clock import StepClock
 from kvcache.workload.driver import DriveOptions, Engine
@@ -68,9 +70,26 @@ def _watched(
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
-    """Return the settings of ``--set``, and those with options of their own."""
-    given = {name: value for name in _SIZES if (value := vars(args).get(name)) is not None}
+    """The settings of ``--set``, and those that have options of their own."""
+    given = {
+        name: _in_blocks(args, name, value) for name in _SIZES if (value := vars(args).get(name)) is not None
+    }
     return settings.parse_sets(sets) | given
+
+
+def _in_blocks(args: argparse.Namespace, name: str, value: Any) -> Any:
+    """The value, or of a size in bytes the blocks of the model that fit."""
+    if not isinstance(value, SizeInBytes):
+        return value
+    which = f"--{name.replace('_', '-')}"
+    if args.model_config is None:
+        raise UsageError(f"{which}: how many bytes a block has is not known: give blocks, or --model-config")
+    model = KVShape.read(args.model_config, dtype=args.kv_dtype, tensor_parallel=args.tensor_parallel)
+    tokens = args.tokens_per_block or int(settings.RUN_DEFAULTS["tokens_per_block"])
+    block = model.bytes_per_token * tokens
+    if value < block:
+        raise UsageError(f"{which}: {size(value)} is less than a block, which has {size(block)}")
+    return value // block
 
 
 def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurrency: int) -> KVCacheConfig:

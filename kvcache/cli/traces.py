@@ -10,7 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache.cli.options import add_cache_sizes, add_shared, add_trace_options, option, seekable
+from kvcache.cli.options import (
+    add_shared,
+    add_trace_options,
+    cache_size,
+    cache_size_or_none,
+    option,
+    seekable,
+)
 from kvcache.cli.output import Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.errors import UsageError
@@ -29,9 +36,11 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_options(group)
     add_shared(group, "concurrency")
-    add_cache_sizes(group)
+    add_shared(group, "tokens_per_block")
+    in_bytes = "; or, with --model-config, their bytes, as in 12GiB"
+    option(group, "--primary-blocks N", f"blocks on the device{in_bytes}", type=cache_size)
     option(
-        group, "--keep-log DIR", "keep the log of that cache, in a directory that is not there yet", type=Path
+        group, "--secondary-blocks N", f"blocks in host memory; 0: none{in_bytes}", type=cache_size_or_none
     )
     parser.set_defaults(concurrency=None)
 

@@ -238,58 +238,14 @@ def test_nothing_stays_after_sigterm(start: Start, tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-CALL = {"prompt_token_ids": list(range(40)), "usage": {"completion_tokens": 3}}
-RECEIVED = 1_777_629_600_250
-"""2026-05-01T10:00:00.250Z."""
-
-
-def dynamo(received: int) -> dict[str, Any]:
-    replay = {"trace_block_size": BLOCK, "input_length": 40, "input_sequence_hashes": [1, 2, 3]}
-    request = {"request_received_ms": received, "output_tokens": 3, "replay": replay}
-    return {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": request}
-
-
-def calls(*times: Any) -> list[dict[str, Any]]:
-    return [CALL | {"timestamp": each} for each in times]
-
-
-@pytest.mark.parametrize(
-    ("lines", "begin"),
-    [
-        (calls("2026-05-01T12:00:00.250+02:00", "2026-05-01T10:00:05.250Z"), RECEIVED),
-        (calls(RECEIVED / 1000, RECEIVED / 1000 + 5), RECEIVED),
-        (calls(RECEIVED, RECEIVED + 5000), RECEIVED),
-        ([CALL | {"response": {"created": 1_777_629_600}}], 1_777_629_600_000),
-        ([dynamo(RECEIVED + 5000), dynamo(RECEIVED)], RECEIVED),
-        ([dynamo(500), dynamo(5500)], START_NS // 10**6),
-        (calls(27.5, 32.5), START_NS // 10**6),
-        (calls(1e12, 1e12 + 5000), 10**12),
-        (calls(9e14, 9e14 + 5000), START_NS // 10**6),
-    ],
-)
-def test_a_trace_keeps_its_date(
-    kvcache: Kvcache, tmp_path: Path, lines: list[dict[str, Any]], begin: int
-) -> None:
-    """Where it has one: the first request is admitted when it came, and the last one when that came."""
-    trace = tmp_path / "t.jsonl"
-    trace.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    found = audited(kvcache, trace)
-    last = begin + 5000 * (len(lines) - 1)
-    assert 0 <= found["first_ts"] - begin * 10**6 <= STEP_NS
-    assert 0 <= found["last_ts"] - last * 10**6 <= 10 * STEP_NS
-    done = kvcache("run", trace, "--no-pools", "--tokens-per-block", BLOCK, "--log", tmp_path / "log")
-    date = f"{datetime.fromtimestamp(begin // 1000, UTC):%Y-%m-%d}"
-    assert f"the trace's, from {date} on" in done.out
-    assert date in kvcache("audit", tmp_path / "log", "--time", "utc").out
-
-
-def test_a_trace_of_arrivals_keeps_its_date(kvcache: Kvcache, tmp_path: Path) -> None:
-    """Azure's, which `run` alone plays."""
-    trace = tmp_path / "azure.csv"
-    header, rows = "TIMESTAMP,ContextTokens,GeneratedTokens", ("2023-11-16 18:17:03.9799600,48,10",) * 3
-    trace.write_text("\n".join([header, *rows, ""]))
-    sizes = ("--no-pools", "--tokens-per-block", BLOCK, "--log", tmp_path / "log")
-    assert kvcache("run", trace, *sizes).code == 0
-    first = json.loads(kvcache("audit", tmp_path / "log", "--json").out)["first_ts"]
-    came = datetime(2023, 11, 16, 18, 17, 3, 979_960, UTC).timestamp() * 10**9
-    assert abs(first - came) <= STEP_NS
+def test_sizes_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
+    """As many blocks as fit: of 16 tokens, each with K and V of two layers with two heads of eight numbers."""
+    trace, model = write(tmp_path / "trace", list(range(6))), tmp_path / "config.json"
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "torch_dtype": "bfloat16"}
+    model.write_text(json.dumps(shape | {"num_key_value_heads": 2, "model_type": "llama"}))
+    sizes = ("--primary-blocks", "25KiB", "--secondary-blocks", "6KiB", "--tokens-per-block", BLOCK)
+    done = kvcache("audit", trace, *sizes, "--model-config", model)
+    assert "through a cache of 12 + 3 blocks of 16 tokens" in done.err
+    assert "--primary-blocks: how many bytes a block has is not known" in kvcache("audit", trace, *sizes).err
+    small = kvcache("audit", trace, "--primary-blocks", "1KiB", "--model-config", model)
+    assert "--primary-blocks: 1.0 KiB is less than a block, which has 8.0 KiB" in small.err
