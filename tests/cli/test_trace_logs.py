@@ -6,6 +6,7 @@ import json
 import signal
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,19 @@ def test_models_and_salts_are_told_apart(kvcache: Kvcache, tmp_path: Path) -> No
     assert grouped("model") == {"a": 4, "b": 2, None: 2}
 
 
-@pytest.mark.parametrize("command", ["audit", "whatif", "report"])
-def test_what_cannot_be_told(kvcache: Kvcache, tmp_path: Path, log: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("audit", ()),
+        ("whatif", ()),
+        ("report", ()),
+        ("explain", ("--request", "0")),
+        ("export", ("--to", "jsonl", "-o", "tables")),
+    ],
+)
+def test_what_cannot_be_told(
+    kvcache: Kvcache, tmp_path: Path, log: Path, command: str, more: tuple[str, ...]
+) -> None:
     """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""
     azure = tmp_path / "azure.csv"
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n")
@@ -249,3 +261,129 @@ def test_sizes_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
     assert "--primary-blocks: how many bytes a block has is not known" in kvcache("audit", trace, *sizes).err
     small = kvcache("audit", trace, "--primary-blocks", "1KiB", "--model-config", model)
     assert "--primary-blocks: 1.0 KiB is less than a block, which has 8.0 KiB" in small.err
+
+
+def test_a_request_of_a_trace_is_explained(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
+    """It finds what those before it have left, which a run as fast as it can would admit in one step."""
+    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)])
+    for request in range(1, 6):
+        done = kvcache("explain", trace, "--tokens-per-block", BLOCK, "--request", request, "--json")
+        [stay] = json.loads(done.out)["requests"][0]["stays"]
+        assert stay["reused_tokens"] == in_turn(PROMPTS[: request + 1]) - in_turn(PROMPTS[:request])
+    assert list(temporary.iterdir()) == []
+    done = kvcache("explain", trace, "--request", 6)
+    assert (done.code, done.out) == (2, "")
+
+
+def test_a_trace_is_exported(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
+    """As tables, and as another trace, with equal numbers where beginnings are equal, and only there."""
+    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)])
+    sizes = ("--tokens-per-block", BLOCK)
+    done = kvcache("export", trace, *sizes, "--to", "jsonl", "-o", tmp_path / "tables")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "tables" / "requests.jsonl").read_text().splitlines()]
+    assert sum(row["reused_tokens"] for row in rows) == in_turn(PROMPTS)
+    done = kvcache("export", trace, *sizes, "--to", "mooncake", "-o", tmp_path / "new.jsonl")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"{trace} -> ")
+    new = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
+    assert [line["timestamp"] // 60_000 for line in new] == list(range(6))
+    whole = [
+        (ids[:at], line["hash_ids"][at - 1])
+        for ids, line in zip(PROMPTS, new, strict=True)
+        for at in range(1, len(ids))
+    ]
+    for beginning, number in whole:
+        for other, its_number in whole:
+            assert (beginning == other) == (number == its_number)
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_log_of_a_trace_is_kept(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
+    """Where one says; then it tells what the trace did."""
+    trace, kept = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)]), tmp_path / "kept"
+    first = audited(kvcache, trace, "--keep-log", kept)
+    assert list(temporary.iterdir()) == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "t.jsonl", "temporary"]
+    again = json.loads(kvcache("audit", kept, "--json").out)
+    assert (again["reused_tokens"], again["requests"]) == (in_turn(PROMPTS), 6)
+    del first["reported"]  # which no log has
+    assert again == first
+    assert kvcache("log", "verify", kept).code == 0
+    for place in (kept, trace, tmp_path / "no" / "kept"):
+        done = kvcache("audit", trace, "--keep-log", place)
+        assert (done.code, done.out) == (2, "")
+        assert f"--keep-log {place}: name a directory that is not there yet" in done.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("replay",), ("events",), ("who", "--slot", "0"), ("match", "--tokens", "1,2"), ("log", "info")],
+)
+def test_commands_that_take_no_traces_say_what_to_do(
+    kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """They need a log, and the error says how a trace becomes one."""
+    trace = write(tmp_path / "t.jsonl", [0] * 6)
+    name, *more = command
+    done = kvcache(name, *more, trace) if name == "log" else kvcache(name, trace, *more)
+    assert (done.code, done.out) == (2, "")
+    assert f"{trace} is not a log directory" in done.err
+    assert "`kvcache audit TRACE --keep-log DIR` makes one" in done.err
+
+
+CALL = {"prompt_token_ids": list(range(40)), "usage": {"completion_tokens": 3}}
+RECEIVED = 1_777_629_600_250
+"""2026-05-01T10:00:00.250Z."""
+
+
+def dynamo(received: int) -> dict[str, Any]:
+    replay = {"trace_block_size": BLOCK, "input_length": 40, "input_sequence_hashes": [1, 2, 3]}
+    request = {"request_received_ms": received, "output_tokens": 3, "replay": replay}
+    return {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": request}
+
+
+def calls(*times: Any) -> list[dict[str, Any]]:
+    return [CALL | {"timestamp": each} for each in times]
+
+
+@pytest.mark.parametrize(
+    ("lines", "begin"),
+    [
+        (calls("2026-05-01T12:00:00.250+02:00", "2026-05-01T10:00:05.250Z"), RECEIVED),
+        (calls(RECEIVED / 1000, RECEIVED / 1000 + 5), RECEIVED),
+        (calls(RECEIVED, RECEIVED + 5000), RECEIVED),
+        ([CALL | {"response": {"created": 1_777_629_600}}], 1_777_629_600_000),
+        ([dynamo(RECEIVED + 5000), dynamo(RECEIVED)], RECEIVED),
+        ([dynamo(500), dynamo(5500)], START_NS // 10**6),
+        (calls(27.5, 32.5), START_NS // 10**6),
+        (calls(1e12, 1e12 + 5000), 10**12),
+        (calls(9e14, 9e14 + 5000), START_NS // 10**6),
+    ],
+)
+def test_a_trace_keeps_its_date(
+    kvcache: Kvcache, tmp_path: Path, lines: list[dict[str, Any]], begin: int
+) -> None:
+    """Where it has one: the first request is admitted when it came, and the last one when that came."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = audited(kvcache, trace)
+    last = begin + 5000 * (len(lines) - 1)
+    assert 0 <= found["first_ts"] - begin * 10**6 <= STEP_NS
+    assert 0 <= found["last_ts"] - last * 10**6 <= 10 * STEP_NS
+    done = kvcache("run", trace, "--no-pools", "--tokens-per-block", BLOCK, "--log", tmp_path / "log")
+    date = f"{datetime.fromtimestamp(begin // 1000, UTC):%Y-%m-%d}"
+    assert f"the trace's, from {date} on" in done.out
+    assert date in kvcache("audit", tmp_path / "log", "--time", "utc").out
+
+
+def test_a_trace_of_arrivals_keeps_its_date(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Azure's, which `run` alone plays."""
+    trace = tmp_path / "azure.csv"
+    header, rows = "TIMESTAMP,ContextTokens,GeneratedTokens", ("2023-11-16 18:17:03.9799600,48,10",) * 3
+    trace.write_text("\n".join([header, *rows, ""]))
+    sizes = ("--no-pools", "--tokens-per-block", BLOCK, "--log", tmp_path / "log")
+    assert kvcache("run", trace, *sizes).code == 0
+    first = json.loads(kvcache("audit", tmp_path / "log", "--json").out)["first_ts"]
+    came = datetime(2023, 11, 16, 18, 17, 3, 979_960, UTC).timestamp() * 10**9
+    assert abs(first - came) <= STEP_NS
