@@ -82,7 +82,7 @@ def _in_blocks(args: argparse.Namespace, name: str, value: Any) -> Any:
     if not isinstance(value, SizeInBytes):
         return value
     which = f"--{name.replace('_', '-')}"
-    if args.model_config is None:
+    if vars(args).get("model_config") is None:
         raise UsageError(f"{which}: how many bytes a block has is not known: give blocks, or --model-config")
     model = KVShape.read(args.model_config, dtype=args.kv_dtype, tensor_parallel=args.tensor_parallel)
     tokens = args.tokens_per_block or int(settings.RUN_DEFAULTS["tokens_per_block"])

@@ -42,6 +42,9 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     option(
         group, "--secondary-blocks N", f"blocks in host memory; 0: none{in_bytes}", type=cache_size_or_none
     )
+    option(
+        group, "--keep-log DIR", "keep the log of that cache, in a directory that is not there yet", type=Path
+    )
     parser.set_defaults(concurrency=None)
 
 

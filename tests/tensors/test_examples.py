@@ -62,7 +62,7 @@ def test_example_of_the_interface_runs(play: Play, page: str) -> None:
 def test_api_examples_run(play: Play) -> None:
     """The pieces of code of the page, one after the other, are a program that runs."""
     pieces = snippets(API, "python")
-    assert len(pieces) == 5
+    assert len(pieces) == 6
     assert play("\n".join(pieces)) == (0, "", "")
 
 
