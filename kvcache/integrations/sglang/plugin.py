@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from functools import cache
 from typing import Any
 
 VARIABLE = "KVCACHE_LOG"
@@ -26,12 +27,18 @@ def register() -> None:
     try:
         if not os.environ.get(VARIABLE, "").strip() and not os.environ.get(SINKS, "").strip():
             return
-        hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-        after = hooks.HookType.AFTER
-        hooks.HookRegistry.register(f"{_MANAGERS}.scheduler.Scheduler.__init__", _made, after)
-        hooks.HookRegistry.register(f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req", _tried, after)
+        _hook()
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)
+
+
+@cache
+def _hook() -> None:
+    """Register the hooks, once however often SGLang loads its plugins."""
+    hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+    after = hooks.HookType.AFTER
+    hooks.HookRegistry.register(f"{_MANAGERS}.scheduler.Scheduler.__init__", _made, after)
+    hooks.HookRegistry.register(f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req", _tried, after)
 
 
 def _made(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
