@@ -10,29 +10,17 @@ names and tokens are recorded at the step's end, or before something else depend
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 from operator import attrgetter
 from typing import Any
 
-from kvcache import MultimodalItem, Recorder
+from kvcache import Recorder
 from kvcache.errors import Unsupported
-from kvcache.integrations.attachment import as_utf8, request_name
+from kvcache.integrations.attachment import request_name
 from kvcache.integrations.vllm.groups import HASH_END, FurtherGroup
+from kvcache.integrations.vllm.requests import RequestArguments, ending
 
-_FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
-_BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
-_STOPS = {
-    "FINISHED_STOPPED": "stop",
-    "FINISHED_LENGTH_CAPPED": "length",
-    "FINISHED_ABORTED": "abort",
-    "FINISHED_ERROR": "error",
-    "FINISHED_REPETITION": "repetition",
-}
-"""Finish reasons by the status of a request."""
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _NEVER = 1 << 62
-_LONGEST_SESSION = 191
 _id_of = attrgetter("block_id")
 
 
@@ -102,8 +90,7 @@ class Recording:
         """Recorded number of outputs of each."""
         self._grown: dict[str, int] = {}
         """Requests with one more block, not yet recorded."""
-        self._adapters: dict[str, str] = {}
-        """Path under which the name of each LoRA adapter was seen first."""
+        self._arguments = RequestArguments(self._size)
         self._begin_groups(manager.coordinator.single_type_managers)
 
     def _begin_groups(self, managers: Any) -> None:
@@ -207,10 +194,7 @@ class Recording:
         self._settle_request(running)
         for group in self._groups:
             group.end(running.id)
-        # It is preempted before its status changes.
-        status = request.status.name
-        bad, stop = status in _BAD_ENDS, _STOPS.get(status)
-        self._end(running, _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED, stop)
+        self._end(running, *ending(request))
         if not self._running:
             # There may be no further step for long.
             self.recorder.flush()
@@ -223,7 +207,7 @@ class Recording:
         self._continuing = running = self._running.get(request.request_id)
         if running is not None:
             self._settle_request(running)
-            self._end(running, _FINISHED)
+            self._end(running, "finished")
 
     def continued(self, _: Any, request: Any, *__: Any) -> None:
         """`Scheduler._update_request_as_session` has returned: the last sampled token is gone, and the input is part of
@@ -371,12 +355,9 @@ class Recording:
             running.name,
             request.all_token_ids[: running.prompt],
             running.table,
-            lora_name=self._adapter(request.lora_request),
-            cache_salt=as_utf8(request.cache_salt or "") or None,
-            multimodal=_items(request.mm_features) + self._embeddings(request),
+            **self._arguments.of(request),
             resumed=resumed,
             external=running.external,
-            session=None if not request.session_id else request_name(request.session_id, _LONGEST_SESSION),
         )
         self._running[running.id] = self._prefilling[running.id] = running
         self._look_anew()
@@ -396,23 +377,6 @@ class Recording:
             requests.pop(running.id, None)
         self._look_anew()
         self.recorder.ended(running.name, why, stop=stop)  # type: ignore[arg-type]
-
-    def _embeddings(self, request: Any) -> list[MultimodalItem]:
-        """Return the items of a prompt given as embeddings: one for each block of it."""
-        embeddings, size = request.prompt_embeds, self._size
-        if embeddings is None:
-            return []
-        return [
-            MultimodalItem(_digest(embeddings[at : at + size]), at, len(embeddings[at : at + size]))
-            for at in range(0, len(embeddings), size)
-        ]
-
-    def _adapter(self, lora: Any) -> str | None:
-        if lora is None:
-            return None
-        name, path = lora.lora_name, lora.lora_path
-        # vLLM shares blocks of adapters with equal names only if their paths are equal.
-        return as_utf8(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
 
     def _look_anew(self) -> None:
         """Reset for other running requests than before."""
@@ -569,23 +533,3 @@ class Recording:
         for block in running.table[running.stored : last]:
             self._cached[block] = 1
         running.stored = last
-
-
-def _digest(tensor: Any) -> bytes:
-    """Hash the bytes of a tensor of any type."""
-    plain = tensor.detach().flatten().cpu().contiguous()
-    return hashlib.sha256(plain.view(importlib.import_module("torch").uint8).numpy().data).digest()
-
-
-def _items(features: Any) -> list[MultimodalItem]:
-    """Return images and the like, which vLLM identifies by texts. Overlapping ones are joined, as video and sound."""
-    found: list[MultimodalItem] = []
-    for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
-        begin, length = feature.mm_position.offset, feature.mm_position.length
-        known = feature.identifier.encode(errors="backslashreplace")
-        if found and begin < found[-1].position + found[-1].length:
-            last = found.pop()
-            known = b"%b %d %d %b" % (last.digest, begin - last.position, length, known)
-            begin, length = last.position, max(last.length, begin - last.position + length)
-        found.append(MultimodalItem(hashlib.sha256(known).digest(), begin, length))
-    return found
