@@ -174,7 +174,8 @@ class SequenceExported(EventPart, frozen=True):
     stored: tuple[int, ...]
     """Per group, the number of leading blocks that are cached, or were when the window passed them."""
     slots: tuple[Slots, ...]
-    """Per group; -2 for a block that the window has passed."""
+    """Per group; -2 for a block that the window has passed. With `append_only_tables`, if the sequence has kept slots
+    that were replaced in its table, these follow, per group, the last ones first."""
     keys: Keys
     """Keys of its leading blocks, if events have given them."""
     retention: StatedRetention | None = None

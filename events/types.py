@@ -303,7 +303,7 @@ class EncoderRemoved(Event, frozen=True):
     handle: Handle
     group: GroupIndex
     freed: Slots
-    """Slots that become blank, deepest first."""
+    """Slots that become blank, as in `SequenceRemoved`."""
     clock: int = 0
 
 
@@ -333,7 +333,8 @@ class SequenceRemoved(Event, frozen=True):
     """Per group: leading blocks that were stored. In a sliding window these include blocks it has left, which may have
     been evicted since; with full attention all of them stay cached."""
     freed: tuple[Slots, ...]
-    """Per group: slots that become blank, in that order."""
+    """Per group: slots that become blank, in that order: those of its table, deepest first, then those that were
+    replaced there and that it has kept, the last ones first."""
     num_tokens: int
     computed: int
     why: EndReason = EndReason.FINISHED
@@ -409,7 +410,8 @@ class BlocksReused(Event, frozen=True):
     names: Names
     """In a sliding window preceded by names of earlier blocks that no event about this sequence has given."""
     replaced: Slots = b""
-    """The sequence's own slots, returned because it computed blocks that another sequence stored first."""
+    """The sequence's own slots, returned because it computed blocks that another sequence stored first. With the
+    setting `append_only_tables` they stay the sequence's, and become blank when it ends."""
 
 
 class BlocksCopied(Event, frozen=True):

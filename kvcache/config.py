@@ -731,6 +731,11 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Whether computed blocks are kept and found again by later prompts."""
     enable_partial_reuse: bool = True
     """Whether the matching start of a block is copied when the rest of the block differs."""
+    append_only_tables: bool = False
+    """For engines with workers that only append to their block tables, as vLLM's. When a sequence has computed blocks
+    that another one stored first, its own slots of these stay its own until it ends, instead of becoming blank at once:
+    a worker may read and write them as before, and the engine may ignore `StoreResult.replaced`. Until then such blocks
+    take two slots."""
     secondary_offload_min_priority: Annotated[
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30

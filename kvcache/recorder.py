@@ -95,8 +95,10 @@ class Recorder(EventSourced):
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
-        # No call records a copy of the start of a block, so none is made when the engine's requests are replayed.
-        self.config = config = config.model_copy(update={"enable_partial_reuse": False})
+        # No call records a copy of the start of a block, so none is made when the engine's requests are replayed; and
+        # what `replaced` records is free.
+        without = {"enable_partial_reuse": False, "append_only_tables": False}
+        self.config = config = config.model_copy(update=without)
         self.engine, sinks = checked_text(engine, "engine"), listed(sinks, "sinks")
         if not engine:
             raise UsageError('engine must say who decides, as in "vllm 0.33.0"')

@@ -143,7 +143,9 @@ def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupan
         if slot in table:
             requests.append(sequence.request_id)
             block = table.index(slot)
-    if block is None and not group.is_cached(level, slot) and (index, level) == (0, PRIMARY):
+        elif slot in sequence.kept_in(index):
+            requests.append(sequence.request_id)
+    if not requests and not group.is_cached(level, slot) and (index, level) == (0, PRIMARY):
         return next((_sharer(state, each, slot) for each in state.positional if each.uses(slot)), Occupant())
     if not group.is_cached(level, slot):
         return Occupant(tuple(requests), block)

@@ -259,6 +259,8 @@ def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple
             yield ~run.id, run.refs, len(run.slots)
     for slot in table[cached:]:
         yield slot, group.shared.get(slot, 1), 1
+    for slot in sequence.kept_in(group.index):
+        yield slot, 1, 1
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

@@ -103,13 +103,16 @@ def _type(change: SlotChange) -> str:
 
 
 def _in_words(occupant: Occupant) -> str:
-    if occupant.block is None:
+    if occupant.block is None and not occupant.requests:
         return "blank"
     if occupant.of_group is not None:
         return f"{_in_words(occupant._replace(of_group=None))}, in group {occupant.of_group}"
     holders = f"held by {_holders(occupant)}" if occupant.requests else "held by nobody"
     if not occupant.cached:
-        return f"block {occupant.block:,}, not cached yet, {holders}"
+        which = (
+            "replaced in its table" if occupant.block is None else f"block {occupant.block:,}, not cached yet"
+        )
+        return f"{which}, {holders}"
     name = "" if occupant.name is None else f" as {occupant.name}"
     return f"block {occupant.block:,}, cached{name}{'' if occupant.landed else ', still being copied'}, {holders}"
 

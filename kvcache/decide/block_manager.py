@@ -477,6 +477,10 @@ class BlockManager:
         """
         first = parent.computed // self._state.tokens_per_block
         needed = len(self._own_blocks(parent, parent.num_tokens, first))
+        if self._state.keeps_replaced and self._config.enable_block_reuse:
+            # Any block that is stored first may be another sequence's by now, and take two slots from then on.
+            ends = zip(parent.stored, parent.detached, strict=True)
+            needed += first - min([max(end) for end in ends][: len(self.windows)])
         available = [window.primary.available for window in self.windows]
         if needed > min(available):
             raise self._out_of_blocks(0, [needed] * len(available), available)

@@ -398,10 +398,15 @@ class WindowManager(ABC):
         needed = min(self.blocks_for(num_tokens), len(sequence.tables[self.index]))
         return self.group.first_to_leave(sequence, blocks, needed)
 
-    def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
-        """Return the slots from the block `first` on that become blank on their release, deepest first."""
-        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
+    def freed_by(self, sequence: Sequence, first: int | None = None) -> bytes:
+        """Return the slots from the block `first` on that become blank on their release, deepest first.
+
+        None: those that become blank when the sequence ends, with the replaced ones that it has kept after them.
+        """
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first or 0)
         own = sequence.tables[self.index][cached:][::-1]
+        if first is None and sequence.replaced:
+            own += sequence.replaced[self.index]
         shared = self.group.shared
         if shared:
             own = array("i", [slot for slot in own if slot not in shared])

@@ -76,7 +76,7 @@ def export_sequence(sequence: Sequence) -> SequenceExported:
         num_prompt_tokens=sequence.num_prompt_tokens,
         computed=sequence.computed,
         stored=sequence.stored,
-        slots=tuple(table.tobytes() for table in sequence.tables),
+        slots=tuple(slots.tobytes() for slots in (*sequence.tables, *sequence.replaced)),
         keys=bytes(sequence.keys),
         retention=sequence.retention,
         inherited=sequence.inherited,

@@ -130,6 +130,10 @@ def _add_sequence(digest: Any, sequence: Sequence) -> None:
     digest.update(array("q", [*extents, *sequence.stored]))
     for table in sequence.tables:
         digest.update(table)
+    if sequence.replaced:
+        digest.update(array("q", map(len, sequence.replaced)))
+        for slots in sequence.replaced:
+            digest.update(slots)
     digest.update(msgspec.msgpack.encode((sequence.retention, sequence.inherited)))
     if sequence.encoder is not None:
         digest.update(array("q", [sequence.encoder.handle]))

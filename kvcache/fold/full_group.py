@@ -166,6 +166,8 @@ class FullGroup(Group):
         tail = sequence.path_ends[self.index]
         own = sequence.tables[self.index][tail.end :]
         own.reverse()
+        if sequence.replaced:
+            own += sequence.replaced[self.index]
         freed = self.return_uncached(own)
         self.release(tail, stamp, now)
         return freed

@@ -25,8 +25,8 @@ class SlotState(IntEnum):
     BLANK = 0
     """Without an owner."""
     HELD = 1
-    """Owned by a sequence or, after the cache was cleared, only by a pin; not cached. The sequence tracks a copy into
-    it that has not landed."""
+    """Owned by a sequence, also after another slot has replaced it in the table (`append_only_tables`), or, after the
+    cache was cleared, only by a pin; not cached. The sequence tracks a copy into it that has not landed."""
     SHARED = 2
     """Held by several sequences, and not cached: without reuse, or since the cache was cleared."""
     REFERENCED = 3
@@ -52,6 +52,7 @@ def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[P
     for sequence in sequences:
         cached = max(sequence.path_ends[index].end, sequence.detached[index])
         holders.update(sequence.tables[index][cached:])
+        holders.update(sequence.kept_in(index))
     for pin in pins:
         if not pin.named:
             holders.update(pin.slots[index])

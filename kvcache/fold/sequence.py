@@ -36,6 +36,7 @@ class Sequence(SequenceTokens):
         "namespace",
         "num_prompt_tokens",
         "path_ends",
+        "replaced",
         "request_id",
         "retention",
         "tables",
@@ -63,6 +64,9 @@ class Sequence(SequenceTokens):
         self.path_ends = roots
         """Per group: the end of the cached path that the sequence holds. Its blocks up to there are cached, except
         those that a sliding window has left."""
+        self.replaced: tuple[array[int], ...] = ()
+        """Per group: slots that left its table for others with the same content, and stay its own until it ends
+        (`append_only_tables`), the last ones first. Empty: there are none in any group."""
         self.retention: StatedRetention | None = None
         """Stated retention; None: all its blocks have the default priority, for good."""
         self.inherited: tuple[Inherited, ...] = ()
@@ -123,6 +127,15 @@ class Sequence(SequenceTokens):
         if self.encoder is not None:
             ends.pop()  # cross attention, of which it has none
         return ends[-1] if self.holders else min(ends)
+
+    def keep(self, group: int, slots: array[int]) -> None:
+        """Keep slots that others have replaced in the table of a group, until the sequence ends."""
+        kept = self.replaced or tuple([array("i") for _ in self.tables])
+        self.replaced = (*kept[:group], slots + kept[group], *kept[group + 1 :])
+
+    def kept_in(self, group: int) -> array[int]:
+        """Return the slots that others have replaced in the table of a group."""
+        return self.replaced[group] if self.replaced else array("i")
 
     def part_in(self, group: int) -> Sequence:
         """Return the sequence with the blocks read in a group: this one, or for cross attention the encoder's input."""

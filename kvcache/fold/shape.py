@@ -48,6 +48,11 @@ def counts_uses(event: CacheCreated) -> bool:
     return bool(_parsed(event.config).get("eviction_policy") == _COUNTS)
 
 
+def keeps_replaced(event: CacheCreated) -> bool:
+    """True if a sequence keeps its own slots of blocks that another one stored first, until it ends."""
+    return _parsed(event.config).get("append_only_tables") is True
+
+
 def longest_sequence(event: CacheCreated) -> int:
     """Tokens of the longest sequence that the cache can hold."""
     room = min(

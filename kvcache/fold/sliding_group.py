@@ -383,6 +383,8 @@ class SlidingGroup(Group):
         cached = max(sequence.path_ends[self.index].end, first)
         own = table[cached:]
         own.reverse()
+        if sequence.replaced:
+            own += sequence.replaced[self.index]
         freed = self.return_uncached(own)
         self._release(table[first:cached], stamp, now)
         return freed

@@ -49,7 +49,13 @@ from kvcache.fold.sequence import (
     Transfer,
     decode_on,
 )
-from kvcache.fold.shape import check_created, counts_uses, longest_input, longest_sequence
+from kvcache.fold.shape import (
+    check_created,
+    counts_uses,
+    keeps_replaced,
+    longest_input,
+    longest_sequence,
+)
 from kvcache.fold.sliding_group import SlidingGroup
 
 REMEMBERED_REFUSALS = 4096
@@ -76,6 +82,8 @@ class CacheState:
         self.tokens_per_block = 1
         self.longest = self.longest_input = 0
         """Most tokens of a sequence, and of an encoder's input."""
+        self.keeps_replaced = False
+        """True if replaced slots stay their sequence's until it ends."""
         self.sequences: dict[int, Sequence] = {}
         """Sequences by handle, encoders' inputs included."""
         self.handles: dict[RequestId, int] = {}
@@ -157,6 +165,7 @@ class CacheState:
         invariant(self.tokens_recorded or event.key_bytes > 0, "blocks have neither tokens nor names")
         self.created = event
         self.longest, self.longest_input = longest_sequence(event), longest_input(event)
+        self.keeps_replaced = keeps_replaced(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
         self.groups = [self.make_group(index) for index in range(len(event.groups))]
@@ -244,7 +253,9 @@ class CacheState:
             own.reverse()
             invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
         table[first : first + len(slots)] = slots
-        if event.replaced:
+        if event.replaced and self.keeps_replaced:
+            sequence.keep(event.group, array("i", event.replaced))
+        elif event.replaced:
             group.return_uncached(array("i", event.replaced))
 
     def _copy(self, event: ev.BlocksCopied) -> None:
@@ -888,7 +899,9 @@ class CacheState:
         self.next_pin = event.next_pin
 
     def _install_sequence(self, entry: ev.SequenceExported, readers: int) -> None:
-        tables = [array("i", slots) for slots in entry.slots]
+        slots, count = [array("i", packed) for packed in entry.slots], len(self.groups)
+        tables, replaced = slots[:count], tuple(slots[count:])
+        invariant(len(replaced) in (0, count * self.keeps_replaced), "a sequence keeps slots of other groups")
         ends, detached = list[Node](), list[int]()
         for group, stored, table in zip(self.groups, entry.stored, tables, strict=True):
             root = group.root(entry.namespace, self.root_key(entry.namespace))
@@ -910,6 +923,7 @@ class CacheState:
         sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, ends)
         sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
         sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
+        sequence.replaced = replaced
         sequence.retention, sequence.inherited = entry.retention, entry.inherited
         self.all_kept_alike = self.all_kept_alike and entry.retention is None and not entry.inherited
         self.sequences[entry.handle] = sequence

@@ -111,6 +111,17 @@ def swaps_agree(
         assert all(tables[tokens][each.block] in (each.new_slot, DETACHED) for each in swaps)
 
 
+def kept_agree(state: CacheState, kept: Sequence[Collection[tuple[int, int]]]) -> None:
+    """Slots (group, slot) that sequences keep are of no use to any other: not blank, not cached, in no table."""
+    every = [each for slots in kept for each in slots]
+    assert len(every) == len(set(every))
+    for index, slot in every:
+        group = state.groups[index]
+        assert slot not in group.levels[PRIMARY].blank
+        assert not group.is_cached(PRIMARY, slot)
+        assert not any(slot in sequence.tables[index] for sequence in state.sequences.values())
+
+
 def symbols_agree(pairs: Collection[tuple[int, Symbol]]) -> None:
     """Equal symbols stand for equal things and the other way round; plain tokens for themselves."""
     assert len(pairs) == len({number for number, _ in pairs}) == len({meaning for _, meaning in pairs})

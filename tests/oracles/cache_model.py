@@ -72,6 +72,7 @@ class Model:
         levels: bool = False,
         cross: bool = False,
         stops: dict[str, Kept] | None = None,
+        append_only: bool = False,
     ) -> None:
         self.stops = stops or {}
         """How the blocks of a sequence are kept that ends for one of these reasons."""
@@ -97,6 +98,9 @@ class Model:
         """One window or none: of encoders' inputs, each of which has an entry of its own in it."""
         self.inputs: dict[Hashable, Running] = {}
         self.groups = [*self.windows, *self.cross]
+        self.append_only = append_only
+        for window in self.groups:
+            window.append_only = append_only
         self.running: dict[Hashable, Running] = {}
         self.stamp = 0
         self.now = 0
@@ -331,7 +335,11 @@ class Model:
         sequence = self.running[parent]
         own = min(self.blocks_for(len(sequence.tokens)), self.blocks_of(parent))
         new = own - sequence.computed // self.size
-        if any(new > window.available() for window in self.windows):
+        doubled = 0
+        if self.append_only and self.reuse:
+            # Whatever is stored first may turn out to be there already, and stays with the parent.
+            doubled = sequence.computed // self.size - min(each.stored(parent) for each in self.windows)
+        if any(new + doubled > window.available() for window in self.windows):
             raise Refused
         swapped = [window.store(parent, sequence) for window in self.windows]
         self.running[child] = replace(sequence, tokens=sequence.tokens[:])

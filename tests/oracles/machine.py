@@ -81,6 +81,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.twin_history: list[Event] = []
         self.twin_since = 0
         """Events of `history` before the twin."""
+        self.kept: dict[tuple[str, Hashable], set[tuple[int, int]]] = {}
+        """Groups and slots that requests, and encoders' inputs, keep though others are in their tables."""
 
     @initialize(settings=strategies.configs(cross=st.sampled_from([None, None, None, 0.5])))
     def create(self, settings: KVCacheConfig) -> None:
@@ -119,6 +121,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             evict_ahead=settings.evict_ahead,
             levels=settings.eviction_policy == "levels",
             cross=settings.cross_kv_cache_fraction is not None,
+            append_only=settings.append_only_tables,
             stops={
                 stop: (rule.priority, (rule.duration_ms or 0) * strategies.MS)
                 for stop, rule in settings.stop_retention.items()
@@ -219,6 +222,13 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert result.stored_blocks == min(stored[: len(self.windows)])
         tables = {window: self.manager.block_table(request_id, window) for window in self.windows}  # type: ignore[arg-type]
         agreement.swaps_agree(result.replaced, dict(zip(self.windows, swapped, strict=True)), tables)
+        self.keep("request", request_id, result)
+
+    def keep(self, what: str, holder: Hashable, result: StoreResult) -> None:
+        """Note the slots that stay with whom they were replaced for."""
+        names = [*self.windows, CROSS_WINDOW] if self.config.append_only_tables else []
+        slots = {(names.index(each.window), each.old_slot) for each in result.replaced if names}
+        self.kept.setdefault((what, holder), set()).update(slots)
 
     @precondition(lambda self: self.model.running and self.model.cross)
     @rule(data=st.data())
@@ -231,6 +241,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert result.stored_blocks == self.model.cross[0].stored(number)
         table = self.manager.block_table(request_id, CROSS_WINDOW)  # type: ignore[arg-type]
         agreement.swaps_agree(result.replaced, {CROSS_WINDOW: swapped}, {CROSS_WINDOW: table})
+        self.keep("input", number, result)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -510,6 +521,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
                 assert max(stored, window.detached(request_id)) == window.stored(request_id)
             self.inputs_agree(request_id, expected, sequence)
         agreement.symbols_agree(symbols)
+        running = {"request": self.model.running.keys(), "input": self.model.inputs.keys()}
+        self.kept = {key: slots for key, slots in self.kept.items() if key[1] in running[key[0]]}
+        agreement.kept_agree(self.manager.state, list(self.kept.values()))
         self.events_agree()
         self.folds_agree()
 

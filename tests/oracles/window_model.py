@@ -114,6 +114,10 @@ class Window:
     """Of a sequence the block that is a copy of a cached one, and how that was kept."""
     let_go: list[tuple[Hashable, int]] = field(default_factory=list)
     """Sequences and how many blocks they let go of before their end, in order."""
+    append_only: bool = False
+    """Whether a sequence keeps its own block where it came to hold another's."""
+    kept_ids: dict[Hashable, list[int]] = field(default_factory=dict)
+    """By sequence: such blocks."""
 
     # -- reading
 
@@ -121,6 +125,7 @@ class Window:
         used = {block.id for block in self.cached.values() if block.level == level}
         if level == PRIMARY:
             used.update(entry for table in self.held() for entry in table if isinstance(entry, int))
+            used.update(*self.kept_ids.values())
         return self.blocks[level] - len(used)
 
     def held(self) -> list[list[Entry]]:
@@ -252,6 +257,7 @@ class Window:
     def end(self, request_id: Hashable, stamp: int, now: int) -> None:
         for entry in reversed(self.tables.pop(request_id)):
             self.release(entry, stamp, now)
+        self.kept_ids.pop(request_id, None)
         self.copies.pop(request_id, None)
         self.forget_uses()
 
@@ -405,6 +411,8 @@ class Window:
                 self.cached[path].level, self.cached[path].id = PRIMARY, own
             else:
                 swapped.append(at)
+                if self.append_only:
+                    self.kept_ids.setdefault(request_id, []).append(own)
             table[at] = self.hold(path)
             self.restate(request_id, sequence, at, at + 1)
         return swapped

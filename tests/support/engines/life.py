@@ -27,7 +27,7 @@ IN_PRIMARY: Life = {
         ev.BlocksStored: {REFERENCED},
         ev.BlocksFilled: {REFERENCED},
         MoveReason.RECOMPUTED: {REFERENCED},
-        ev.BlocksReused: {BLANK},  # given back for a cached one
+        ev.BlocksReused: {BLANK, HELD},  # a cached one takes its place in the table: given back, or kept
         ev.BlocksDetached: {BLANK},
         ev.BlocksReturned: {BLANK},
         ev.SequenceRemoved: {BLANK},

@@ -144,6 +144,7 @@ class Program:
             max_attention_window=rng.choice([None, None, 3, 5]),
             enable_block_reuse=not self.keeps or rng.random() < 0.7,
             cross_kv_cache_fraction=0.5 if seed % 4 == 3 else None,
+            append_only_tables=seed % 11 == 10,
         )
         self.reads = seed % 4 == 3
         """Whether the model has an encoder, which reads one of a few inputs for each request."""
