@@ -2,16 +2,17 @@
 
 A configuration comes from code, or from a YAML or TOML file, the environment and code together
 (`KVCacheConfig.load`). All of them end in the same validation, which raises one `ConfigError` with a line per
-problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting
-that is silently ignored costs more than an error at the start; an unknown variable of the environment, which may be
-another program's, is reported by a warning.
+problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting that is
+silently ignored costs more than an error at the start; an unknown environment variable may belong to another program
+and only causes a warning.
 
-What each field accepts is said by its type and, for people (`Accepts`) and for pydantic (`Field`), beside it; what it
-means, below it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
+The accepted values of a field are declared by its type, for pydantic by `Field` and for people by `Accepts`; its
+docstring gives the meaning. The JSON schema (`KVCacheConfig.model_json_schema`) contains both.
 
-Variables begin with ``KVCACHE_`` and go on with the name of a setting. Not all that begin so are meant for this
-library: for a Service named "kvcache", Kubernetes gives every container ``KVCACHE_SERVICE_HOST``, ``KVCACHE_PORT`` and
-more, and for "kvcache-router" ``KVCACHE_ROUTER_SERVICE_HOST`` and so on. So only the names of settings count.
+Environment variables are ``KVCACHE_`` followed by the name of a setting. Not every variable with this prefix is meant
+for this library: for a Service named "kvcache", Kubernetes gives every container ``KVCACHE_SERVICE_HOST``,
+``KVCACHE_PORT`` and more, and for "kvcache-router" ``KVCACHE_ROUTER_SERVICE_HOST`` and so on. Names that are no
+settings are therefore ignored.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 60
-"""A given value is quoted up to this many characters."""
+"""Maximum length of a quoted value, in characters."""
 _QUOTES = reprlib.Repr()
-"""Quotes no more of a nested value than will be shown: through references, a short file may hold an endless one."""
+"""Abbreviates nested values before they are quoted: with references, a short file can describe an endless one."""
 _QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * _SHOWN, 2 * _SHOWN, 2 * _SHOWN
 _QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
 
@@ -86,18 +87,20 @@ _ELSEWHERE = {
     "model": "model_name served_model_name model_path",
 }
 _HERE = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
-"""What vLLM, SGLang, TensorRT-LLM and configs of models call settings, and what they are here."""
+"""Settings here by the names that vLLM, SGLang, TensorRT-LLM and model configurations give them."""
 
 
 @dataclass(frozen=True)
 class Accepts:
-    """Says for people what a field accepts, where its type does not; stands among the marks of that."""
+    """Description for people of what a field accepts, where its type does not say it; part of the field's `Annotated`
+    type.
+    """
 
     text: str
 
 
 def problems_of(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """One line per field and problem. A union reports each of its branches; they end in the same line."""
+    """Format validation errors as one line per field and problem. The branches of a union share one line."""
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
         lines.update(dict.fromkeys(_lines_of(model, detail, values)))
@@ -112,7 +115,7 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
         return [f"{where}.{line}" if name else line for line in nested.problems]
     if detail["type"] == "extra_forbidden":
         close = _inside(model, name) or closest(name, model.model_fields)
-        known = f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+        known = f"did you mean {close}?" if close else f"known fields: {', '.join(model.model_fields)}"
         return [f"{name}: no such field; {known}"]
     accepts = f"accepted: {accepted(model.model_fields[name])}"
     if detail["type"] == "missing":
@@ -121,7 +124,7 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
 
 
 def quoted(value: object) -> str:
-    """A given value as errors show it."""
+    """Format a given value for an error message."""
     try:
         given = _QUOTES.repr(value)
     except Exception:  # noqa: BLE001  integers of thousands of digits have none
@@ -130,7 +133,7 @@ def quoted(value: object) -> str:
 
 
 def accepted(field: FieldInfo) -> str:
-    """What a setting accepts, in words."""
+    """Describe the accepted values of a setting."""
     kind: Any = field.annotation
     if get_origin(kind) is Literal:
         *most, last = get_args(kind)
@@ -142,7 +145,7 @@ def accepted(field: FieldInfo) -> str:
 
 
 def _inside(model: type[BaseModel], name: str) -> str | None:
-    """The full name of a setting that a model inside this one has; None: none has it."""
+    """Return the full name of a setting inside a nested model; None if there is none."""
     outer = (key for key, field in model.model_fields.items() if name in _fields_inside(field))
     return next((f"{key}.{name}" for key in outer), None)
 
@@ -153,14 +156,16 @@ def _fields_inside(field: FieldInfo) -> Mapping[str, object]:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is like an unknown one, or is another software's word for it; None: there is none."""
+    """Return the known name that resembles an unknown one or is its equivalent for another engine; None if there is
+    none.
+    """
     names = {each.lower(): each for each in known}
     here = _HERE.get(name.lower().replace("-", "_"), "")
     return names.get(here) or next(iter(difflib.get_close_matches(name, names.values(), n=1)), None)
 
 
 def in_bytes(value: object) -> object:
-    """The number of bytes that a text with a unit stands for; all else stays as it is."""
+    """Convert a size with a unit, such as "64MiB", to bytes; return anything else unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
             return parse_bytes(value)
@@ -168,7 +173,9 @@ def in_bytes(value: object) -> object:
 
 
 def or_size(letters: str = "KMGT") -> Callable[[dict[str, Any]], None]:
-    """Say in a setting's schema that a text will do; `letters` begin the units of which one is enough."""
+    """Allow sizes as text in a setting's schema; `letters` are the prefixes of the units large enough to be valid
+    alone.
+    """
 
     def extend(schema: dict[str, Any]) -> None:
         if "anyOf" not in schema:
@@ -187,13 +194,13 @@ MAX_LAYERS = 65536
 
 
 def storable(value: str) -> str:
-    """Refuse what is no Unicode text."""
-    value.encode()  # what a variable or a file holds beside UTF-8 has no place in a log
+    """Refuse text that is not valid Unicode."""
+    value.encode()  # text that is not UTF-8 cannot be written to a log
     return value
 
 
 def as_numbers(value: object) -> object:
-    """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
+    """Convert "1024,4096", "[1024, 4096]" (as in environment variables) or a list to a tuple."""
     if isinstance(value, str):
         text = value.strip()
         if text.startswith("[") and text.endswith("]"):  # a bracket alone stays, and is refused as no integer
@@ -205,18 +212,18 @@ def as_numbers(value: object) -> object:
 
 
 def one_or_more(value: object) -> object:
-    """A single window is the window of all layers."""
+    """Convert a single window to a tuple that applies to all layers."""
     value = as_numbers(value)
     return (value,) if isinstance(value, int | float | str) else value
 
 
 def rule_or_numbers(value: object) -> object:
-    """The name of a rule stays; all else is one number per window."""
+    """Keep the name of a rule; convert anything else to one number per window."""
     return value if value in ("equal", "window") else one_or_more(value)
 
 
 def rules_in(value: object) -> object:
-    """The mapping that a text of JSON stands for, as environments hold it; a rule that is none is left out."""
+    """Parse rules given as JSON text (as in environment variables) and drop those that are none."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -226,7 +233,7 @@ def rules_in(value: object) -> object:
 
 
 def rule_in(value: object) -> object:
-    """The mapping that "60:300s", or a priority alone, stands for."""
+    """Parse "60:300s", or a priority alone, into the fields of a rule."""
     if isinstance(value, str):
         priority, colon, lasts = value.partition(":")
         with suppress(ValueError):
@@ -236,7 +243,7 @@ def rule_in(value: object) -> object:
 
 
 def or_rule_as_text(schema: dict[str, Any]) -> None:
-    """Say in a schema that rules may be written shorter, or left out."""
+    """Allow shortened and empty rules in a schema."""
     texts = {"type": "string", "pattern": r"^([0-9]{1,3}(:[0-9]+(\.[0-9]+)?(us|ms|s|min)?)?|none)$"}
     priority = {"type": "integer", "minimum": 0, "maximum": 100}
     rules = {"anyOf": [schema["additionalProperties"], priority, texts, {"type": "null"}]}
@@ -244,7 +251,7 @@ def or_rule_as_text(schema: dict[str, Any]) -> None:
 
 
 def or_one_in_schema(schema: dict[str, Any]) -> None:
-    """Say so in the schema of the list of windows."""
+    """Allow a single number in the schema of the list of windows."""
     schema["anyOf"].insert(0, schema["anyOf"][0]["items"])
 
 
@@ -299,7 +306,7 @@ def describe(model: type[BaseModel], properties: Mapping[str, dict[str, Any]]) -
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The text below each field of the class; nothing where Python has no source."""
+    """Return the docstring of each field of a class; empty if Python has no source for it."""
     try:
         [definition] = ast.parse(inspect.getsource(model)).body
     except (OSError, TypeError):
@@ -319,40 +326,40 @@ ENV_PREFIX = "KVCACHE_"
 _OF_SERVICE = re.compile(
     r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
 )
-"""What Kubernetes tells containers of a Service, behind its name."""
+"""Suffixes of the variables that Kubernetes defines for a Service."""
 _OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
-"""What there is for every Service."""
+"""Suffixes of the variables that Kubernetes defines for every Service."""
 
 
 _OF_ENGINES = ("KVCACHE_LOG", "KVCACHE_SINKS")
-"""What other engines look at: where vLLM and SGLang are to be recorded."""
+"""Variables that are read elsewhere: they enable the recorders of vLLM and SGLang."""
 
 
 class Environment(NamedTuple):
-    """What an environment holds for a model of settings."""
+    """Settings of a model that were found in the environment."""
 
     values: dict[str, Any]
-    """By the setting's name, as in ``log.fsync``."""
+    """Values by the full name of the setting, as in ``log.fsync``."""
     unknown: tuple[str, ...]
-    """Other variables that may have been meant as settings."""
+    """Other variables with the prefix, which may be misspelled settings."""
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables that hold settings."""
+        """Names of the variables that hold settings."""
         return tuple(map(variable_of, self.values))
 
     def warning(self, model: type[BaseModel]) -> str | None:
-        """What to tell of the unknown variables, without their values; None: there are none."""
+        """Format a warning about the unknown variables, without their values; None if there are none."""
         if not self.unknown:
             return None
         known = [variable_of(name).removeprefix(ENV_PREFIX) for name in fields_of(model)]
         names = ", ".join(_with_closest(name, known) for name in self.unknown)
-        verb = "is no setting and is" if len(self.unknown) == 1 else "are no settings and are"
+        verb = "is not a setting and is" if len(self.unknown) == 1 else "are not settings and are"
         return f"{names} {verb} ignored"
 
 
 def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environment:
-    """Read the settings of a model; an empty variable counts as an unset one. What they accept is checked later."""
+    """Read the settings of a model from environment variables, ignoring empty ones. Values are validated later."""
     given = {
         name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
     }
@@ -369,7 +376,7 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """The settings of a model, and of the models inside it, by their full name."""
+    """Return the settings of a model and of its nested models, by full name."""
     found = {}
     for name, field in model.model_fields.items():
         kind = field.annotation
@@ -381,18 +388,20 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def variable_of(name: str) -> str:
-    """The variable that holds a setting."""
+    """Return the name of the environment variable for a setting."""
     return ENV_PREFIX + name.upper().replace(".", "__")
 
 
 def value_in(text: str, field: FieldInfo | None) -> str | None:
-    """What a text gives a setting: "none" is no value, where the setting may be without one."""
+    """Interpret the text of a variable: "none" is None if the setting accepts that."""
     may_be_none = field is not None and type(None) in get_args(field.annotation)
     return None if may_be_none and text.lower() == "none" else text
 
 
 def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variables, each by itself: whether they fit together depends on what else is given."""
+    """Validate each variable by itself and return the problems. Whether settings fit together depends on the other
+    sources.
+    """
     values = read_environment(model, env).values
     return [
         f"{variable_of(name)}: {name}: given {quoted(values[name])}; accepted: {accepted(field)}"
@@ -411,7 +420,9 @@ def _fits(field: FieldInfo, value: Any) -> bool:
 
 
 def _services(given: Mapping[str, str]) -> list[str]:
-    """How the variables of each Service begin: one named "kvcache", and those of which the usual ones are there."""
+    """Return the prefix of each Kubernetes Service: that of one named "kvcache", and those with all the usual
+    variables.
+    """
     ends = _OF_EACH_SERVICE[0]
     begins = [name.removesuffix(ends) for name in given if name.endswith(f"_{ends}")]
     return [ENV_PREFIX, *(each for each in begins if all(each + end in given for end in _OF_EACH_SERVICE))]
@@ -423,17 +434,17 @@ def _is_of(services: list[str], name: str) -> bool:
 
 def _with_closest(name: str, known: list[str]) -> str:
     shown = name if name.isidentifier() else quoted(name)
-    # Without what all of them begin with, which would make any two alike.
+    # The common prefix would make any two names similar.
     meant = closest(name.removeprefix(ENV_PREFIX), known)
     return f"{shown} (did you mean {ENV_PREFIX}{meant}?)" if meant else shown
 
 
 Values = dict[str, Any]
-"""Settings by their names; inside `log` once more."""
+"""Settings by name; those of `log` are nested."""
 
 
 class Sources:
-    """What is given for a model of settings, and where. Raises ConfigError if the file holds no settings."""
+    """The sources of the settings of a model. Raises ConfigError if the file cannot be used."""
 
     def __init__(
         self, model: type[BaseModel], path: Path | None, env: Mapping[str, str], by_name: Values
@@ -444,14 +455,14 @@ class Sources:
 
     @property
     def values(self) -> Values:
-        """All of it, as a file would give it."""
+        """Values of all sources, merged, in the form of a file."""
         values = self._file
         for name, value in self.environment.values.items():
             values = merged(values, nested(name, value))
         return merged(values, self._by_name)
 
     def origin(self, name: str) -> Literal["by name", "environment", "file"] | None:
-        """Where a setting was given last; None: nowhere."""
+        """Return the source that a setting's value comes from; None if it was not given."""
         if look_up(self._by_name, name) is not ...:
             return "by name"
         if name in self.environment.values:
@@ -460,7 +471,7 @@ class Sources:
 
 
 def look_up(values: Values, name: str) -> Any:
-    """The value under a full name, as in ``log.fsync``; an ellipsis if there is none."""
+    """Return the value under a full name, as in ``log.fsync``; an ellipsis if there is none."""
     found: Any = values
     for step in name.split("."):
         found = found.get(step, ...) if isinstance(found, dict) else ...
@@ -468,7 +479,7 @@ def look_up(values: Values, name: str) -> Any:
 
 
 def nested(name: str, value: Any) -> Values:
-    """The values in which this one alone is given, under its full name."""
+    """Build nested values that contain one setting only, given by its full name."""
     *outer, field = name.split(".")
     values = {field: value}
     for step in reversed(outer):
@@ -477,7 +488,7 @@ def nested(name: str, value: Any) -> Values:
 
 
 def merged(below: Values, above: Mapping[str, Any]) -> Values:
-    """`above` wins; mappings on both sides are merged."""
+    """Merge two mappings recursively; `above` takes precedence."""
     both = dict(below)
     for name, value in above.items():
         mappings = isinstance(value, Mapping) and isinstance(both.get(name), Mapping)
@@ -493,7 +504,7 @@ def _read_file(path: Path) -> Values:
     except ConfigError as error:
         raise ConfigError(error.problems, str(path)) from error
     except Exception as error:
-        # Parsers raise what they like at what is no settings file, RecursionError at the deepest of them.
+        # On invalid input, parsers raise any exception, RecursionError on deep nesting.
         told = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise ConfigError([f"cannot be read: {told or type(error).__name__}"], str(path)) from error
     if not isinstance(values, dict):
@@ -526,7 +537,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid"):
-    """Base of the models here: frozen, nothing unknown, and one readable error."""
+    """Base of the settings models: frozen, without unknown fields, with one readable error."""
 
     # Type checkers take the constructor's parameters from the fields as long as they see no constructor here.
     if not TYPE_CHECKING:
@@ -540,7 +551,7 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_flag_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """To Python True is 1, but who writes it for a number means something else."""
+        """Refuse True and False for numbers: to Python True is 1, but it is hardly ever meant."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a flag, not a number")
         if isinstance(value, Mapping) and not all(isinstance(name, str) for name in value):
@@ -555,11 +566,11 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 PRIMARY_LIMITS = ("primary_blocks", "max_tokens", "primary_bytes", "free_gpu_memory_fraction")
-"""The settings that limit what is on the device."""
+"""Settings that limit the size of the primary level."""
 _LIMITS: list[JsonValue] = [
     {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in PRIMARY_LIMITS
 ]
-"""One of these is given, and not as none."""
+"""One of these is required, and not as none."""
 _NAMELESS: dict[str, JsonValue] = {
     "properties": {
         "block_hash": {"enum": ["none"]},
@@ -567,98 +578,103 @@ _NAMELESS: dict[str, JsonValue] = {
     },
     "required": ["block_hash", "log"],
 }
-"""Of a log without tokens and without names nothing could tell blocks apart."""
+"""Refused combination: in a log without tokens and without names, blocks could not be identified."""
 
 
 class LogConfig(_Settings, frozen=True):
-    """How the event log is written."""
+    """Settings of the event log."""
 
     record_tokens: bool = True
-    """Whether token ids, which are the prompts, are written. Without them a log replays to the same fingerprint and
-    can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
-    finds full blocks only, by their names. Sinks that do not say whether they need token ids get none either."""
+    """Whether to write token ids, which are the prompts. A log without them replays to the same fingerprint and can
+    be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the tokens of the prompt
+    and finds only full blocks, by name. Sinks that do not declare that they need token ids do not receive any either.
+    """
     overflow: Literal["block", "drop"] = "drop"
-    """When the disk is too slow: let the engine wait, or lose batches and record the loss. While it refuses to be
-    written (it is full, or fails), both lose what the queue has no room for, and with `block` each flush raises."""
+    """Behaviour when the disk is too slow: block the engine, or drop batches and record the loss. While the disk is
+    full or fails, both drop batches that do not fit the queue, and with `block` each flush raises."""
     segment_bytes: Annotated[
         int,
         Field(ge=4096, le=MAX_BYTES, json_schema_extra=or_size("MGT")),
         IN_BYTES,
         Accepts("bytes, from 4096 to 2**62, also as 64MiB"),
     ] = 64 * 1024 * 1024
-    """A file is followed by the next one when it has grown to this size."""
+    """Size at which a segment file is closed and the next one begins."""
     fsync: Literal["always", "group", "interval", "never"] = "group"
-    """When batches are forced to the disk: at once, all waiting ones together, and each flush waits for it (`always`)
-    or not (`group`); at most every `log.fsync_seconds` (`interval`); or when a file of the log ends (`never`)."""
+    """When to sync batches to disk: immediately, all waiting ones together, with each flush blocking until they are
+    synced (`always`) or not (`group`); at most every `log.fsync_seconds` (`interval`); or only at the end of a
+    segment (`never`)."""
     fsync_seconds: Seconds = 1.0
-    """With `interval`, the longest time that a batch is written and not yet on the disk. It is less where the queue is
-    half full."""
+    """With `interval`, the maximum time in seconds from writing a batch to syncing it. Shorter if the queue is half
+    full."""
     retain_bytes: MaybeBytes = None
-    """How much of a log is kept, snapshots included: older segments are removed, by a process of its own, whenever one
-    has begun, and reading begins with a snapshot. Followers may hold as much again. While an engine writes, a segment
-    and a snapshot may come on top; for that the log waits for the process where it must. None: all is kept."""
+    """Size limit of the log in bytes, snapshots included. Each new segment starts a separate process that removes the
+    oldest ones; reading then begins with a snapshot. Followers may retain as much again. While an engine writes, the
+    log may exceed the limit by a segment and a snapshot; the writer waits for the process if it would be more. None:
+    no limit."""
     retain_seconds: MaybeSeconds = None
-    """The same by time: segments that ended so long before the newest one began are removed."""
+    """Age limit of the log in seconds: segments that ended longer ago than this before the start of the newest one
+    are removed."""
     retain_segments: MaybeCount = None
-    """The same by number, that which is being written included."""
+    """Maximum number of segments of the log, including the one being written."""
     snapshots: bool = False
-    """Whether snapshots are made though all is kept: replays begin there. They take no more room than the log."""
+    """Whether to write snapshots although the whole log is kept, so that replays start from them. They take no more
+    space than the log."""
     compression: Literal["zstd", "none"] = "zstd"
-    """Whether the log is compressed as it is written: to half of what chats take, and to a fourteenth of what agents
-    take, who send all again each turn. It needs the extra `zstd`, as do those who read it; without that the log is
-    written as with `none`."""
+    """Compression of the log while it is written: to 1/2 for chats, and to 1/14 for agents, which send their whole
+    history each turn. Writing and reading it needs the extra `zstd`; if that is missing, the log is written
+    uncompressed."""
     window: Annotated[
         int,
         Field(ge=1024, le=MAX_BYTES, json_schema_extra=or_size("MGT")),
         IN_BYTES,
         Accepts("bytes, from 1024 to 2**62, also as 64MiB"),
     ] = 128 * 1024 * 1024
-    """How far back compression looks for what comes again: memory that the writer takes, and each reader. More than
-    128MiB counts as that."""
+    """Window of the compression in bytes: how far back it finds repetitions, and the memory that the writer and each
+    reader use for it. Values above 128MiB are treated as 128MiB."""
     max_queued_batches: Positive = 4096
-    """Batches that may wait for the disk."""
+    """Maximum number of batches that wait for the disk."""
     max_queued_bytes: Bytes = 32 * 1024 * 1024
-    """Bytes that may wait for the disk."""
+    """Maximum number of bytes that wait for the disk."""
 
 
 ANY_STOP = "*"
-"""In `stop_retention`: each reason that has no rule of its own, and none."""
+"""Key in `stop_retention` for all other stop reasons, and for none."""
 
 
 class StopRetention(_Settings, frozen=True):
-    """How the blocks of a sequence are kept from its end on."""
+    """Retention of a sequence's blocks from its end on."""
 
     priority: Annotated[int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")]
-    """Blocks of a lower one go first; 35 is that of blocks of which nothing is said."""
+    """Eviction priority: lower ones are evicted first; blocks without a retention have 35."""
     duration_ms: Annotated[
         int | None, Field(ge=1, le=MAX_BYTES // 10**6), Accepts("milliseconds, from 1 on, or none")
     ] = None
-    """For how long they have it; none: for good."""
+    """Duration of the priority in milliseconds; none: for good."""
 
 
 class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS, "not": _NAMELESS}):
-    """The settings of a cache. One of `PRIMARY_LIMITS` must be given; where several are, the smallest wins."""
+    """Settings of a cache. At least one of `PRIMARY_LIMITS` is required; if several are given, the smallest applies."""
 
     max_sequence_length: Positive
-    """Tokens of the longest sequence, prompt and output."""
+    """Maximum length of a sequence in tokens, prompt and output."""
     tokens_per_block: Annotated[int, Field(ge=1, le=2**30), Accepts("an integer from 1 to 2**30")] = 32
-    """Tokens of a block, the unit of allocation and reuse."""
+    """Number of tokens in a block, the unit of allocation and reuse."""
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
-    """Layers of the model that have a KV cache."""
+    """Number of layers of the model that have a KV cache."""
     num_kv_heads: Annotated[
         OneUp | OfLayers,
         BeforeValidator(as_numbers),
         Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
     ] = 2
-    """KV heads, of all layers or of each."""
+    """Number of KV heads, for all layers or per layer."""
     head_dim: Positive = 8
-    """Elements of one head's K, or V, of one token."""
+    """Number of elements of one head's K (or V) for one token."""
     kv_factor: Annotated[int, Field(ge=1, le=2), Accepts("2 or 1")] = 2
-    """What layers keep of a token: K and V (2), or K only (1), as with MLA, whose latent vectors serve as both."""
+    """What layers store per token: K and V (2), or K only (1), as with MLA, where one latent vector serves as both."""
     dtype: Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"] = "bfloat16"
-    """Type of the elements."""
+    """Data type of the elements."""
     kv_layout: Literal["NHD", "HND"] = "NHD"
-    """Inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
+    """Order of dimensions inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
     max_attention_window: Annotated[
         OfLayers | None,
         BeforeValidator(one_or_more),
@@ -667,83 +683,84 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
             "windows in tokens, from 1 on (full: max_sequence_length or more), one per layer or fewer, or none"
         ),
     ] = None
-    """Attention windows of the layers in tokens, repeated cyclically; any number from `max_sequence_length` on: the
-    layer attends to everything; none: all layers do. Layers with the same window share blocks; a sequence lets go of
-    those that its window has left behind."""
+    """Attention windows of the layers in tokens, repeated cyclically. A number of `max_sequence_length` or more is
+    full attention; none: all layers have full attention. Layers with the same window share blocks; a sequence
+    releases blocks that have left its window."""
     primary_blocks: MaybeBlocks = None
-    """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
+    """Number of blocks on the device, for each group of layers with the same window, or one number per window,
+    ascending."""
     max_tokens: MaybeTokens = None
-    """Tokens that the blocks on the device hold, of all sequences, for each group of layers with the same window.
-    How long one sequence may get is `max_sequence_length`."""
+    """Capacity of the blocks on the device in tokens of all sequences together, for each group of layers with the
+    same window. The length of one sequence is limited by `max_sequence_length`."""
     primary_bytes: MaybeBytes = None
-    """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
+    """Device memory for all groups together, in bytes, divided according to `window_shares`."""
     free_gpu_memory_fraction: MaybePart = None
-    """Memory on the device as a fraction of what is free when `kvcache.pools.sized` measures it, divided likewise.
-    That gives block counts, and only these are recorded."""
+    """Device memory as a fraction of what is free when `kvcache.pools.sized` measures it, divided according to
+    `window_shares`. The result is block counts, and only these are recorded."""
     secondary_blocks: MaybeNoBlocks = None
-    """Blocks in host memory, for each group of layers with the same window, or one number per window, ascending."""
+    """Number of blocks in host memory, for each group of layers with the same window, or one number per window,
+    ascending."""
     host_cache_size: Annotated[
         int | None,
         Field(ge=0, le=MAX_BYTES, json_schema_extra=or_size()),
         IN_BYTES,
         Accepts("bytes, from 0 to 2**62, also as 64GiB, or none"),
     ] = None
-    """Host memory of all groups together, in bytes, divided by `window_shares`. With `secondary_blocks`, the smaller
-    wins; with neither, there is none."""
+    """Host memory for all groups together, in bytes, divided according to `window_shares`. If `secondary_blocks` is
+    given too, the smaller one applies; without either there is no secondary level."""
     secondary_path: Annotated[
         Annotated[str, Field(min_length=1), AfterValidator(storable)] | None,
         Accepts("the path of a file, or none"),
     ] = None
-    """The file in which secondary lies, on a tmpfs or, without a GPU, on a disk, so that `KVCacheManager.open` finds
-    its blocks again when the process has died; made if it is missing. Needs `model`, and the package xxhash."""
+    """Path of the file that holds the secondary level, on a tmpfs or, without a GPU, on a disk; it is created if
+    missing. After a restart `KVCacheManager.open` finds its blocks again. Requires `model` and the package xxhash."""
     verify_secondary: bool = False
-    """Whether blocks are compared with their checksums before they are brought back from the file of `secondary_path`.
-    One that has changed is a failed copy: everything cached is dropped. Costs as much as its checksum when a block was
+    """Whether to verify the checksums of blocks when they are onboarded from the file of `secondary_path`. A mismatch
+    counts as a failed copy, which drops everything cached. Costs as much as computing the checksum when the block was
     written."""
     copier: Literal["auto", "dma", "torch"] = "auto"
-    """What moves blocks between a GPU and host memory: lists of copies for the GPU's copy engines, or torch's copies, a
-    call for each stretch. auto: lists where the driver takes them, and inside the GPU a kernel where Triton is
-    installed, as `kvcache doctor` says."""
+    """How blocks are copied between GPU and host memory: dma passes lists of copies to the driver for the GPU's copy
+    engines, torch makes one call per contiguous range. auto: dma if the driver supports it, and inside the GPU a
+    Triton kernel if Triton is installed; `kvcache doctor` shows the choice."""
     copy_pieces: Positive = 256
-    """With lists, the copies of one call of the driver."""
+    """With dma, the maximum number of copies per driver call."""
     copy_bytes: Bytes = 64 * 1024 * 1024
-    """With lists, the bytes of one call of the driver: what the model copies itself comes between two of these."""
+    """With dma, the maximum number of bytes per driver call. The model's own copies can run between two calls."""
     hugepages: Literal["system", "always", "never"] = "system"
-    """Whether secondary lies on transparent huge pages, which page-locking and copying like, but which a system may
-    have to make room for first: as the system does it, wherever it can, or never. Not in the file of
-    `secondary_path`."""
+    """Whether the secondary level uses transparent huge pages, which make page-locking and copying faster, but may
+    require the system to compact memory first: by the system's default, wherever possible, or never. Does not apply
+    to the file of `secondary_path`."""
     numa_node: Annotated[int | None, Field(ge=0, le=1023), Accepts("an integer from 0 to 1023, or none")] = (
         None
     )
-    """The NUMA node on whose memory secondary lies: best that of the GPU. none: the system chooses."""
+    """NUMA node of the memory for the secondary level, ideally that of the GPU. none: the system chooses."""
     window_shares: Annotated[
         Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
         BeforeValidator(rule_or_numbers),
         Accepts("equal, window, or one number above 0 per window"),
     ] = "equal"
-    """How windows divide what is given in bytes: equally; in proportion to the window and its bytes per token, so that
-    each holds tokens in proportion to its window; or in the proportion of these numbers, ascending windows."""
+    """How windows divide sizes in bytes: equally; in proportion to the window times its bytes per token, so that each
+    holds tokens in proportion to its window; or in proportion to these numbers, in order of ascending windows."""
     cross_kv_cache_fraction: MaybePart = None
-    """For encoder-decoder models, of which each layer has K/V of the encoder's tokens, too: a group of blocks for these
-    gets this part of what is given in bytes, and the windows the rest. Lists of block counts have a number more for it,
-    the last one. none: the model has no encoder."""
+    """For encoder-decoder models, whose layers also have K/V of the encoder's tokens: the fraction of all sizes in
+    bytes for the group of blocks that holds these; the windows divide the rest. Lists of block counts have one more
+    entry for it at the end. none: the model has no encoder."""
     enable_block_reuse: bool = True
-    """Whether computed blocks are kept and found again by later prompts."""
+    """Whether computed blocks stay cached for reuse by later prompts."""
     enable_partial_reuse: bool = True
-    """Whether the matching start of a block is copied when the rest of the block differs."""
+    """Whether a block that matches only at its start is reused by copying that part."""
     append_only_tables: bool = False
-    """For engines with workers that only append to their block tables, as vLLM's. When a sequence has computed blocks
-    that another one stored first, its own slots of these stay its own until it ends, instead of becoming blank at once:
-    a worker may read and write them as before, and the engine may ignore `StoreResult.replaced`. Until then such blocks
-    take two slots."""
+    """For engines with workers that only append to their block tables, such as vLLM's: whether a sequence keeps its own
+    slots of blocks that another sequence stored first, until it ends, instead of returning them at once. Workers may
+    read and write them as before, and the engine may ignore StoreResult.replaced. Such blocks take two slots."""
     secondary_offload_min_priority: Annotated[
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30
-    """Evicted blocks of a lower priority are dropped instead of being kept in host memory."""
+    """Minimum priority of evicted blocks to be kept in host memory; others are dropped."""
     eviction_policy: Literal["lru", "levels"] = "lru"
-    """Which blocks of one priority go first. lru: those that were released longest ago. levels: the same, but each use
-    after the first counts as if released later, by half the time for which blocks live, three at most; blocks that
-    were evicted are remembered by name. Sliding windows keep to lru."""
+    """Eviction order among blocks of equal priority. lru: least recently released first. levels: as lru, but each use
+    after the first, up to three of them, counts as a release later by half the current lifetime of a block; evicted
+    blocks are remembered by name. Sliding windows always use lru."""
     stop_retention: Annotated[
         dict[
             Annotated[str, Field(max_length=64), AfterValidator(storable)],
@@ -753,45 +770,48 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         Field(json_schema_extra=or_rule_as_text),
         Accepts("a mapping of stop reasons to a priority, PRIORITY:DURATION as in 60:300s, or both by name"),
     ] = {}
-    """How blocks are kept by why the output of their sequence ended (`remove_sequence(stop=)`; `*`: any other reason,
-    or none): their priority, and for how long they have it; then it is 35."""
+    """Retention of blocks by the reason for which their sequence's output ended (`remove_sequence(stop=)`; `*`: any
+    other reason, or none): their priority and its duration; after that it is 35."""
     evict_ahead: Natural = 64
-    """Slots that decoding makes blank when it has to evict, at most a sixteenth of primary, so that the next steps find
-    one each. 0: each step evicts what it needs, which keeps blocks longest. With 32 sequences in a full cache a step
-    takes 84 µs with 0, 68 with 8, 64 with 32, 59 with 64 and 57 with 256 (with secondary 130, 86, 80, 60 and 59)."""
+    """Number of slots that decoding evicts ahead when it has to evict, at most 1/16 of primary, so that the next
+    steps find a blank one. 0: each step evicts only what it needs, which keeps blocks longest. With 32 sequences in a
+    full cache a step takes 84 µs with 0, 68 with 8, 64 with 32, 59 with 64 and 57 with 256 (with secondary 130, 86,
+    80, 60 and 59)."""
     block_hash: Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"] = "auto"
-    """How blocks are named for the outside; reuse never depends on it."""
+    """Algorithm of the block names in published events and logs; reuse never depends on it."""
     model: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
-    """What computed the K and V. Caches of different models never exchange bytes."""
+    """Name of the model that computes K and V. Caches of different models never exchange bytes."""
     model_variant: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
-    """What else K and V depend on: revision and quantization of the weights, adapters merged into them, rope scaling,
-    the rank of tensor or pipeline parallelism. As `model`, but told to nobody outside the log."""
+    """Everything else that K and V depend on: revision and quantization of the weights, adapters merged into them,
+    rope scaling, the rank of tensor or pipeline parallelism. Compared like `model`, but published nowhere except in
+    the log."""
     checkpoint_spacing: Positive = 50
-    """A log gets a fingerprint whenever this many times as many blocks have changed as the cache has slots, and at
-    the end. One takes 0.1 µs per slot where prompts are long, and 0.4 to 0.6 µs where each has a few blocks of its
-    own; a changed block takes 0.4 µs and more, so that with 50 it is half a percent to 3 % of the manager's time. It
-    comes in one piece: 0.1 to 0.6 s at a million slots. Where no log is kept there is none but at the end."""
+    """Spacing of the fingerprints in the log: one is taken whenever this number times as many blocks have changed as
+    the cache has slots, and one at the end. A fingerprint takes 0.1 µs per slot if prompts are long, and 0.4 to 0.6
+    µs if each has a few blocks of its own; a changed block takes 0.4 µs and more, so 50 costs 0.5 to 3 % of the
+    manager's time. It is computed in one piece: 0.1 to 0.6 s for a million slots. Without a log only the one at the
+    end is taken."""
     event_buffer_max_size: Natural = 0
-    """Events kept for polling consumers; 0: none."""
+    """Number of events buffered for polling consumers; 0: none."""
     attention_dp_rank: Annotated[
         int | None, Field(ge=0, le=2**31 - 1), Accepts("an integer from 0 to 2147483647")
     ] = None
-    """The engine's rank where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
+    """Rank of the engine in data-parallel attention, included in TensorRT-LLM's dicts."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1), Accepts("a number from 0 to 1")] = 0.5
-    """How much of each window's primary blocks may be pinned: what is pinned is not evicted, whatever needs room."""
+    """Maximum fraction of each window's primary blocks that may be pinned. Pinned blocks are never evicted."""
     debug_fill_blank: bool = False
-    """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
-    reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
-    batches, and `start_transfers` is needed after each call that allocates."""
+    """For debugging, with pools: whether to overwrite blocks with NaN (int8: 127) when a sequence gets them, which
+    exposes reads of K/V that was never written. Costs a write of each new block; copies then start in more batches,
+    and `start_transfers` is required after each call that allocates."""
     debug_check_tables: bool = False
-    """For debugging: `tables.check` finds tables that are older than what changed them, and copies that nothing waits
-    for. Costs a copy of each table that is asked for."""
+    """For debugging: whether `tables.check` detects tables that a later call has made stale, and copies that nothing
+    waits for. Costs a copy of each requested table."""
     log: LogConfig = LogConfig()
-    """How the event log is written."""
+    """Settings of the event log."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Check what no field can say alone."""
+        """Validate settings that depend on each other."""
         if problems := [*_problems_between(self)]:
             raise ConfigError(problems)
         return self
@@ -803,13 +823,12 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         env: Mapping[str, str] | None = None,
         **overrides: Any,
     ) -> Self:
-        """Fill the settings from a file, then the environment, then `overrides`; later ones win.
+        """Read the settings from a file, the environment and `overrides`; later sources take precedence.
 
-        `path` ends in .toml, .yaml or .yml (YAML needs the extra ``kvcache[cli]``). Each variable
-        ``KVCACHE_<FIELD>`` sets a field, ``KVCACHE_LOG__<FIELD>`` one of `log`; ``none`` stands for no value,
-        and an empty variable for an unset one. `env` defaults to the process's environment. Another variable that
-        begins with ``KVCACHE_`` sets nothing: there is a UserWarning, unless it has one of the forms that Kubernetes
-        gives to a Service's variables. Raises ConfigError.
+        `path` ends in .toml, .yaml or .yml (YAML needs the extra ``kvcache[cli]``). The variable ``KVCACHE_<FIELD>``
+        sets a field, ``KVCACHE_LOG__<FIELD>`` a field of `log`; ``none`` means no value, and empty variables are
+        ignored. `env` defaults to the environment of the process. Any other variable with the prefix ``KVCACHE_``
+        causes a UserWarning, unless it looks like one that Kubernetes defines for a Service. Raises ConfigError.
         """
         sources = Sources(
             cls, None if path is None else Path(path), os.environ if env is None else env, overrides
@@ -824,35 +843,35 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
 
 
 def windows_of(config: KVCacheConfig) -> list[int]:
-    """The attention windows of all layers, ascending, each once, in tokens; none exceeds `max_sequence_length`."""
+    """Return the distinct attention windows of all layers in tokens, ascending, cut to `max_sequence_length`."""
     given = config.max_attention_window or (config.max_sequence_length,)
     return sorted({min(window, config.max_sequence_length) for window in given})
 
 
 def _problems_between(config: KVCacheConfig) -> Iterator[str]:
     if all(getattr(config, name) is None for name in PRIMARY_LIMITS):
-        yield f"{', '.join(PRIMARY_LIMITS)}: missing; accepted: one of them, or more"
+        yield f"{', '.join(PRIMARY_LIMITS)}: missing; accepted: one or more of them"
     if config.max_tokens is not None and config.max_tokens < config.tokens_per_block:
         least = f"at least one block of {config.tokens_per_block} tokens"
         yield f"max_tokens: given {config.max_tokens}; accepted: {least}"
     yield from _problems_of_lists(config)
     if config.secondary_path is None and config.verify_secondary:
-        yield "verify_secondary: given; accepted: with secondary_path, whose blocks have checksums"
+        yield "verify_secondary: given true; accepted: only with secondary_path, whose blocks have checksums"
     if config.secondary_path is not None and not config.model:
         why = "whose blocks are never served to another model"
         yield f"model: given ''; accepted: a name with secondary_path, {why}"
     if config.secondary_path is not None and not (config.secondary_blocks or config.host_cache_size):
-        yield "secondary_path: given; accepted: with secondary_blocks or host_cache_size"
+        yield "secondary_path: given; accepted: only with secondary_blocks or host_cache_size"
     if config.block_hash == "none" and config.eviction_policy == "levels":
         why = "eviction_policy=levels, which counts uses by name"
         yield f"block_hash: given 'none'; accepted: another one with {why}"
     if config.block_hash == "none" and not config.log.record_tokens:
-        why = "log.record_tokens=false, since a log without tokens tells blocks apart by their names"
+        why = "log.record_tokens=false, since blocks in a log without tokens are identified by their names"
         yield f"block_hash: given 'none'; accepted: another one with {why}"
 
 
 def _problems_of_lists(config: KVCacheConfig) -> Iterator[str]:
-    """What has another number of entries than there are layers or windows."""
+    """Report lists whose length does not match the number of layers or windows."""
     heads, windows, layers = config.num_kv_heads, config.max_attention_window, config.num_layers
     if isinstance(heads, tuple) and len(heads) != layers:
         yield f"num_kv_heads: given {len(heads)} numbers; accepted: one, or {layers} (num_layers)"

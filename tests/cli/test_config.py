@@ -111,7 +111,7 @@ def test_problems_name_their_source(
         ]
 
 
-UNKNOWN = "KVCACHE_HEAD_DIMM (did you mean KVCACHE_HEAD_DIM?) is no setting and is ignored"
+UNKNOWN = "KVCACHE_HEAD_DIMM (did you mean KVCACHE_HEAD_DIM?) is not a setting and is ignored"
 
 
 @pytest.mark.parametrize("command", [("config",), ("run", TRACE, "--no-pools", "--limit", 3)])

@@ -87,7 +87,7 @@ def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.code, found) == (
         0,
         [
-            ("note", "KVCACHE_MODEL_NAME (did you mean KVCACHE_MODEL?) is no setting and is ignored"),
+            ("note", "KVCACHE_MODEL_NAME (did you mean KVCACHE_MODEL?) is not a setting and is ignored"),
             ("ok", "settings: KVCACHE_HEAD_DIM"),
         ],
     )

@@ -153,7 +153,7 @@ class TestProblems:
                 {"primary_blocks": None},
                 (
                     "primary_blocks, max_tokens, primary_bytes, free_gpu_memory_fraction: missing; "
-                    "accepted: one of them, or more"
+                    "accepted: one or more of them"
                 ),
             ),
         ],
@@ -183,7 +183,7 @@ class TestProblems:
     def test_nothing_alike_lists_all(self) -> None:
         """An unknown field that resembles none is answered with the names that there are."""
         (line,) = problems(log={"zzz": 1})
-        assert line == "log.zzz: no such field; there are " + ", ".join(LogConfig.model_fields)
+        assert line == "log.zzz: no such field; known fields: " + ", ".join(LogConfig.model_fields)
 
     def test_long_values_are_cut(self) -> None:
         """A value is quoted, but not at any length."""
@@ -324,10 +324,10 @@ class TestLoad:
     )
     def test_unknown_variable(self, toml: Path, variable: str, says: str) -> None:
         """A variable that is no setting's own sets nothing, with a warning that holds the name that may be meant."""
-        with pytest.warns(UserWarning, match="is no setting") as caught:
+        with pytest.warns(UserWarning, match="is not a setting") as caught:
             loaded = KVCacheConfig.load(toml, env={variable: "se-cret", "KVCACHE_HEAD_DIM": "16"})
         assert loaded.head_dim == 16
-        assert [str(warning.message) for warning in caught] == [f"{says} no setting and is ignored"]
+        assert [str(warning.message) for warning in caught] == [f"{says} not a setting and is ignored"]
         assert caught[0].filename == __file__
 
     def test_words_of_other_software(self) -> None:
@@ -339,10 +339,10 @@ class TestLoad:
 
     def test_unknown_variables_give_one_warning(self, toml: Path) -> None:
         """Several are told at once."""
-        with pytest.warns(UserWarning, match="are no settings") as caught:
+        with pytest.warns(UserWarning, match="are not settings") as caught:
             KVCacheConfig.load(toml, env={"KVCACHE_B": "1", "KVCACHE_A": "1"})
         told = [str(warning.message) for warning in caught]
-        assert told == ["KVCACHE_A, KVCACHE_B are no settings and are ignored"]
+        assert told == ["KVCACHE_A, KVCACHE_B are not settings and are ignored"]
 
     @pytest.mark.parametrize("service", ["KVCACHE", "KVCACHE_MODEL", "KVCACHE_LOG"])
     def test_variables_of_a_service(self, toml: Path, service: str) -> None:

@@ -236,7 +236,7 @@ def test_every_field_is_described() -> None:
         KVCacheConfig(**wrong)
     errors = dict(line.split(": ", 1) for line in caught.value.problems)
     assert {name: text.partition("accepted: ")[2] + "." for name, text in errors.items()} | {
-        "log": "How the event log is written."
+        "log": "Settings of the event log."
     } == told
 
 

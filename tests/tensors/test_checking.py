@@ -137,7 +137,7 @@ def test_nothing_right_is_refused(tmp_path: Path, fill_blank: bool) -> None:
 
 def test_it_needs_a_file() -> None:
     """Memory has no checksums, so that would promise what nobody keeps."""
-    with pytest.raises(ConfigError, match="verify_secondary: given; accepted: with secondary_path"):
+    with pytest.raises(ConfigError, match="verify_secondary: given true; accepted: only with secondary_path"):
         strategies.config(secondary_blocks=2, verify_secondary=True)
     assert not KVCacheConfig.model_fields["verify_secondary"].default
 
