@@ -144,14 +144,19 @@ def observe_log(log: Path, progress: Callable[[int], None] = lambda _: None) -> 
     Raises what `LoggedPrompts` and `HistoryFold` raise, and `TooFewRequests`.
     """
     prompts, recorder, sample = LoggedPrompts(log, progress), CurveRecorder(), PromptSample()
-    for event, numbers in prompts.numbered():
-        recorder.add(numbers, prompts.at)
+    for event, numbers, at in prompts.numbered():
+        if prompts.names is not None:
+            raise UsageError(
+                f"{log} records no tokens, so that nobody can say why prompts were computed: take a log that was "
+                "written with log.record_tokens=true"
+            )
+        recorder.add(numbers, at)
         sample.add(np.frombuffer(event.tokens, "<i4"))
     _require(str(log), recorder)
     volatile = None
     if (part := sample.part()) is not None:
         volatile = VolatileCount(part, prompts.tokens_per_block)
-        for event, numbers in islice(LoggedPrompts(log, progress).numbered(), recorder.prompts):
+        for event, numbers, _ in islice(LoggedPrompts(log, progress).numbered(), recorder.prompts):
             volatile.add(event.request_id, event.namespace, np.frombuffer(event.tokens, "<i4"), numbers)
     found = Observed(prompts, recorder.curve(), TimeoutCurve.of(recorder), volatile, 1, None)
     _observe_losses(found, log, prompts.last_seq, progress)

@@ -32,8 +32,10 @@ import json
 import math
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +43,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from events.ids import Handle
 from events.log import LogReader
 from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
 from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
-from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, PoolShared, SequenceAdded
+from events.types import (
+    CROSS,
+    FULL,
+    AnyEvent,
+    CacheCreated,
+    EpochStarted,
+    EventBatch,
+    Gap,
+    PoolShared,
+    SequenceAdded,
+    SequenceRemoved,
+    SequenceRewound,
+    StateExported,
+)
 from kvcache.audit.history import EpochClock
 from kvcache.audit.prefill import hours_between
 from kvcache.errors import Unsupported, UsageError
@@ -492,7 +508,78 @@ class LoggedPrompt(NamedTuple):
 
     event: SequenceAdded
     numbers: list[int]
-    """Numbers of all full blocks of the prompt."""
+    """Numbers of all full blocks of the prompt; in a log without tokens incomplete until the request has ended."""
+    at: int
+    """Time of its batch, as `LoggedPrompts.at`."""
+
+
+class BlockNames:
+    """Numbers of the blocks of a log without tokens: the names under which requests reused or stored them.
+
+    A request names its blocks one by one, so a prompt is complete when its request has ended. A block that it has
+    never stored has no name: its number is one of its own, as if no other prompt had it.
+    """
+
+    def __init__(self, replayed: Replayed, log_id: bytes) -> None:
+        self._replayed, self._log_id = replayed, log_id
+        self.incomplete: dict[Handle, LoggedPrompt] = {}
+        """Prompts of running requests."""
+        self.unnamed = 0
+        """Number of blocks without a name."""
+        self.admitted: dict[Handle, LoggedPrompt] = {}
+        """Prompts of this batch."""
+        self.at = 0
+        """Time of this batch."""
+        self._algorithm = ""
+        self._tokens_per_block = self._key_bytes = 0
+
+    def before(self, event: AnyEvent) -> None:
+        """Take the names that a sequence is about to lose."""
+        if isinstance(event, SequenceRemoved) and event.handle in self.incomplete:
+            self._complete(event.handle)
+        elif isinstance(event, SequenceRewound) and event.handle in self.incomplete:
+            if event.num_tokens < self.incomplete[event.handle].event.num_tokens:
+                self._complete(event.handle)
+        elif isinstance(event, StateExported):
+            for handle in self.incomplete:
+                self._learn(handle)
+
+    def after(self, event: AnyEvent) -> None:
+        """Follow the cache and its requests. Raises `UsageError` if blocks are named in another way than before."""
+        if isinstance(event, CacheCreated):
+            made = event.hash_algorithm, event.tokens_per_block
+            if self._algorithm and made != (self._algorithm, self._tokens_per_block):
+                raise UsageError(
+                    f"the log records no tokens, and its blocks are {made[1]:,} tokens named by {made[0]} after "
+                    f"{self._tokens_per_block:,} named by {self._algorithm}: nobody can say which of them are equal"
+                )
+            (self._algorithm, self._tokens_per_block), self._key_bytes = made, event.key_bytes
+        elif isinstance(event, SequenceAdded):
+            self.incomplete[event.handle] = self.admitted[event.handle] = LoggedPrompt(event, [], self.at)
+        elif isinstance(event, StateExported):
+            for handle in self.incomplete.keys() - self._replayed.state.sequences.keys():
+                self._complete(handle)
+
+    def finish(self) -> None:
+        """Complete the prompts of requests that run at the end of the log."""
+        for handle in list(self.incomplete):
+            self._complete(handle)
+
+    def _learn(self, handle: Handle) -> None:
+        event, numbers, _ = self.incomplete[handle]
+        sequence = self._replayed.state.sequences.get(handle)
+        if sequence is not None:
+            size, first = self._key_bytes, len(numbers)
+            keys = sequence.keys[first * size : event.num_tokens // self._tokens_per_block * size]
+            numbers += unpack_names(names_of_keys(bytes(keys), size)).tolist()
+
+    def _complete(self, handle: Handle) -> None:
+        self._learn(handle)
+        event, numbers, _ = self.incomplete.pop(handle)
+        for block in range(len(numbers), event.num_tokens // self._tokens_per_block):
+            digest = blake2b(b"%d %d" % (handle, block), digest_size=8, key=self._log_id).digest()
+            numbers.append(int.from_bytes(digest, "big"))
+            self.unnamed += 1
 
 
 class LoggedPrompts:
@@ -500,9 +587,9 @@ class LoggedPrompts:
     token.
 
     A block's number is the name that `v2_sha256_64` gives it, which stands for its tokens, all before them, and the
-    namespace. Other attributes are complete when the iteration has ended. It raises `Unsupported` for a log without
-    full
-    attention, `UsageError` for one without a cache or tokens, `Unreplayable`, and what `LogReader` raises.
+    namespace; in a log without tokens the name that the log gives it (`BlockNames`). Other attributes are complete when
+    the iteration has ended. It raises `Unsupported` for a log without full attention, `UsageError` for one without a
+    cache, or whose blocks are named in several ways, `Unreplayable`, and what `LogReader` raises.
     """
 
     def __init__(self, log: str | Path, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -512,6 +599,9 @@ class LoggedPrompts:
         self._replayed = Replayed(CacheState())
         self._progress = progress
         self._symbols = SymbolTable()
+        self.log_id = b""
+        self.names: BlockNames | None = None
+        """Names of blocks in a log without tokens; None if it records tokens."""
         self._created: CacheCreated | None = None
         self.tokens_per_block = 0
         """Block size of the log's first cache, in tokens: all prompts are cut into such blocks."""
@@ -535,16 +625,23 @@ class LoggedPrompts:
         self._times = 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _, numbers in self.numbered():
-            yield numbers
+        for prompt in self.numbered():
+            yield prompt.numbers
 
     def numbered(self) -> Iterator[LoggedPrompt]:
         """Iterate likewise; yield each admission with its numbers."""
+        waiting = deque[LoggedPrompt]()
         for _, prompts in self.batches():
-            for event, numbers in prompts:
-                self.lengths.append(event.num_tokens)
-                # The last token is always computed, so a block that it ends is never reused whole.
-                yield LoggedPrompt(event, numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block])
+            waiting += prompts
+            while waiting and (self.names is None or waiting[0].event.handle not in self.names.incomplete):
+                yield self._cut(waiting.popleft())
+        yield from map(self._cut, waiting)
+
+    def _cut(self, prompt: LoggedPrompt) -> LoggedPrompt:
+        """Return a prompt without the block that its last token ends: that one is always computed."""
+        event, numbers, self.at = prompt
+        self.lengths.append(event.num_tokens)
+        return LoggedPrompt(event, numbers[: max(event.num_tokens - 1, 0) // self.tokens_per_block], self.at)
 
     @property
     def state(self) -> CacheState:
@@ -556,13 +653,21 @@ class LoggedPrompts:
         clock = EpochClock()
         for batch in self.reader:
             self.at = clock.of_batch(batch)
-            self._replayed.fold(batch, verify=False)
+            self._begin_epoch(batch)
+            if (names := self.names) is None:
+                self._replayed.fold(batch, verify=False)
+            else:
+                names.at = self.at
+                names.admitted.clear()
+                self._replayed.fold(batch, verify=False, before=names.before, after=names.after)
             with fitting(batch.seq):
                 prompts = self._read(batch)
             yield batch, prompts
             self.last_seq = batch.seq
             self._times = self._times[0] or batch.ts, batch.ts
             self._progress(batch.seq)
+        if self.names is not None:
+            self.names.finish()
         if self._created is None:
             raise UsageError(f"{self._log} holds no cache yet: its first batch is missing")
 
@@ -607,16 +712,41 @@ class LoggedPrompts:
             elif isinstance(event, PoolShared):
                 self.shared = True
             elif isinstance(event, SequenceAdded):
-                if event.num_tokens and not event.tokens:
-                    raise UsageError(
-                        f"the log records no tokens (batch {batch.seq}), so that nobody can say which prompts begin "
-                        "alike: take a log that was written with log.record_tokens=true"
-                    )
-                if index > known or not has_symbols(event.tokens):
-                    prompts.append(LoggedPrompt(event, self._blocks(event)))
-                else:
+                if (prompt := self._numbered(event, known=index > known)) is None:
                     self.skipped += 1
+                else:
+                    self.admissions += 1
+                    self.reused_primary += event.reused_primary[self._group]
+                    self.reused_secondary += event.reused_secondary[self._group]
+                    prompts.append(prompt)
         return prompts
+
+    def _numbered(self, event: SequenceAdded, *, known: bool) -> LoggedPrompt | None:
+        """Return an admission with its numbers; None if nobody knows them, because batches before it are missing."""
+        if self.names is not None:
+            return self.names.admitted[event.handle] if known else None
+        if event.num_tokens and not event.tokens:
+            raise UsageError(
+                "the log claims to record tokens, and has a prompt without: nothing is known of it"
+            )
+        if known or not has_symbols(event.tokens):
+            return LoggedPrompt(event, self._blocks(event), self.at)
+        return None
+
+    def _begin_epoch(self, batch: EventBatch) -> None:
+        """Begin to read names if the log records no tokens. Raises `UsageError` if it did, or did not, before."""
+        started = next((event for event in batch.events if isinstance(event, EpochStarted)), None)
+        if started is None:
+            return
+        self.log_id = started.log_id
+        if self._created is None and not started.tokens_recorded:
+            self.names = BlockNames(self._replayed, started.log_id)
+        elif started.tokens_recorded != (self.names is None):
+            begins = "begins" if started.tokens_recorded else "ceases"
+            raise UsageError(
+                f"the log {begins} to record tokens in batch {batch.seq}: nobody can say which prompts before and "
+                "after begin alike"
+            )
 
     def _create(self, created: CacheCreated) -> None:
         self._created = created
@@ -625,9 +755,6 @@ class LoggedPrompts:
         self._group = _full_group(created.groups)
 
     def _blocks(self, event: SequenceAdded) -> list[int]:
-        self.admissions += 1
-        self.reused_primary += event.reused_primary[self._group]
-        self.reused_secondary += event.reused_secondary[self._group]
         size = self.tokens_per_block * TOKEN_BYTES
         whole = len(event.tokens) // size * size
         if not whole:

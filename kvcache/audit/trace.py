@@ -59,7 +59,6 @@ class BailianLine(msgspec.Struct):
 class _Admission:
     """An admission that waits until its output, and those of all before it, are known."""
 
-    ts: int
     prompt: LoggedPrompt
     output: int | None = None
     stop: str | None = None
@@ -79,6 +78,8 @@ class TraceWriter:
             raise UsageError(f"a key of {len(key)} bytes can be guessed: take {KEY_BYTES}")
         self._prompts, self._form, self._key = prompts, form, key
         self.lines = 0
+        self._first = 0
+        """Time of the first line."""
         self._turns: dict[str | None, tuple[int, int]] = {}
         """By session: its last line, and its number of lines."""
 
@@ -94,11 +95,9 @@ class TraceWriter:
     def __iter__(self) -> Iterator[MooncakeLine | BailianLine]:
         waiting = deque[_Admission]()
         running: dict[Handle, _Admission] = {}
-        first: int | None = None
         for batch, prompts in self._prompts.batches():
             for prompt in prompts:
-                first = batch.ts if first is None else first
-                running[prompt.event.handle] = admission = _Admission(batch.ts - first, prompt)
+                running[prompt.event.handle] = admission = _Admission(prompt)
                 waiting.append(admission)
             for event in batch.events:
                 if isinstance(event, SequenceRemoved) and event.handle in running:
@@ -117,13 +116,15 @@ class TraceWriter:
         admission.output = max(0, num_tokens - admission.prompt.event.num_tokens)
 
     def _line(self, admission: _Admission) -> MooncakeLine | BailianLine:
-        event, numbers = admission.prompt
+        event, numbers, at = admission.prompt
         hashes = [self._hash((number & _MASK).to_bytes(8, "little")) for number in numbers]
         if event.num_tokens % self._prompts.tokens_per_block:
-            hashes.append(self._hash(b"end %d" % self.lines))
+            # Of its own in all traces of one key.
+            hashes.append(self._hash(b"end %d of " % self.lines + self._prompts.log_id))
+        self._first = at if not self.lines else self._first
         self.lines += 1
         lengths = event.num_tokens, admission.output or 0
-        ts = max(0, admission.ts)
+        ts = at - self._first
         if self._form == "bailian":
             before, turns = self._turns.get(event.session, (-1, 0))
             if event.session is not None:

@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "other and what is used least recently were evicted. With two levels, sizes are of both together."
     )
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
-    add_shared(parser, "json", log="a log directory with token ids, or a trace of requests; -: one on stdin")
+    add_shared(parser, "json", log="a log directory, or a trace of requests; -: one on stdin")
     add_trace_options(parser)
     option(parser, "--tokens-per-block N", "tokens of a block, for a trace with tokens (64)", type=positive)
     option(
@@ -259,6 +259,7 @@ def _logged_json(prompts: LoggedPrompts, curve: HitCurve) -> dict[str, Any]:
     return {
         **pick(prompts, "window", seq="last_seq", prompts="admissions"),
         **pick(prompts, skipped_prompts="skipped", num_gaps="gaps"),
+        "unnamed_blocks": None if prompts.names is None else prompts.names.unnamed,
         "bytes_per_block": today.bytes_per_block,
         "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
         "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(prompts, curve), strict=True)),
@@ -418,6 +419,17 @@ def _facts_of_log(prompts: LoggedPrompts) -> Facts:
         lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
         missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
         yield "gaps", missing + lost * bool(prompts.skipped)
+    yield from names_facts(prompts)
+
+
+def names_facts(prompts: LoggedPrompts) -> Facts:
+    """Yield how blocks are told apart in a log without token ids."""
+    if prompts.names is not None:
+        rest = f"; {count(prompts.names.unnamed, 'block')} that no request has stored count as different from all"
+        yield (
+            "names",
+            "the log records no tokens: blocks are told apart by name" + rest * bool(prompts.names.unnamed),
+        )
 
 
 def _vague(curve: HitCurve) -> str:

@@ -16,6 +16,7 @@ from kvcache.audit.curve import LoggedPrompts
 from kvcache.audit.export import FORMATS, export
 from kvcache.audit.perfetto import PerfettoWriter
 from kvcache.audit.trace import KEY_BYTES, TraceForm, TraceWriter
+from kvcache.cli.curve import names_facts
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
@@ -88,9 +89,8 @@ def _write_trace(log: Path, args: argparse.Namespace, out: Output) -> int:
         writer.write(args.output, force=args.force)
     out.note_end(prompts.reader.end)
     out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
-    out.facts(
-        [("requests", count(writer.lines, "line")), ("blocks", f"{prompts.tokens_per_block:,} tokens each")]
-    )
+    blocks = f"{prompts.tokens_per_block:,} tokens each"
+    out.facts([("requests", count(writer.lines, "line")), ("blocks", blocks), *names_facts(prompts)])
     return 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.manager import Substitutes
+from kvcache.record.outputs import open_log
 from kvcache.workload.traces import read_trace
 from tests.support.commands import Kvcache, run_log
 from tests.support.logs.agents import agents_lines
@@ -190,13 +191,87 @@ def curve(kvcache: Kvcache, path: Path, *options: Any) -> list[tuple[int, int]]:
     return [(each["blocks"], each["hits"]) for each in json.loads(done.out)["sizes"]]
 
 
+SILENT = ("--set", "log.record_tokens=false")
+
+
+@pytest.mark.parametrize("hashed", ["v1_block_key", "v2_sha256_64"])
+@pytest.mark.parametrize("to", ["mooncake", "bailian"])
+def test_a_log_without_tokens(kvcache: Kvcache, tmp_path: Path, to: str, hashed: str) -> None:
+    """Its trace says what that of the same run says with tokens, by other numbers; and has the curve of both logs."""
+    sizes = (
+        "--tokens-per-block",
+        32,
+        "--primary-blocks",
+        40,
+        "--concurrency",
+        4,
+        "--set",
+        f"block_hash={hashed}",
+    )
+    logs = [run_log(tmp_path / "tokens", *sizes), run_log(tmp_path / "names", *sizes, *SILENT)]
+    lines = [exported(kvcache, each, tmp_path / f"{each.name}.jsonl", to=to) for each in logs]
+    for one, other in zip(*lines, strict=True):
+        assert {**one, "hash_ids": len(one["hash_ids"])} == {**other, "hash_ids": len(other["hash_ids"])}
+    ids = [[number for line in each for number in line["hash_ids"]] for each in lines]
+    assert partition(ids[0]) == partition(ids[1])
+    assert any(len(part) > 1 for part in partition(ids[1]))
+    paths = [*logs, *(tmp_path / f"{each.name}.jsonl" for each in logs)]
+    curves = [curve(kvcache, path, *(["--trace-block-size", 32] if path.is_file() else [])) for path in paths]
+    assert curves == [curves[0]] * 4
+    assert curves[0][-1][1] > curves[0][0][1] > 0
+
+
+def test_blocks_that_nobody_has_stored(kvcache: Kvcache, tmp_path: Path) -> None:
+    """What was stored of a prompt has its names, also after it was taken back; the rest is like no other block, in
+    another trace by the same key, too.
+    """
+    prompt = list(range(18))
+    (tmp_path / "key").write_bytes(bytes(32))
+    traces = []
+    for log in ("one", "two"):
+        with KVCacheManager(config(log={"record_tokens": False}), log=tmp_path / log) as manager:
+            for name, stored in (("whole", 18), ("cut", 9), ("taken back", 18), ("again", 18), ("runs", 0)):
+                manager.add_sequence(name, prompt, cache_salt="other" if name in ("cut", "again") else None)
+                if stored:
+                    manager.store_context_blocks(name, stored)
+                if name == "taken back":
+                    manager.rewind(name, 6)
+                    manager.add_tokens([name], [99])
+                if name != "runs":
+                    manager.remove_sequence(name, why="aborted" if name == "cut" else "finished")
+                manager.flush()
+            lines = exported(kvcache, tmp_path / log, tmp_path / f"{log}.jsonl", "--key", tmp_path / "key")
+        traces.append([line["hash_ids"] for line in lines])
+        assert [len(ids) for ids in traces[-1]] == [5] * 5
+    whole, cut, back, again, runs = traces[0]
+    assert whole[:4] == back[:4] == runs[:4]
+    assert cut[:2] == again[:2]
+    assert len({*whole, *cut, *back, *again, *runs}) == 4 + 5 + 2 + 1 + 1 + 1 + 1
+    # `cut` has never stored its blocks 2 and 3, and nobody shares the last block, which is not full.
+    same = {number for ids in traces[0] for number in ids} & {number for ids in traces[1] for number in ids}
+    assert same == {*whole[:4], *again[:4]}
+    done = kvcache("export", tmp_path / "one", "--to", "mooncake", "-o", tmp_path / "told")
+    assert "2 blocks that no request has stored count as different from all" in done.out
+
+
 def test_what_has_no_trace(kvcache: Kvcache, tmp_path: Path) -> None:
-    """A log without tokens, and one without a request."""
-    with KVCacheManager(config(log={"record_tokens": False}), log=tmp_path / "names") as manager:
-        manager.add_sequence("a", [1] * 9)
+    """A log whose blocks are named in two ways, one that ceases to record tokens, and one without a request."""
+    silent: dict[str, Any] = {"log": {"record_tokens": False}}
+    for name, settings in (
+        ("named", ({"block_hash": "v2_sha256_64", **silent}, {"block_hash": "v1_block_key", **silent})),
+        ("ceases", ({}, silent)),
+    ):
+        for number, each in enumerate([config(**given) for given in settings]):
+            log = open_log(tmp_path / name, each.log, resume=number > 0)
+            with KVCacheManager(each, log=log) as manager:
+                manager.add_sequence("a", [1] * 9)
     with KVCacheManager(config(), log=tmp_path / "empty"):
         """Nobody comes."""
-    for name, says in (("names", "records no tokens"), ("empty", "holds no request yet")):
+    for name, says in (
+        ("named", "its blocks are 4 tokens named by v1_block_key after 4 named by v2_sha256_64"),
+        ("ceases", "the log ceases to record tokens in batch"),
+        ("empty", "holds no request yet"),
+    ):
         done = kvcache("export", tmp_path / name, "--to", "mooncake", "-o", tmp_path / "trace")
         assert (done.code, (tmp_path / "trace").exists()) == (2, False)
         assert says in done.err

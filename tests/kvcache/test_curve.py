@@ -432,14 +432,18 @@ class TestLog:
             list(LoggedPrompts(tmp_path / "sliding"))
 
     def test_without_tokens(self, tmp_path: Path) -> None:
-        """A log without tokens is refused, and what is missing is said; without admissions nothing is."""
-        silent = config(log={"record_tokens": False})
-        with KVCacheManager(silent, log=tmp_path / "empty") as manager:
-            manager.flush()
-        assert list(LoggedPrompts(tmp_path / "empty")) == []
-        one_prompt(tmp_path / "log", log={"record_tokens": False})
-        with pytest.raises(UsageError, match=r"records no tokens .* log\.record_tokens=true"):
-            list(LoggedPrompts(tmp_path / "log"))
+        """In a log without tokens blocks are known by name: prompts are alike as they are in one with tokens."""
+        logs = []
+        for name, recorded in (("tokens", True), ("names", False)):
+            with KVCacheManager(config(log={"record_tokens": recorded}), log=tmp_path / name) as manager:
+                manager.flush()
+                for number, tokens in enumerate(([1] * 13, [1] * 8 + [2] * 9, [1] * 13, [2])):
+                    admitted(manager, str(number), tokens)
+            logs.append(list(LoggedPrompts(tmp_path / name)))
+        assert [len(each) for each in logs[1]] == [3, 4, 3, 0]
+        alike = [{at: each.index(block) for at, block in enumerate(each)} for each in map(flat, logs)]
+        assert alike[0] == alike[1]
+        assert len(set(alike[1].values())) == 3 + 2
 
     def test_another_block_size(self, tmp_path: Path) -> None:
         """A log that goes on with larger blocks is cut into the first ones, and its size is in these."""
@@ -610,3 +614,8 @@ def test_known_points_of_a_trace() -> None:
     estimate = measure(read, 0.01)
     for size in (1_000, 10_000, 50_000, 10**9):
         assert abs(estimate.hit_rate(size) - curve.hit_rate(size)) < 0.03
+
+
+def flat(prompts: list[list[int]]) -> list[int]:
+    """The blocks of all prompts, one after the other."""
+    return [block for each in prompts for block in each]
