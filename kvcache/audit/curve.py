@@ -45,7 +45,7 @@ import numpy.typing as npt
 
 from events.ids import Handle
 from events.log import LogReader
-from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
+from events.packed import SLOT_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
 from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
@@ -53,6 +53,7 @@ from events.types import (
     CROSS,
     FULL,
     AnyEvent,
+    BlocksStored,
     CacheCreated,
     EpochStarted,
     EventBatch,
@@ -530,6 +531,8 @@ class BlockNames:
         """Prompts of this batch."""
         self.at = 0
         """Time of this batch."""
+        self._cut: dict[Handle, int] = {}
+        """By request: its first block that was stored when it was not full, as only the last one of an ended one is."""
         self._algorithm = ""
         self._tokens_per_block = self._key_bytes = 0
 
@@ -540,6 +543,9 @@ class BlockNames:
         elif isinstance(event, SequenceRewound) and event.handle in self.incomplete:
             if event.num_tokens < self.incomplete[event.handle].event.num_tokens:
                 self._complete(event.handle)
+        elif isinstance(event, BlocksStored) and event.handle in self.incomplete:
+            if event.last_tokens < self._tokens_per_block:
+                self._cut[event.handle] = event.first_block + len(event.slots) // SLOT_BYTES - 1
         elif isinstance(event, StateExported):
             for handle in self.incomplete:
                 self._learn(handle)
@@ -570,7 +576,8 @@ class BlockNames:
         sequence = self._replayed.state.sequences.get(handle)
         if sequence is not None:
             size, first = self._key_bytes, len(numbers)
-            keys = sequence.keys[first * size : event.num_tokens // self._tokens_per_block * size]
+            full = event.num_tokens // self._tokens_per_block
+            keys = sequence.keys[first * size : min(full, self._cut.pop(handle, full)) * size]
             numbers += unpack_names(names_of_keys(bytes(keys), size)).tolist()
 
     def _complete(self, handle: Handle) -> None:
