@@ -74,7 +74,7 @@ def without_tokens(event: AnyEvent) -> AnyEvent:
         counts = event.counts or one_each
         return msgspec.structs.replace(event, counts=counts, tokens=b"") if event.tokens else event
     stripped = _stripped(event)
-    return _without_told(stripped) if isinstance(stripped, FeedStored) and stripped.more else stripped
+    return _without_extra_tokens(stripped) if isinstance(stripped, FeedStored) and stripped.more else stripped
 
 
 def batch_without_tokens(batch: EventBatch) -> EventBatch:
@@ -113,16 +113,16 @@ def _token_fields(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
 _OF_TOKENS = (Packed("token", TOKEN_BYTES), Spelled("tokens"))
 
 
-def _without_told(event: FeedStored) -> FeedStored:
+def _without_extra_tokens(event: FeedStored) -> FeedStored:
     """Remove also further fields that hold tokens; unknown fields may hold anything, and are removed."""
     more = msgspec.msgpack.decode(event.more)
-    kept = {name: value for name, value in more.items() if name in _TOLD_KEPT}
+    kept = {name: value for name, value in more.items() if name in _FIELDS_WITHOUT_TOKENS}
     if kept == more:
         return event
     return msgspec.structs.replace(event, more=_ENCODER.encode(kept) if kept else b"")
 
 
-_TOLD_KEPT = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+_FIELDS_WITHOUT_TOKENS = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 
 
 # --- JSON -------------------------------------------------------------------------------------------

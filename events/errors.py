@@ -5,11 +5,11 @@
     EventsError
     ├── EventDecodeError      these bytes are no events
     ├── UnsafeFile            another user has made it, or may change it
-    │   └── NoRegularFile     a pipe, a device, a directory
+    │   └── NotARegularFile     a pipe, a device, a directory
     └── LogError              about the log directory `path`
         ├── LogExists         there is a log already, and `resume` was not set
         ├── LogLocked         another writer has it open
-        │   └── LogBeingKept  no writer, but another process that compresses or prunes it
+        │   └── LogBusy  no writer, but another process that compresses or prunes it
         ├── NotALog           a directory with other files, or none
         ├── LogOfOtherKind    a log of another kind than required
         ├── LogTooNew         written by a newer version of this software
@@ -32,8 +32,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "EventDecodeError", "EventsError", "LogBeingKept", "LogDamaged", "LogError", "LogExists", "LogLocked",
-    "LogOfOtherKind", "LogTooNew", "LogUnavailable", "LogWriteFailed", "NoRegularFile", "NotALog",
+    "EventDecodeError",
+    "EventsError",
+    "LogBusy",
+    "LogDamaged",
+    "LogError",
+    "LogExists",
+    "LogLocked",
+    "LogOfOtherKind",
+    "LogTooNew",
+    "LogUnavailable",
+    "LogWriteFailed",
+    "NotALog",
+    "NotARegularFile",
     "UnsafeFile",
 ]  # fmt: skip
 """Names exported by `events`."""
@@ -81,7 +92,7 @@ class UnsafeFile(EventsError):
 
 
 @dataclass(eq=False, repr=False)
-class NoRegularFile(UnsafeFile):
+class NotARegularFile(UnsafeFile):
     """Something else than a regular file has the name of one of our files."""
 
     reason: str = "it is no regular file"
@@ -113,7 +124,7 @@ class LogLocked(LogError):
 
 
 @dataclass(eq=False, repr=False)
-class LogBeingKept(LogLocked):
+class LogBusy(LogLocked):
     """Another process makes snapshots of the log, compresses it or removes parts; a writer is no obstacle."""
 
     text = (
@@ -234,9 +245,9 @@ def system_reason(error: BaseException, otherwise: str = "") -> str:
 
 def without_login(address: str) -> str:
     """Return an address, or a whole URL, without the part before the last @, all of which may be a password."""
-    before, at, behind = address.rpartition("@")
+    before, at, host = address.rpartition("@")
     scheme, colon, _ = before.partition(":")
-    return f"{scheme * bool(colon)}{colon}…@{behind}" if at else address
+    return f"{scheme * bool(colon)}{colon}…@{host}" if at else address
 
 
 def option_name(given: str) -> str:

@@ -85,7 +85,7 @@ HEADER_BYTES = 4096
 """Upper bound of the bytes that brokers and headers add to a payload."""
 MIN_BYTES = 8 << 20
 """However small the state, this many bytes may be sent before it is sent again."""
-TELL_SECONDS = 0.02
+STATE_SLICE_SECONDS = 0.02
 """Time that the feed works on its state before it checks for live batches again."""
 Result = TypeVar("Result")
 _PAUSE_SECONDS = 0.1
@@ -141,7 +141,7 @@ class BrokerTransport:
         self.stream, self.settings = stream, settings
         self.clock: Callable[[], float] = time.monotonic
         """Clock by which the state is due again; tests replace it."""
-        self.tellings = 0
+        self.attempts = 0
         """Number of messages sent in pieces so far: states, and batches that were too large."""
         self._writer = settings.writer
         self._state: Iterator[StreamRecord] | None = None
@@ -160,7 +160,7 @@ class BrokerTransport:
         self._state_at: str | None = None
         """Place where the state being sent begins."""
         self._state_bytes = self._bytes_since = 0
-        self._told_at = self.clock()
+        self._restated_at = self.clock()
 
     def open(self, next_seq: int, worker: WorkerSeen | None = None) -> None:
         """Connect. Raises SinkUnavailable if the broker does not answer, SinkError if a retry would not help."""
@@ -190,11 +190,11 @@ class BrokerTransport:
         self.stream.breathe()
         try:
             if self._state is None and self._is_due():
-                self.tellings += 1
+                self.attempts += 1
                 state = take_state()
-                self._state = _records(state.seq, self._payloads(state), self.tellings)
+                self._state = _records(state.seq, self._payloads(state), self.attempts)
             if self._state is not None:
-                self._tell(self._state)
+                self._send_pieces(self._state)
         except BaseException:
             self._state = None  # readers cannot use their part of it
             raise
@@ -224,8 +224,8 @@ class BrokerTransport:
         pieces = self._cut(payload)
         if len(pieces) == 1:
             return self._append(StreamRecord(seq, payload))
-        self.tellings += 1
-        places = [self._append(record) for record in _records(seq, pieces, self.tellings)]
+        self.attempts += 1
+        places = [self._append(record) for record in _records(seq, pieces, self.attempts)]
         return places[0]
 
     def _cut(self, payload: bytes) -> list[bytes]:
@@ -251,7 +251,7 @@ class BrokerTransport:
     def _is_due(self) -> bool:
         if self._kept is None:
             return False
-        late = self.clock() - self._told_at >= self.settings.restate_seconds
+        late = self.clock() - self._restated_at >= self.settings.restate_seconds
         return late or self._bytes_since > max(self._state_bytes, self.settings.min_bytes)
 
     def _payloads(self, state: FeedSnapshot) -> Iterator[bytes]:
@@ -259,9 +259,9 @@ class BrokerTransport:
         for changes in in_batches(state.changes, piece_bytes):
             yield from self._cut(self._writer.encode(changes, state.ts, state.groups))
 
-    def _tell(self, state: Iterator[StreamRecord]) -> None:
+    def _send_pieces(self, state: Iterator[StreamRecord]) -> None:
         """Send pieces for a limited time, and at least one: batches sent from then on are not in the state."""
-        deadline = time.perf_counter() + TELL_SECONDS
+        deadline = time.perf_counter() + STATE_SLICE_SECONDS
         for record in state:
             place = self._append(record)
             if record.piece == 0:
@@ -274,20 +274,20 @@ class BrokerTransport:
 
     def _end_state(self) -> None:
         self._state = None
-        self._told_at = self.clock()
+        self._restated_at = self.clock()
         kept, self._kept = self._kept, self._state_at
         assert kept is not None
         self._until_done(lambda: self.stream.trim(kept))
 
 
-def _records(seq: int, payloads: Iterable[bytes], telling: int) -> Iterator[StreamRecord]:
+def _records(seq: int, payloads: Iterable[bytes], attempt: int) -> Iterator[StreamRecord]:
     """Yield the records of a message in pieces. A piece is known to be the last only after it."""
     numbered = enumerate(payloads)
     number, payload = next(numbered)
     for following, piece in numbered:
-        yield StreamRecord(seq, payload, number, telling)
+        yield StreamRecord(seq, payload, number, attempt)
         number, payload = following, piece
-    yield StreamRecord(seq, payload, number, telling, last=True)
+    yield StreamRecord(seq, payload, number, attempt, last=True)
 
 
 class RedisOptions(BrokerOptions, frozen=True, kw_only=True):

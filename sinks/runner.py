@@ -266,7 +266,7 @@ class SinkRunner:
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
         self._retries = 0
         """Retries of a quarantined sink since its last failure after longer operation."""
-        self._recovered_at = self._told_at = float("-inf")
+        self._recovered_at = self._warned_at = float("-inf")
         self._failing_since: float | None = None
         self._is_open = self._open_failed = self._reopen_asked = self._forked = False
         self._owed: list[LostBatches] = []
@@ -504,8 +504,8 @@ class SinkRunner:
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
-        if now - self._told_at > SILENCE_SECONDS:
-            self._told_at = now
+        if now - self._warned_at > SILENCE_SECONDS:
+            self._warned_at = now
             _log.warning("sink_fails", sink=self.name, errors=self._errors, last_error=self._last_error)
 
     def _note_success(self) -> None:
@@ -513,7 +513,7 @@ class SinkRunner:
         if since is None or self._errors_in_row or self._tick_errors_in_row:
             return
         self._failing_since = None
-        if self._told_at >= since:
+        if self._warned_at >= since:
             self._report_recovery()
 
     def _quarantine(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from events.errors import NoRegularFile
+from events.errors import NotARegularFile
 from events.files.safe import check_directory, make_private, open_own
 from events.log.durable import Lock, LockHeld, replace_file, take_lock
 from sinks.base import SinkError
@@ -58,7 +58,7 @@ class StateFile(Generic[Content]):
         lock = self.path.with_name(self.path.name + ".lock")
         try:
             self._lock = take_lock(lock)
-        except NoRegularFile:
+        except NotARegularFile:
             raise SinkError(f"{lock} is no regular file: {self.elsewhere}") from None
         except LockHeld as held:
             own = held.holder == f"process {os.getpid()}"

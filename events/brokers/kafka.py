@@ -51,7 +51,7 @@ def client_settings(address: BrokerAddress) -> dict[str, Any]:
     return settings | {name: value for name, value in tls.items() if value is not None}
 
 
-def told(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
+def to_broker_error(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
     """Convert an error of the client."""
     where = str(address)
     if error is None:
@@ -96,10 +96,10 @@ class KafkaReader:
             messages = self._consumer.consume(_AT_ONCE, max(seconds, 0.01))
         except KafkaException as failure:
             self.close()
-            raise told(self._address, self._error or failure.args[0]) from None
+            raise to_broker_error(self._address, self._error or failure.args[0]) from None
         if not messages and self._error is not None:
             # The client reconnects by itself, and continues where it was.
-            raise told(self._address, self._error)
+            raise to_broker_error(self._address, self._error)
         return [record for message in messages for record in self._records(message)]
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class KafkaReader:
             self.close()
             if error.name() in ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE"):
                 raise StreamRewound(None)
-            raise told(self._address, error)
+            raise to_broker_error(self._address, error)
         worker = (message.key() or b"").decode(errors="replace")
         if self._only is not None and worker != self._only:
             return []
@@ -229,14 +229,14 @@ class KafkaStream:
             error = topic.topics[self._address.stream].error
         except KafkaException as failure:
             self.close()
-            raise self._told(failure.args[0]) from None
+            raise self._to_broker_error(failure.args[0]) from None
         if error is not None:
             self.close()
-            raise told(self._address, error)
+            raise to_broker_error(self._address, error)
 
-    def _told(self, error: KafkaError | None) -> BrokerError:
+    def _to_broker_error(self, error: KafkaError | None) -> BrokerError:
         """Return the client's report about the broker, which is more useful than a timeout."""
-        return told(self._address, self._error or error)
+        return to_broker_error(self._address, self._error or error)
 
     def _note(self, error: KafkaError) -> None:
         self._error = error
@@ -251,8 +251,8 @@ class KafkaStream:
         if isinstance(outcome, Message):
             return outcome
         self.close()
-        reason = self._told(outcome).reason
+        reason = self._to_broker_error(outcome).reason
         if outcome is not None and outcome.name() == "MSG_SIZE_TOO_LARGE":
-            raise told(self._address, outcome)
+            raise to_broker_error(self._address, outcome)
         # Not to be retried under the same number: it is unknown if it is there.
         raise BrokerError(self.name, reason)

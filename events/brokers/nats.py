@@ -181,7 +181,7 @@ class NATSReader:
         """Its subject and tag."""
         self._created: datetime | None = None
         """Time at which the stream was made."""
-        self._heard_at = 0.0
+        self._received_at = 0.0
 
     def read(self, seconds: float) -> list[tuple[str, StreamRecord]]:
         """Return the next records."""
@@ -190,7 +190,7 @@ class NATSReader:
         assert self._pull is not None
         # If that fails, the server may count unread messages as delivered: they are requested again from there on.
         messages = self._session.run(self._fetch(self._pull, max(seconds, 0.01)), seconds + _ASK_SECONDS)
-        self._look(self._pull, heard=bool(messages))
+        self._look(self._pull, received=bool(messages))
         return [record for message in messages for record in self._records(message)]
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class NATSReader:
         )
         work = jetstream.pull_subscribe(self._subject, stream=stream, config=config)
         self._pull = self._session.run(work, _ASK_SECONDS)
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if rewound:
             raise StreamRewound(None)
 
@@ -233,14 +233,14 @@ class NATSReader:
         )
         return there is None or (there.subject, (there.headers or {}).get(TAG)) == self._last_record
 
-    def _look(self, pull: JetStreamContext.PullSubscription, *, heard: bool) -> None:
+    def _look(self, pull: JetStreamContext.PullSubscription, *, received: bool) -> None:
         """Check the server after silence: it may have restarted, without this reader."""
         now = time.monotonic()
-        if not heard and now - self._heard_at > _LOOK_SECONDS:
+        if not received and now - self._received_at > _LOOK_SECONDS:
             self._session.run(pull.consumer_info(), _ASK_SECONDS)
-            heard = True
-        if heard:
-            self._heard_at = now
+            received = True
+        if received:
+            self._received_at = now
 
     def _records(self, message: Msg) -> list[tuple[str, StreamRecord]]:
         tag = (message.headers or {}).get(TAG)

@@ -24,7 +24,7 @@ class StreamRecord(NamedTuple):
     payload: bytes
     piece: int | None = None
     """Index of the piece in the state, from 0; None: it is a batch."""
-    telling: int = 0
+    attempt: int = 0
     last: bool = False
 
     @property
@@ -32,7 +32,7 @@ class StreamRecord(NamedTuple):
         """The tag next to the payload; no other record of the same worker has the same."""
         if self.piece is None:
             return f"{self.seq}"
-        return f"{self.seq}/{self.telling}/{self.piece}{'/last' * self.last}"
+        return f"{self.seq}/{self.attempt}/{self.piece}{'/last' * self.last}"
 
 
 class Reader(Protocol):

@@ -60,7 +60,7 @@ class Pieces:
 
     def add(self, record: StreamRecord) -> list[bytes] | None:
         """Return all pieces, if this is the last one; None: others are missing."""
-        of = record.seq, record.telling
+        of = record.seq, record.attempt
         if record.piece == 0:
             self._pieces[of] = []
             if len(self._pieces) > self._at_once:

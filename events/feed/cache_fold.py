@@ -28,7 +28,7 @@ class StreamFold(ABC, Generic[Change_co]):
 
     groups: tuple[GroupCreated, ...] = ()
     """Groups of the stream's cache; none if unknown."""
-    _heard_when_lost: ClassVar[tuple[type, ...]] = ()
+    _handled_when_lost: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
         self.lost = False
@@ -46,7 +46,7 @@ class StreamFold(ABC, Generic[Change_co]):
         handlers = self._handlers
         for event in batch.events:
             handler = handlers.get(type(event))
-            if handler is not None and (not self.lost or type(event) in self._heard_when_lost):
+            if handler is not None and (not self.lost or type(event) in self._handled_when_lost):
                 handler(event)
         self.last_seq, self._beginning = batch.seq, False
         changes, self._changes = self._changes, []
@@ -72,7 +72,7 @@ class SequenceFold(StreamFold[Change_co]):
     Subclasses add handlers for blocks; these note the names of blocks that sequences have computed or taken back.
     """
 
-    _heard_when_lost = (ev.Gap, ev.CacheCreated, ev.StateExported)
+    _handled_when_lost = (ev.Gap, ev.CacheCreated, ev.StateExported)
 
     def __init__(self) -> None:
         super().__init__()

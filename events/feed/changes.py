@@ -113,7 +113,7 @@ PAD_BASE, PAD_RANGE = 1_000_000, 1 << 30
 """Range of the number, determined by an item's hash, by which SGLang replaces the item's tokens."""
 
 
-def told(stored: Stored, table: SymbolTable) -> Stored:
+def expand_symbols(stored: Stored, table: SymbolTable) -> Stored:
     """Return the change with its symbols spelled out; the same object if they are plain."""
     if not stored.namespace.uses_extra_ids and not (table.pages and has_symbols(stored.tokens)):
         return stored

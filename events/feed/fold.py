@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from events import types as ev
 from events.feed.cache_fold import SequenceFold
-from events.feed.changes import Change, Cleared, Removed, Stored, told
+from events.feed.changes import Change, Cleared, Removed, Stored, expand_symbols
 from events.feed.exported import ExportedRun, exported_runs
 from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, FrozenBlocks, SlotColumns, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, split_names
@@ -66,7 +66,7 @@ class Feed(SequenceFold[Change]):
         """
         groups = zip(self.groups, self._both, self._slides, strict=True)
         frozen = [both.freeze(group.num_blocks[PRIMARY], slides) for group, both, slides in groups]
-        return _told_blocks(frozen, self._symbols.copy())
+        return _expanded_changes(frozen, self._symbols.copy())
 
     # -- the cache
 
@@ -185,7 +185,7 @@ class Feed(SequenceFold[Change]):
         visible = deque([stored])
         while visible:
             stored = visible.popleft()
-            self._changes.append(told(stored, self._symbols))
+            self._changes.append(expand_symbols(stored, self._symbols))
             hidden, waiting = self._hidden[stored.group], self._waiting[stored.group]
             if not hidden:
                 continue
@@ -213,9 +213,9 @@ class Feed(SequenceFold[Change]):
         columns, hidden = self._columns[group][level], self._hidden[group]
         if hidden:
             hidden.difference_update(split_names(columns.names_in(slots)))
-        told = columns.take_out(slots, names)
-        if told:
-            self._changes.append(Removed(group, level, told))
+        gone = columns.take_out(slots, names)
+        if gone:
+            self._changes.append(Removed(group, level, gone))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         waiting = self._waiting[event.group]
@@ -264,7 +264,7 @@ class Feed(SequenceFold[Change]):
             self._transfers.pop(transfer, None)
 
 
-def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:
+def _expanded_changes(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:
     for group, blocks in enumerate(groups):
         for change in visible_blocks(group, blocks):
-            yield told(change, symbols) if isinstance(change, Stored) else change
+            yield expand_symbols(change, symbols) if isinstance(change, Stored) else change

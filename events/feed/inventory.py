@@ -55,7 +55,7 @@ class Inventory(SequenceFold[InventoryChange]):
         if not self.groups:
             return iter(())
         copies = [blocks.copy() for blocks in self._blocks]
-        return _told(self._created, copies, self.tokens_per_block, self._symbols.copy())
+        return _inventory_changes(self._created, copies, self.tokens_per_block, self._symbols.copy())
 
     # -- the cache
 
@@ -143,7 +143,7 @@ class Inventory(SequenceFold[InventoryChange]):
         self._changes.append(Uncached(event.group, event.names))
 
 
-def _told(
+def _inventory_changes(
     created: Created, groups: list[dict[bytes, CachedBlock]], size: int, symbols: SymbolTable
 ) -> Iterator[InventoryChange]:
     yield created

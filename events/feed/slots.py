@@ -281,9 +281,11 @@ def visible_blocks(group: int, blocks: FrozenBlocks) -> Iterator[Stored | Remove
     yield from _stores(group, blocks, gathered)
     if blocks.on_their_way.any():
         # The reverse of the published order: leaves first.
-        told = [index for chain in _chains(blocks) for index in chain if blocks.on_their_way[index]][::-1]
+        announced = [index for chain in _chains(blocks) for index in chain if blocks.on_their_way[index]][
+            ::-1
+        ]
         for level in (PRIMARY, SECONDARY):
-            gone = [index for index in told if blocks.levels[index] == level]
+            gone = [index for index in announced if blocks.levels[index] == level]
             if gone:
                 yield Removed(group, level, blocks.names[gone].tobytes())
 

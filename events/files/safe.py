@@ -20,7 +20,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from events.errors import NoRegularFile, UnsafeFile
+from events.errors import NotARegularFile, UnsafeFile
 
 OTHERS_WRITE = stat.S_IWOTH
 """Mode bits forbidden for most files."""
@@ -51,7 +51,7 @@ def open_own(path: Path, flags: int, forbids: int = OTHERS_WRITE) -> int:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise NoRegularFile(path)
+            raise NotARegularFile(path)
         refuse_foreign(path, status, forbids)
     except BaseException:
         os.close(descriptor)
@@ -77,7 +77,7 @@ def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
     with suppress(FileNotFoundError):
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise NoRegularFile(path)
+            raise NotARegularFile(path)
         try:
             path.unlink()
         except PermissionError:

@@ -89,13 +89,13 @@ def decode_native(payload: bytes) -> EventBatch:
     return decode_batch(payload)
 
 
-def origin_told(batch: EventBatch) -> Origin | None:
+def origin_of_state(batch: EventBatch) -> Origin | None:
     """Return the origin of a whole state in the batch; None: it has none, so that a reader cannot begin with it."""
     first = batch.events[0] if batch.events else None
     return Origin(first.log_id, first.epoch) if isinstance(first, EpochStarted) else None
 
 
-def loses_track(batch: EventBatch, last_seq: int) -> bool:
+def has_unhealed_gap(batch: EventBatch, last_seq: int) -> bool:
     """Return True if the stream itself lacks batches after `last_seq`, and this one does not have the state."""
     lost = False
     for event in batch.events:

@@ -45,11 +45,11 @@ Hash = int | bytes
 """The last 8 bytes of a digest as a number, or (as a setting of vLLM, 0.10.2 and later) all of them."""
 
 
-class _Told(msgspec.Struct, frozen=True, gc=False, tag_field="type", forbid_unknown_fields=True):
+class _EngineEvent(msgspec.Struct, frozen=True, gc=False, tag_field="type", forbid_unknown_fields=True):
     """Base of the known events."""
 
 
-class BlockStored(_Told, frozen=True, gc=False, tag=True):
+class BlockStored(_EngineEvent, frozen=True, gc=False, tag=True):
     """Consecutive blocks of one prefix became resident; `token_ids` are the tokens of all of them."""
 
     block_hashes: tuple[Hash, ...]
@@ -78,7 +78,7 @@ class BlockStored(_Told, frozen=True, gc=False, tag=True):
     """Unknown fields, as received."""
 
 
-class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
+class BlockRemoved(_EngineEvent, frozen=True, gc=False, tag=True):
     """Blocks left a medium."""
 
     block_hashes: tuple[Hash, ...]
@@ -90,7 +90,7 @@ class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
     """Unknown fields, as received."""
 
 
-class AllBlocksCleared(_Told, frozen=True, gc=False, tag=True):
+class AllBlocksCleared(_EngineEvent, frozen=True, gc=False, tag=True):
     """Nothing is resident any more, in any medium."""
 
 
@@ -287,7 +287,7 @@ def _salted(change: AnyChange, salts: Salts) -> AnyChange:
     return change if salt is None else msgspec.structs.replace(change, salt=salt)
 
 
-def told_salt(stored: Stored) -> str | None:
+def published_salt(stored: Stored) -> str | None:
     """Return the salt if it is known (`with_salts`), or its digest in hex."""
     digest = stored.namespace.salt_digest
     return stored.salt if stored.salt is not None or digest is None else digest.hex()
@@ -323,11 +323,11 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
         blocks == 1 and parent and stored.tokens and not stored.extras
     ):  # stores by decoding, several per engine step
         start, mid, end = _around_one(
-            namespace, told_salt(stored), stored.level, stored.tokens_per_block, stored.group, groups
+            namespace, published_salt(stored), stored.level, stored.tokens_per_block, stored.group, groups
         )
         parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
         return
-    salt = told_salt(stored)
+    salt = published_salt(stored)
     keys, attention = _attention(stored.group, *kind_and_window(groups, stored.group), salt is not None)
     first, other = _extra_keys(namespace, None if parent else salt)
     parts += (
@@ -442,7 +442,7 @@ def scope_keys(namespace: Namespace, salt: str | None) -> tuple[list[str], list[
 
 def _with_extras(stored: Stored) -> list[bytes]:
     """Encode the extra keys, block by block; between adapter and salt the items as [digest, offset]."""
-    adapter, salt = scope_keys(stored.namespace, None if stored.parent else told_salt(stored))
+    adapter, salt = scope_keys(stored.namespace, None if stored.parent else published_salt(stored))
     first, *others = stored.extras
     return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
 
@@ -601,7 +601,7 @@ def _trimmed(event: list[Any], least: int = _SHORTEST) -> list[Any]:
 
 def _array_extra_keys(stored: Stored, at: int, *, at_root: bool) -> list[list[Any]] | None:
     """Return the extra keys of the block's hash."""
-    adapter, salt = scope_keys(stored.namespace, told_salt(stored) if at_root else None)
+    adapter, salt = scope_keys(stored.namespace, published_salt(stored) if at_root else None)
     keys = [*adapter, *(stored.extras[at] if stored.extras else ()), *salt]
     return [keys] if keys else None
 
@@ -640,8 +640,10 @@ def encode_sglang(
                 }
             )
         elif isinstance(change, EncodedEvent):
-            told = _with_signed_hashes(msgspec.msgpack.decode(change.encoded))
-            events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
+            fields = _with_signed_hashes(msgspec.msgpack.decode(change.encoded))
+            events.append(
+                {key: value for key, value in fields.items() if value is not None or key in _ALWAYS}
+            )
         else:
             events.append({"type": "AllBlocksCleared"})
     return _pack([ts, events, rank])
@@ -657,16 +659,16 @@ def _stored_map(stored: Stored) -> dict[str, Any]:
         "lora_id": None,
         "medium": SGLANG_MEDIA[stored.level],
     }
-    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": told_salt(stored)}
+    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": published_salt(stored)}
     return event | {key: value for key, value in more.items() if value is not None}
 
 
-def _with_signed_hashes(told: dict[str, Any]) -> dict[str, Any]:
+def _with_signed_hashes(fields: dict[str, Any]) -> dict[str, Any]:
     """Return an engine's event with 64-bit hashes as SGLang's readers take them; whole digests stay."""
-    told["block_hashes"] = list(map(_as_signed, told["block_hashes"]))
-    if "parent_block_hash" in told:
-        told["parent_block_hash"] = _as_signed(told["parent_block_hash"])
-    return told
+    fields["block_hashes"] = list(map(_as_signed, fields["block_hashes"]))
+    if "parent_block_hash" in fields:
+        fields["parent_block_hash"] = _as_signed(fields["parent_block_hash"])
+    return fields
 
 
 def _as_signed(value: Any) -> Any:

@@ -26,7 +26,7 @@ The reasons:
 - the sync word lets a reader look for frames after a broken one: finding one proves damage, finding none means that
   writing was interrupted there. Its first byte never begins a msgpack value.
 - frames that one sync makes durable together may reach the disk in any order. So the first of them states that all
-  before it was on disk by then (`BEHIND_SYNC`): a broken frame before such a one is damage, any other is an interrupted
+  before it was on disk by then (`AFTER_SYNC`): a broken frame before such a one is damage, any other is an interrupted
   write;
 - no clock, and but for that flag nothing that depends on timing: unsynced, equal batches give equal files.
 
@@ -34,7 +34,7 @@ Frames that are written together may be compressed together. Then they are in a 
 is the next block of a zstd stream (`events.log.zstd`); seq, flags and the CRC before are those of the first frame in
 it, and in the place of the number of events is the size of the frames. So the above holds for such a frame as for any,
 and finding a torn end needs no expansion. Its content is frames as they would be written otherwise, except for
-`BEHIND_SYNC`. One with `BEGINS_STREAM`, as the first one of a segment is, is expanded without those before it. A reader
+`AFTER_SYNC`. One with `BEGINS_STREAM`, as the first one of a segment is, is expanded without those before it. A reader
 expands no more than `MAX_EXPANDED` at a time, and keeps no more than the segment's window.
 
 A last frame with `CLOSED`, no payload, and the seq after the last batch marks an orderly end.
@@ -60,7 +60,7 @@ CLOSED = 1
 """Flag: the end of an epoch, not a batch."""
 AFTER_LOSS = 2
 """Flag: the batches before this one, back to the frame before, were dropped by a full queue."""
-BEHIND_SYNC = 4
+AFTER_SYNC = 4
 """Flag: all frames before this one were on disk when it was written."""
 COMPRESSED = 8
 """Flag: the payload is a block of a zstd stream, and `events` is the size of the frames in it."""
@@ -154,7 +154,7 @@ class Chain:
     """Payload CRC of the last frame."""
     closed: bool = False
     """True if the last frame ended its epoch."""
-    behind_damage: bool = False
+    after_damage: bool = False
     """True if the last frame is unknown, because of damage."""
 
     def refuses_segment(self, header: SegmentHeader) -> str | None:
@@ -165,23 +165,23 @@ class Chain:
             return "the segment belongs to another log"
         if header.epoch < self.epoch or (self.closed and header.epoch == self.epoch):
             return "the segment's epoch is over"
-        broken = header.previous_crc != self.crc and not self.behind_damage
+        broken = header.previous_crc != self.crc and not self.after_damage
         if broken or header.base_seq < self.seq:
             return "frames are missing before this segment"
         return None
 
     def enter(self, header: SegmentHeader) -> None:
         """Advance into a segment."""
-        if self.behind_damage:
+        if self.after_damage:
             self.crc, self.seq = header.previous_crc, max(self.seq, header.base_seq)
         self.log_id, self.epoch, self.number = header.log_id, header.epoch, header.number + 1
-        self.closed = self.behind_damage = False
+        self.closed = self.after_damage = False
 
     def refuses_frame(self, header: FrameHeader) -> str | None:
         """Return the reason why this frame cannot be the next one; None if it can."""
         if self.closed:
             return "a frame follows the end of its epoch"
-        if header.previous_crc != self.crc and not self.behind_damage:
+        if header.previous_crc != self.crc and not self.after_damage:
             return "the frame does not continue the one before"
         if header.seq != self.seq and not (header.flags & AFTER_LOSS and header.seq > self.seq):
             return f"the frame is of batch {header.seq}"
@@ -193,4 +193,4 @@ class Chain:
         """Advance over a frame that was not refused."""
         self.closed = bool(header.flags & CLOSED)
         self.seq = header.seq + (not self.closed)
-        self.crc, self.behind_damage = header.payload_crc, False
+        self.crc, self.after_damage = header.payload_crc, False

@@ -206,7 +206,7 @@ class LogOutput:
             self._compress()
         compressed = self._block.takes(size, flags)
         if not compressed:
-            flags |= self._behind_sync()
+            flags |= self._sync_flag()
         header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, checksum(payload))
         if compressed:
             self._block.add(header, payload)
@@ -214,13 +214,13 @@ class LogOutput:
             self._wait(Portion((frames.pack_frame_header(header, self._seed), payload), header))
         chain.follow(header)
 
-    def _behind_sync(self) -> int:
+    def _sync_flag(self) -> int:
         """Return the flag of the next waiting frame: set if all before it is on disk."""
-        return frames.BEHIND_SYNC if self._sync and not self._waiting else 0
+        return frames.AFTER_SYNC if self._sync and not self._waiting else 0
 
     def _compress(self) -> None:
         """Move the block's frames to those waiting to be written, compressed."""
-        portion = self._block.take(self._behind_sync())
+        portion = self._block.take(self._sync_flag())
         if portion is not None:
             self._wait(portion)
 

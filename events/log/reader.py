@@ -201,7 +201,7 @@ class LogReader:
         while step != "stop":
             if state is not None:
                 snapshot, batch = state
-                chain, previous = self._go_on_behind(snapshot)
+                chain, previous = self._resume_after(snapshot)
                 yield snapshot, self._checked(snapshot.path, 0, batch)
                 state = None
             if (path := (yield from self._next(previous))) is None:
@@ -218,7 +218,9 @@ class LogReader:
                 self._hold(first_seq(path))
                 state = self._instead_of_missing(segment, chain)
                 # Segments listed before may be removed by now: the current ones count.
-                if state is not None or (self._misfits(segment, chain) and self._behind(previous) != path):
+                if state is not None or (
+                    self._misfits(segment, chain) and self._segment_after(previous) != path
+                ):
                     continue
                 ahead = replace(chain)
                 step = yield from self._segment(segment, ahead)
@@ -283,17 +285,17 @@ class LogReader:
         header = self._header_of(segment)
         if header is None or header.number <= chain.number:
             return None
-        if self._behind(_BEFORE_ALL, before=segment.path) is not None:
+        if self._segment_after(_BEFORE_ALL, before=segment.path) is not None:
             return None  # Retention removes the oldest ones and leaves no hole.
         for snapshot, batch in readable(snapshots(self.directory)):
             if snapshot.header.number > chain.number:
                 if self._start is None and self._last_seq is None:
                     self.snapshot = snapshot
                     return snapshot, batch
-                return snapshot, snapshot.behind_gap(min(chain.seq, snapshot.seq), batch)
+                return snapshot, snapshot.after_gap(min(chain.seq, snapshot.seq), batch)
         return None
 
-    def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, tuple[int, str]]:
+    def _resume_after(self, snapshot: Snapshot) -> tuple[Chain, tuple[int, str]]:
         """Return what the segment after it continues, and the place before that one; the log may end there."""
         about, path, size = snapshot.about, self.directory, 0
         for path in segment_paths(self.directory)[-1:]:
@@ -307,7 +309,7 @@ class LogReader:
 
     def _next(self, previous: tuple[int, str]) -> Generator[None, None, Path | None]:
         """Return the segment after this place; following, wait for it."""
-        while (path := self._behind(previous)) is None and (yield from self._pause()):
+        while (path := self._segment_after(previous)) is None and (yield from self._pause()):
             pass
         ends = path is not None and self._before is not None and first_seq(path) >= self._before
         return None if ends else path
@@ -316,7 +318,7 @@ class LogReader:
         """Return a segment's place in the order of the others."""
         return (first_seq(path) if self._places is None else self._places[path]), path.name
 
-    def _behind(self, place: tuple[int, str], before: Path | None = None) -> Path | None:
+    def _segment_after(self, place: tuple[int, str], before: Path | None = None) -> Path | None:
         """Return the first segment after this place, and before that one."""
         paths = segment_paths(self.directory)
         if self._places is not None:
@@ -344,7 +346,7 @@ class LogReader:
             self._report(error, segment.path, chain, segment.offset if entered else 0)
             # Reading continues with the segment after it.
             chain.number += not entered
-            chain.behind_damage, chain.closed = True, False
+            chain.after_damage, chain.closed = True, False
             return "next"
 
     def _in_segment(self, segment: Segment, chain: Chain) -> Generator[Item | None, None, Step]:
@@ -364,7 +366,7 @@ class LogReader:
                 continue
             if segment.renewed():
                 continue
-            has_successor = self._behind(self._place_of(segment.path)) is not None
+            has_successor = self._segment_after(self._place_of(segment.path)) is not None
             is_damaged = found is not None and segment.is_damaged(found, chain, is_last=not has_successor)
             if has_successor or is_damaged:
                 # A live writer may have gone on between our two looks, so the first one proves nothing yet.
@@ -382,15 +384,15 @@ class LogReader:
     def _goes_on(self, segment: Segment, found: Broken, chain: Chain) -> bool:
         """Return True if reading can continue after damage."""
         self._report(LogDamaged(segment.path, found.offset, chain.seq, found.reason), segment.path, chain)
-        return segment.go_on_behind(found, chain)
+        return segment.resume_after(found, chain)
 
     def _enter(self, segment: Segment, chain: Chain) -> Step | None:
         """Read the header; returns what to do instead of reading on."""
-        header, behind_damage = None, chain.behind_damage
+        header, after_damage = None, chain.after_damage
         try:
             header = segment.header()
             if header is None:
-                if self._behind(self._place_of(segment.path)) is None:  # Writing it was interrupted.
+                if self._segment_after(self._place_of(segment.path)) is None:  # Writing it was interrupted.
                     self._reached = LogEnd("torn", self._last_seq, segment.path, 0, chain.seq)
                     return "stop"
                 raise LogDamaged(segment.path, 0, chain.seq, SHORT_HEADER)
@@ -401,13 +403,13 @@ class LogReader:
             self._report(error, segment.path, chain)
             if header is None and segment.is_headed():
                 return "next"  # Its content belongs to another place.
-            chain.behind_damage = True
+            chain.after_damage = True
             if header is None and (header := self._guessed(segment, chain)) is None:
                 chain.number += 1
                 return "next"
             is_foreign = chain.log_id not in (None, header.log_id)
             if is_foreign or header.number < chain.number or header.epoch < chain.epoch:
-                chain.behind_damage = behind_damage
+                chain.after_damage = after_damage
                 return "next"  # It has been read, or is of another log.
         chain.enter(header)
         self.header = header
@@ -446,13 +448,13 @@ class LogReader:
         return None
 
     def _checked(self, path: Path, offset: int, batch: EventBatch) -> EventBatch:
-        reason = self._what_is_broken(path, batch)
+        reason = self._find_damage(path, batch)
         if reason is not None:
             raise LogDamaged(path, offset, batch.seq, reason)
         self._last_seq = batch.seq
         return batch
 
-    def _what_is_broken(self, path: Path, batch: EventBatch) -> str | None:
+    def _find_damage(self, path: Path, batch: EventBatch) -> str | None:
         """Describe a part of the batch that no reader could interpret; None if there is none."""
         for event in batch.events:
             if type(event) is FeedStarted and self._kind == "cache":

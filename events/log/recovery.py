@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from events.diagnostics import get_logger
-from events.errors import LogDamaged, LogExists, LogLocked, LogOutdated, NoRegularFile, NotALog
+from events.errors import LogDamaged, LogExists, LogLocked, LogOutdated, NotALog, NotARegularFile
 from events.files.safe import check_directory, create_file, refuse_foreign
 from events.log import segments
 from events.log.durable import (
@@ -109,7 +109,7 @@ def _make_private(directory: Path, is_new: bool) -> None:
 def _lock(directory: Path) -> Lock:
     try:
         return take_lock(directory / segments.LOCK_NAME, with_directory=True)
-    except NoRegularFile:
+    except NotARegularFile:
         raise NotALog(directory, to_write=True) from None
     except LockHeld as held:
         raise LogLocked(directory, held.holder) from None
@@ -177,7 +177,7 @@ def plan(directory: Path) -> Recovery:
             closed = closed_chain(segment)
             chain, torn = (closed, False) if closed else _scan(segment, is_last=not aside)
             if closed or segment.offset > SEGMENT_HEADER_BYTES:
-                _refuse_strangers(segment, paths)
+                _refuse_foreign_segments(segment, paths)
                 cut = Cut(path, segment.offset, segment.size() - segment.offset) if torn else None
                 return Recovery(chain, tuple(aside), cut, unfinished)
             aside.append(Aside(path, chain.epoch, segment.size()))
@@ -189,7 +189,7 @@ def carry_out(directory: Path, recovery: Recovery) -> None:
     for unfinished in recovery.unfinished:
         unfinished.unlink(missing_ok=True)
     for aside in recovery.aside:
-        _put_aside(directory, aside)
+        _move_aside(directory, aside)
     if recovery.cut is not None:
         _cut_tail(recovery.cut)
 
@@ -230,7 +230,7 @@ def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
     return chain, found is not None
 
 
-def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
+def _refuse_foreign_segments(segment: segments.Segment, before: list[Path]) -> None:
     """Refuse a segment that cannot follow the one before it, as one copied from another log."""
     header = segment.header()
     assert header is not None
@@ -276,7 +276,7 @@ def _cut_tail(cut: Cut) -> None:
         os.close(source)
 
 
-def _put_aside(directory: Path, aside: Aside) -> None:
+def _move_aside(directory: Path, aside: Aside) -> None:
     """Move away a segment without a whole frame, which has its name and nothing to keep, for the next one."""
     quarantine = _quarantine(directory)
     aside.path.rename(quarantine / f"{aside.path.name}.epoch{aside.epoch}")

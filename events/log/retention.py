@@ -150,7 +150,7 @@ class LogParts:
             return True
         if limits.seconds is not None:
             # A clock that went back is taken as standing still.
-            elapsed = sum(max(behind.ts - part.ts, 0) for part, behind in pairwise(kept[1:]))
+            elapsed = sum(max(following.ts - part.ts, 0) for part, following in pairwise(kept[1:]))
             if elapsed > limits.seconds * _NS:
                 return True
         return limits.bytes is not None and self._bytes(kept) > limits.bytes

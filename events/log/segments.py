@@ -24,8 +24,8 @@ from events.ids import MAX_EPOCH
 from events.log import frames
 from events.log.durable import is_lock_file, sync_directory, sync_file, write_all
 from events.log.frames import (
+    AFTER_SYNC,
     BEGINS_STREAM,
-    BEHIND_SYNC,
     CLOSED,
     COMPRESSED,
     FRAME_HEADER_BYTES,
@@ -149,7 +149,7 @@ class Segment:
         self._stream: Expander | None = None
         self._block = memoryview(b"")
         """Expanded frames not read yet."""
-        self._behind_block = 0
+        self._block_end = 0
         self._patience: int | None = None
         """Remaining bytes of payloads to be checked after damage; None: there was none yet."""
         self.descriptor = open_file(path)
@@ -286,7 +286,7 @@ class Segment:
         except ValueError:
             return False
         self._stream = stream
-        self._behind_block = self.offset + FRAME_HEADER_BYTES + header.payload_bytes
+        self._block_end = self.offset + FRAME_HEADER_BYTES + header.payload_bytes
         return bool(self._block)
 
     def _in_block(self, chain: Chain) -> Frame | Broken:
@@ -306,7 +306,7 @@ class Segment:
         frame = Frame(header, self.offset, payload)
         self._block = block[end:]
         if not self._block:
-            self.offset = self._behind_block
+            self.offset = self._block_end
         return frame
 
     def _broken(self, reason: str, what: Literal["cut", "misplaced", "nonsense"] = "cut") -> Broken:
@@ -332,18 +332,18 @@ class Segment:
             not is_last
             or found.what != "cut"
             or any(
-                header.seq > chain.seq and header.flags & BEHIND_SYNC
+                header.seq > chain.seq and header.flags & AFTER_SYNC
                 for _, header in self._headers_from(found.offset + 1)
             )
         )
 
-    def go_on_behind(self, found: Broken, chain: Chain) -> bool:
+    def resume_after(self, found: Broken, chain: Chain) -> bool:
         """Continue with the next whole frame after the damage, which `chain` then expects; False: there is none.
 
         A stream with a lost part has no whole frame.
         """
         self._block, self._stream = memoryview(b""), None
-        chain.behind_damage, chain.closed = True, False
+        chain.after_damage, chain.closed = True, False
         if self._patience is None:
             self._patience = _TIMES_LOOKED_AT * self.size()
         for offset, header in self._headers_from(found.offset + (found.what != "misplaced")):

@@ -92,11 +92,11 @@ class Snapshot:
     def fits(self) -> bool:
         """Return True if the log continues after it, or ends there. Raises OSError."""
         paths = segment_paths(self.path.parent)
-        behind = [path for path in paths if first_seq(path) > self.seq]
-        header = _header_of(behind[0] if behind else paths[-1]) if paths else None
+        later = [path for path in paths if first_seq(path) > self.seq]
+        header = _header_of(later[0] if later else paths[-1]) if paths else None
         if header is None:
             return False
-        if behind:
+        if later:
             return self.chain().refuses_segment(header) is None
         return self.about.closed and (header.log_id, header.epoch, header.number + 1) == (
             self.header.log_id,
@@ -115,7 +115,7 @@ class Snapshot:
             raise LogDamaged(self.path, SEGMENT_HEADER_BYTES, self.seq, "header and payload disagree")
         return batch
 
-    def behind_gap(self, first: int, batch: EventBatch) -> EventBatch:
+    def after_gap(self, first: int, batch: EventBatch) -> EventBatch:
         """Return the state for a reader that lacks the batches before it, from `first` on."""
         gap = Gap(first_seq=first, last_seq=self.seq, reason="removed from the log by its retention")
         return msgspec.structs.replace(batch, events=(batch.events[0], gap, *batch.events[1:]))

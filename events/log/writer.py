@@ -157,21 +157,21 @@ class LogThread:
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             self.output.roll_back()
-            told = self._told(error)
-            self.failure = LogWriteFailed(told.path, told.reason, told.errno, ended=True)
-            self.tell()
+            failure = self._as_write_failure(error)
+            self.failure = LogWriteFailed(failure.path, failure.reason, failure.errno, ended=True)
+            self.notify_waiters()
 
     def is_announced(self, seq: int) -> bool:
         """True if a batch that announces the loss of this one was appended."""
         first, last = self.announced
         return first <= seq < last
 
-    def tell(self) -> None:
+    def notify_waiters(self) -> None:
         """Wake all that wait for progress."""
         with self.progress:
             self.progress.notify_all()
 
-    def hasten(self) -> None:
+    def expedite(self) -> None:
         """Write and sync now rather than later; for callers that wait."""
         self.hurry.set()
         if self._sync_seconds:
@@ -284,7 +284,7 @@ class LogThread:
             self.done_bytes = total
         if not group:
             self._sync_at = math.inf
-        self.tell()
+        self.notify_waiters()
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Do something with the disk; False if it fails. The second failure while closing is raised."""
@@ -292,28 +292,28 @@ class LogThread:
             action()
         except Exception as error:  # noqa: BLE001 - what is not the system's refusal is no reason to stop either
             self._roll_back()
-            self._note_trouble(self._told(error))
+            self._record_trouble(self._as_write_failure(error))
             return False
         if self.trouble is not None:
             self.trouble = None
-            self.tell()
+            self.notify_waiters()
             _log.info("log_continues", log=str(self._directory))
         return True
 
-    def _note_trouble(self, failure: LogWriteFailed) -> None:
+    def _record_trouble(self, failure: LogWriteFailed) -> None:
         again = self.trouble is not None
         if not again:
             self._pauses = pauses()
         self._pause = next(self._pauses)
         self.trouble = failure
         self.failed_tries += 1
-        self.tell()
+        self.notify_waiters()
         if not again:
             _log.warning("log_suspended", log=str(self._directory), reason=failure.reason)
         elif self.closing:
             raise failure
 
-    def _told(self, error: BaseException) -> LogWriteFailed:
+    def _as_write_failure(self, error: BaseException) -> LogWriteFailed:
         if isinstance(error, LogWriteFailed):
             return error
         if isinstance(error, OSError) and error.errno is not None:
@@ -347,7 +347,7 @@ class LogWriter:
     - `clock`: the seconds by which `fsync_seconds` count; for tests, which set it.
     """
 
-    _lost_behind = 0
+    _num_lost_at_end = 0
     """Number of batches after the end that will never come."""
 
     def __init__(
@@ -443,7 +443,7 @@ class LogWriter:
         self._refused = 0
         self._lost: tuple[int, int] | None = None
         self._lost_by = ""
-        self._gap_taken = False
+        self._gap_popped = False
         self._closed = False
         self._queue = self._recorder.queue
         self._thread = threading.Thread(target=self._recorder.run, name="kvcache-log", daemon=True)
@@ -550,9 +550,9 @@ class LogWriter:
             failed = self._recorder.trouble
             why = f"be written: {failed.reason}" if failed else "keep up"
             self._lost_by = f"the log could not {why}"
-        elif self._gap_taken:
+        elif self._gap_popped:
             self._recorder.announced = (self._lost[0], seq)
-            self._lost, self._gap_taken = None, False
+            self._lost, self._gap_popped = None, False
             return True
         self._refused += 1
         self._lost = (self._lost[0] if self._lost is not None else seq, seq)
@@ -571,7 +571,7 @@ class LogWriter:
         # A batch larger than the whole queue goes through alone.
         return queued == 0 or (queued < self._max_batches * kept and size <= self._max_bytes * kept)
 
-    def take_gap(self) -> Gap | None:
+    def pop_gap(self) -> Gap | None:
         """Return the range of lost batches, once writing works and the queue is half empty; None: nothing to announce.
 
         The next batch must carry it, and the whole state; it is accepted whatever its size. To record a loss
@@ -582,7 +582,7 @@ class LogWriter:
         trouble = self._recorder.trouble
         if self._lost is None or trouble is not None or self._is_half_full(self._appended_bytes):
             return None
-        self._gap_taken = True
+        self._gap_popped = True
         first, last = self._lost
         return Gap(first_seq=first, last_seq=last, reason=self._lost_by)
 
@@ -614,7 +614,7 @@ class LogWriter:
         def done() -> bool:
             if recorder.trouble is not None and recorder.failed_tries > failed_before:
                 raise recorder.trouble.with_traceback(None)
-            # Not before writing works again: `take_gap` checks both.
+            # Not before writing works again: `pop_gap` checks both.
             return recorder.done >= target and recorder.trouble is None
 
         recorder.retry.set()
@@ -630,9 +630,9 @@ class LogWriter:
             return True
         if self._recorder.failure is not None:
             raise self._recorder.failure.with_traceback(None)
-        return self._syncs and self._wait(lambda: self.durable_seq >= seq, timeout, hastens=False)
+        return self._syncs and self._wait(lambda: self.durable_seq >= seq, timeout, expedites=False)
 
-    def _wait(self, done: Callable[[], bool], timeout: float | None, *, hastens: bool = True) -> bool:
+    def _wait(self, done: Callable[[], bool], timeout: float | None, *, expedites: bool = True) -> bool:
         """Wait for the thread to make `done` true; False if the time passed."""
         recorder = self._recorder
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -643,14 +643,14 @@ class LogWriter:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
-                if hastens:
-                    recorder.hasten()
+                if expedites:
+                    recorder.expedite()
                 recorder.progress.wait(left)
         return True
 
     def lose(self) -> None:
         """Record that the state continues and the log does not: its end shows one more lost batch."""
-        self._lost_behind = 1
+        self._num_lost_at_end = 1
 
     def close(self) -> None:
         """Write what is queued and the mark of an orderly end; stop the thread; release the lock.
@@ -662,7 +662,7 @@ class LogWriter:
             return
         self._closed = True
         recorder = self._recorder
-        recorder.end_seq = self._expected_seq + self._lost_behind
+        recorder.end_seq = self._expected_seq + self._num_lost_at_end
         recorder.closing = True
         for event in (recorder.hurry, recorder.work, recorder.retry):
             event.set()
@@ -674,7 +674,7 @@ class LogWriter:
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
         recorder.failure = LogWriteFailed(self.directory, "the log is closed")
-        recorder.tell()
+        recorder.notify_waiters()
 
     def _drain_at_exit(self) -> None:
         """Save the queue when the program exits without `close`. No end is marked: the log was not closed."""

@@ -40,7 +40,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from events.errors import EventDecodeError
-from events.formats.native import Origin, decode_native, loses_track, origin_told
+from events.formats.native import Origin, decode_native, has_unhealed_gap, origin_of_state
 from events.formats.vllm import AllBlocksCleared, Message, VLLMBatch, decode_batch
 from events.types import EventBatch
 
@@ -357,7 +357,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
         except EventDecodeError as error:
             self._lose(message.seq, message.seq, error.reason)
             return
-        origin = origin_told(batch)
+        origin = origin_of_state(batch)
         if origin is not None:
             self._take_state(message, batch, origin, replayed=replayed)
         elif self._next is not None and message.seq < self._next:
@@ -369,7 +369,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
         elif batch.events:
             self._deliver(message, batch, replayed=replayed)
         else:
-            self._hear_heartbeat(message, batch)
+            self._take_heartbeat(message, batch)
 
     def _take_state(self, message: Message, batch: EventBatch, origin: Origin, *, replayed: bool) -> None:
         seq = message.seq
@@ -406,7 +406,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
     def _drop(self, seq: int) -> None:
         self.waiting, self._next = True, seq + 1
 
-    def _hear_heartbeat(self, message: Message, batch: EventBatch) -> None:
+    def _take_heartbeat(self, message: Message, batch: EventBatch) -> None:
         if batch.seq > self._last_seq:
             self._lose(message.seq, message.seq, "the publisher has told other batches since")
         self._next = message.seq + 1
@@ -414,6 +414,6 @@ class NativeContinuity(MessageOrder[NativeReport]):
     def _deliver(self, message: Message, batch: EventBatch, *, replayed: bool) -> None:
         topic = message.topic.decode(errors="replace")
         self._reports.append(ReceivedBatch(message.seq, topic, batch, replayed))
-        if loses_track(batch, self._last_seq):
+        if has_unhealed_gap(batch, self._last_seq):
             self.waiting = True
         self._next, self._last_seq = message.seq + 1, batch.seq

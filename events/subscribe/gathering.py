@@ -213,8 +213,8 @@ class Gathering:
         if now - self._looked_at < _LOOK_SECONDS:
             return False
         self._looked_at = now
-        oldest = min(self._followers, key=lambda worker: self._followers[worker].heard_at)
-        if now - self._followers[oldest].heard_at < self._forget_seconds:
+        oldest = min(self._followers, key=lambda worker: self._followers[worker].last_received_at)
+        if now - self._followers[oldest].last_received_at < self._forget_seconds:
             return False
         # It may come again: its blocks then must not be taken for those it has now.
         lost = self._followers.pop(oldest).give_up("it was silent for long, and others came in its place")

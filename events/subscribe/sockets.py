@@ -234,7 +234,7 @@ def _check_mode(path: Path, forbidden: int) -> None:
 
 
 LOOK_SECONDS = 1.0
-KEYS_TOLD = 100
+MAX_REPORTED_KEYS = 100
 """Limit of logged keys that are refused, each once: clients that make new ones must not fill the log."""
 
 _log = get_logger("sockets")
@@ -248,7 +248,7 @@ class Gate:
         self._keys = read_directory(clients)
         self._looked_at = time.monotonic()
         self._handler: ThreadAuthenticator | None = None
-        self._told: set[bytes] = set()
+        self._reported_keys: set[bytes] = set()
         self._wrong: list[str] = []
         """Errors of the directory's files at the last look."""
         self.refused = 0
@@ -278,13 +278,13 @@ class Gate:
         allowed = key in self._keys
         if not allowed:
             self.refused += 1
-            self._tell(key)
+            self._log_refused(key)
         return allowed
 
-    def _tell(self, key: bytes) -> None:
+    def _log_refused(self, key: bytes) -> None:
         """Log a refused key, so that a forgotten one can be added; it is public."""
-        if key not in self._told and len(self._told) < KEYS_TOLD:
-            self._told.add(key)
+        if key not in self._reported_keys and len(self._reported_keys) < MAX_REPORTED_KEYS:
+            self._reported_keys.add(key)
             _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
 
     def _look_again(self) -> None:

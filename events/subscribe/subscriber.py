@@ -270,7 +270,7 @@ class Follower(Generic[AnyReport]):
         """The socket of the open replay request."""
         self.malformed = 0
         """Messages ignored because they do not even have a number."""
-        self.heard_at = self._clock()
+        self.last_received_at = self._clock()
         """Time of its last message."""
         self.refused = 0
         """Connections to the replay that failed because of keys."""
@@ -287,7 +287,7 @@ class Follower(Generic[AnyReport]):
 
     def live(self, frames: list[bytes]) -> None:
         """Accept a message of the stream."""
-        self.heard_at = self._clock()
+        self.last_received_at = self._clock()
         try:
             self._continuity.live(parse_message(frames))
         except EventDecodeError:
@@ -644,8 +644,8 @@ class NativeSubscriber(BlockingPublication[NativeReport]):
     def _take(self) -> list[NativeReport]:
         reports = super()._take()
         now = self._clock()
-        hears_in_vain = self._continuity.waiting and self._continuity.next is not None
-        if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
+        is_stalled = self._continuity.waiting and self._continuity.next is not None
+        if is_stalled and now - self._asked_at >= _ASK_AGAIN_SECONDS:
             # For the publisher this is a new subscriber, which receives the state.
             self._asked_at = now
             self._live.socket.unsubscribe(self._topic)

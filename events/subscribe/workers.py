@@ -43,10 +43,10 @@ from events.types import (
     WorkerSeen,
 )
 
-AnyTold = FeedStored | FeedRemoved | FeedCleared | FeedUnknown
+CacheChangeEvent = FeedStored | FeedRemoved | FeedCleared | FeedUnknown
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
-_IN_MORE = (
+_EXTRA_FIELDS = (
     "extra_keys",
     "kv_cache_spec_kind",
     "kv_cache_spec_sliding_window",
@@ -57,7 +57,7 @@ _IN_MORE = (
 CLEARED = _pack({"type": "AllBlocksCleared"})
 
 
-def from_wire(worker: int, event: VLLMEvent) -> AnyTold:
+def from_wire(worker: int, event: VLLMEvent) -> CacheChangeEvent:
     """Convert a worker's event on the wire to an event of the log."""
     if isinstance(event, BlockStored):
         return _stored(worker, event)
@@ -78,7 +78,7 @@ def from_wire(worker: int, event: VLLMEvent) -> AnyTold:
 
 
 def _stored(worker: int, event: BlockStored) -> FeedStored:
-    more = {name: value for name in _IN_MORE if (value := getattr(event, name)) is not None}
+    more = {name: value for name in _EXTRA_FIELDS if (value := getattr(event, name)) is not None}
     try:
         tokens = array("i", cast("tuple[int, ...]", event.token_ids)).tobytes()
     except (TypeError, OverflowError):
@@ -242,7 +242,7 @@ def parents_first(blocks: Iterable[WorkerBlock]) -> Iterator[WorkerBlock]:
     at: dict[tuple[int, Hash], list[int]] = {}
     for row, block in enumerate(rows):
         at.setdefault((_group(block), block.name), []).append(row)
-    met, told = bytearray(len(rows)), bytearray(len(rows))
+    met, yielded = bytearray(len(rows)), bytearray(len(rows))
     for first in range(len(rows)):
         path = [first]
         while path:
@@ -254,8 +254,8 @@ def parents_first(blocks: Iterable[WorkerBlock]) -> Iterator[WorkerBlock]:
                 path += [each for each in parents if not met[each]]
                 continue
             path.pop()
-            if not told[row]:
-                told[row] = True
+            if not yielded[row]:
+                yielded[row] = True
                 yield block
 
 
@@ -533,22 +533,22 @@ class WorkerFeed(StreamFold[AnyChange]):
     `fold` raises SeveralWorkers.
     """
 
-    _heard_when_lost = (ev.Gap, FeedStarted, WorkerSeen)
+    _handled_when_lost = (ev.Gap, FeedStarted, WorkerSeen)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.worker: WorkerState | None = None
         self._name = name
         self._names: dict[int, str] = {}
-        told: tuple[type, ...] = (FeedStored, FeedRemoved, FeedCleared, FeedGap, FeedRestarted)
+        changes: tuple[type, ...] = (FeedStored, FeedRemoved, FeedCleared, FeedGap, FeedRestarted)
         self._handlers |= {FeedStarted: self._start, WorkerSeen: self._see}
-        self._handlers |= dict.fromkeys(told, self._hear)
+        self._handlers |= dict.fromkeys(changes, self._apply_change)
 
     def snapshot(self) -> Iterator[AnyChange]:
         """Yield all known resident blocks, as stores, parents first; later folds do not affect it."""
         if self.worker is None:
             return iter(())
-        return map(_told, self.worker.resident())
+        return map(_encode_event, self.worker.resident())
 
     @property
     def missing(self) -> str | None:
@@ -560,7 +560,7 @@ class WorkerFeed(StreamFold[AnyChange]):
         names = ", ".join(sorted(self._names.values())) or "none"
         return f"the log knows of no worker {self._name}; there are {names}"
 
-    def _hear(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
+    def _apply_change(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
         """Apply an event of some worker."""
         worker = self.worker
         if worker is None or event.worker != worker.seen.worker:
@@ -568,12 +568,12 @@ class WorkerFeed(StreamFold[AnyChange]):
         if isinstance(event, FeedStored):
             new = worker.store(event)
             if len(new) == len(event.block_hashes):
-                self._changes += [_told(event)] if new else []
+                self._changes += [_encode_event(event)] if new else []
             else:
-                self._changes += map(_told, stores_of(new))
+                self._changes += map(_encode_event, stores_of(new))
         elif isinstance(event, FeedRemoved):
             if gone := worker.remove(event):
-                self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
+                self._changes.append(_encode_event(msgspec.structs.replace(event, block_hashes=tuple(gone))))
         else:
             worker.forget()
             self._changes.append(Cleared())
@@ -598,7 +598,7 @@ class WorkerFeed(StreamFold[AnyChange]):
                 self.worker.seen = event
 
 
-def _told(event: FeedStored | FeedRemoved) -> EncodedEvent:
+def _encode_event(event: FeedStored | FeedRemoved) -> EncodedEvent:
     return EncodedEvent(to_wire(event))
 
 
@@ -639,17 +639,17 @@ def _path(
     blocks: Iterable[tuple[str, WorkerBlock]], tokens: bytes, lora: str | None, salt: str | None
 ) -> list[tuple[str, int]]:
     """Return the medium and the tokens of each block from the prompt's beginning on."""
-    behind: dict[Hash | None, list[tuple[str, WorkerBlock]]] = {}
+    children: dict[Hash | None, list[tuple[str, WorkerBlock]]] = {}
     for medium, block in blocks:
         if block.tokens:
-            behind.setdefault(block.parent, []).append((medium, block))
+            children.setdefault(block.parent, []).append((medium, block))
     path: list[tuple[str, int]] = []
     parent: Hash | None = None
     at = 0
     while True:
         here = [
             (medium, block)
-            for medium, block in behind.get(parent, ())
+            for medium, block in children.get(parent, ())
             if tokens[at : at + len(block.tokens)] == block.tokens
             and _suits(block, lora, salt if not at else None)
         ]
@@ -671,9 +671,9 @@ def _suits(block: WorkerBlock, lora: str | None, salt: str | None) -> bool:
     if adapter != lora:
         return False
     extra = [key for key in block.field("extra_keys") or () if key != adapter]
-    told = extra or (
+    unmatched = extra or (
         [block.field("cache_salt")] if block.parent is None and block.field("cache_salt") else []
     )
     if salt is None:
-        return not told
-    return len(told) == 1 and told[0] in (salt, sha256(salt.encode()).hexdigest())
+        return not unmatched
+    return len(unmatched) == 1 and unmatched[0] in (salt, sha256(salt.encode()).hexdigest())

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from events.errors import NoRegularFile, system_reason
+from events.errors import NotARegularFile, system_reason
 from events.files.safe import OTHERS, create_file, open_own
 from events.log.durable import Lock, LockHeld, sync_directory, sync_file, take_lock, write_all
 from events.types import SECONDARY
@@ -245,7 +245,7 @@ def _locked(path: Path) -> Lock:
         return take_lock(path.with_name(path.name + ".lock"))
     except LockHeld as held:
         raise SecondaryFileError(path, "locked", held.holder) from None
-    except NoRegularFile:
+    except NotARegularFile:
         raise SecondaryFileError(
             path, "unavailable", "what has the name of its lock file is something else"
         ) from None
@@ -273,7 +273,7 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-    except (IsADirectoryError, NoRegularFile):
+    except (IsADirectoryError, NotARegularFile):
         raise SecondaryFileError(path, "foreign") from None
     except OSError as error:
         raise SecondaryFileError(path, "unavailable", system_reason(error)) from error

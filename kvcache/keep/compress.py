@@ -20,7 +20,7 @@ from events.errors import LogDamaged, LogError, NotALog, ZstdMissing
 from events.files.safe import create_file
 from events.log.durable import sync_directory, sync_file, write_all
 from events.log.frames import (
-    BEHIND_SYNC,
+    AFTER_SYNC,
     FRAME_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     VERSION,
@@ -64,7 +64,7 @@ class Compressed:
 def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) -> Compressed:
     """Compress all uncompressed segments except the one being written. A writer may be at work.
 
-    `progress` receives the number of each batch. Raises NotALog, LogBeingKept if another process is at work, LogTooNew,
+    `progress` receives the number of each batch. Raises NotALog, LogBusy if another process is at work, LogTooNew,
     ZstdMissing, NotWritten on a full disk, OSError; segments compressed before stay so.
     """
     if not is_log(directory):
@@ -172,14 +172,14 @@ def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]
     block = Block(seed, MAX_WINDOW_LOG)
     for frame, payload in _frames(path):
         size = FRAME_HEADER_BYTES + frame.payload_bytes
-        if (block.is_full or not block.takes(size, frame.flags)) and (portion := block.take(BEHIND_SYNC)):
+        if (block.is_full or not block.takes(size, frame.flags)) and (portion := block.take(AFTER_SYNC)):
             yield portion.parts
             progress(frame.seq)
         if block.takes(size, frame.flags):
             block.add(frame, payload)
         else:
-            yield [pack_frame_header(frame._replace(flags=frame.flags | BEHIND_SYNC), seed), payload]
-    if portion := block.take(BEHIND_SYNC):
+            yield [pack_frame_header(frame._replace(flags=frame.flags | AFTER_SYNC), seed), payload]
+    if portion := block.take(AFTER_SYNC):
         yield portion.parts
 
 
@@ -191,7 +191,7 @@ def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
         chain = header.chain()
         chain.enter(header)
         while isinstance(found := segment.read(chain), Frame):
-            yield found.header._replace(flags=found.header.flags & ~BEHIND_SYNC), found.payload
+            yield found.header._replace(flags=found.header.flags & ~AFTER_SYNC), found.payload
         if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
             raise LogDamaged(path, segment.offset, chain.seq, "it does not hold whole frames")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogBeingKept, LogError, NoRegularFile, NotALog, system_reason
+from events.errors import LogBusy, LogError, NotALog, NotARegularFile, system_reason
 from events.files.safe import check_directory
 from events.log.durable import LockHeld, take_lock
 from events.log.segments import KEEPER_NAME
@@ -16,13 +16,13 @@ from events.log.segments import KEEPER_NAME
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Acquire exclusive access. Raises LogBeingKept if another process has it, NotALog, UnsafeFile, OSError."""
+    """Acquire exclusive access. Raises LogBusy if another process has it, NotALog, UnsafeFile, OSError."""
     check_directory(directory, may_be_sticky=False)
     try:
         lock = take_lock(directory / KEEPER_NAME)
     except LockHeld as held:
-        raise LogBeingKept(directory, held.holder) from None
-    except NoRegularFile:
+        raise LogBusy(directory, held.holder) from None
+    except NotARegularFile:
         raise NotALog(directory) from None
     try:
         yield

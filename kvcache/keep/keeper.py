@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from events.diagnostics import get_logger
-from events.errors import LogBeingKept, LogError, type_and_place
+from events.errors import LogBusy, LogError, type_and_place
 from events.log.retention import Limits, LogParts
 from kvcache.keep.prune import prune
 
@@ -160,7 +160,7 @@ def _kept(directory: Path, limits: Limits) -> str:
             with suppress(OSError):  # The request is not awaited.
                 os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
         prune(directory, limits)
-    except LogBeingKept:
+    except LogBusy:
         return ""  # Another process is at work.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
         # Errors of this library quote no data; of others the text is left out.

@@ -36,7 +36,7 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
 
     A snapshot is due after the newest complete segment, once the segments since the last snapshot have as many bytes as
     that one: so snapshots take no more room than the log, and no more time than reading it once. Another is due at the
-    start of the oldest segment to keep. Raises LogBeingKept if another process is at work, and what `make_snapshot`
+    start of the oldest segment to keep. Raises LogBusy if another process is at work, and what `make_snapshot`
     raises; nothing is removed then.
     """
     if not is_log(directory):

@@ -136,7 +136,7 @@ class Journal:
 
     def make_good(self) -> None:
         """Record losses, and the whole state with the next flush; called before each flush where `outputs.may_lose`."""
-        gap = self.outputs.take_gap()
+        gap = self.outputs.pop_gap()
         if gap is not None:
             self.bus.publish(gap)
         lost = self.outputs.lost_seq

@@ -104,9 +104,9 @@ class Outputs:
             with contextlib.suppress(LogWriteFailed):
                 self.log.flush(_ROOM_SECONDS)
 
-    def take_gap(self) -> Gap | None:
+    def pop_gap(self) -> Gap | None:
         """Return the log's losses, once there is room again."""
-        return self.log.take_gap() if self.log is not None else None
+        return self.log.pop_gap() if self.log is not None else None
 
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool]) -> bool:
         """Wait until each feed for routers has `count` subscribers; False after `timeout` or once `stop()` is True."""

@@ -263,7 +263,7 @@ class FeedRecorder:
         """After the disk accepts batches again: record what is missing, and the whole state."""
         if not self._log.has_lost:
             return
-        gap = self._log.take_gap()
+        gap = self._log.pop_gap()
         if gap is not None:
             self._write([gap, FeedStarted(endpoints=self._endpoints), *self._restated()])
 

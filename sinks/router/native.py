@@ -17,7 +17,7 @@ import msgspec
 from events.codec import batch_without_tokens
 from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Batched
-from events.formats.native import loses_track, origin_told
+from events.formats.native import has_unhealed_gap, origin_of_state
 from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, StateExported
 from sinks.base import SinkContext, SinkError, StateFold
 from sinks.router.feed import FeedSnapshot, FeedTransport, RouterFeed
@@ -46,12 +46,15 @@ class NativeFold(StreamFold[Batched]):
     def fold(self, batch: EventBatch) -> list[Batched]:
         """Return the batches to send for one: itself, or the state that replaces missed ones; before that none."""
         batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
-        whole, last = origin_told(batch) is not None, -1 if self.last_seq is None else self.last_seq
+        whole, last = origin_of_state(batch) is not None, -1 if self.last_seq is None else self.last_seq
         missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
         told = any(isinstance(event, StateExported) for event in batch.events) and bool(
             self._beginning_events
         )
-        was_lost, self.lost = self.lost, not whole and ((missed and not told) or loses_track(batch, last))
+        was_lost, self.lost = (
+            self.lost,
+            not whole and ((missed and not told) or has_unhealed_gap(batch, last)),
+        )
         self.last_seq, self._last_ts = batch.seq, batch.ts
         if self.lost:
             return [] if was_lost else [self._gap(min(last + 1, batch.seq))]

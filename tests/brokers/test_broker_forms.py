@@ -34,7 +34,7 @@ def test_readers_of_any_form_know_what_workers_have(broker: Server, form: str) -
             assert {name % 2**64 for name in index.resident() if isinstance(name, int)} == worker.resident
             assert (index.orphans, index.repeated_stores, index.unknown_removals) == (0, 0, 0)
             assert index.missed_batches == 0
-        assert worker.transport.tellings > 1
+        assert worker.transport.attempts > 1
         assert worker.runner.stats().errors == 0
 
 

@@ -82,7 +82,7 @@ class TestLateJoin:
                 sizes.append(sum(len(payload) for _, payload in server.records("w")))
                 with StreamReader(server.url) as late:
                     late.check(worker)
-            assert worker.transport.tellings > 4
+            assert worker.transport.attempts > 4
             assert worker.runner.stats().errors == 0
             assert "/0" in server.tags("w")[0]
             assert max(sizes[6:]) < 2 * max(sizes[:6]), sizes
@@ -108,7 +108,7 @@ class TestLateJoin:
             for _ in range(100):
                 worker.step(rng)
                 worker.settle()
-            assert worker.transport.tellings > 3
+            assert worker.transport.attempts > 3
             assert worker.runner.stats().errors == 0
             records = broker.records("w")
             last = max(at for at, (tag, _) in enumerate(records) if tag.endswith("/0/last"))

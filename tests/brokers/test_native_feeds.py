@@ -71,7 +71,7 @@ def test_readers_know_what_the_manager_knows(broker: Server, tokens: int) -> Non
                 late.check(cache)
         # Where it was overtaken by the trimming it hears a whole state.
         assert all(isinstance(each, Restated) for each in early.others)
-        assert cache.manager.feeds[0].transport.tellings > 2  # type: ignore[attr-defined]
+        assert cache.manager.feeds[0].transport.attempts > 2  # type: ignore[attr-defined]
         assert cache.manager.sink_stats()[0].errors == 0
 
 
@@ -201,7 +201,7 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
 
     States are told a piece at a time, with batches, whole and in pieces, in between.
     """
-    monkeypatch.setattr("sinks.brokers.TELL_SECONDS", 0)
+    monkeypatch.setattr("sinks.brokers.STATE_SLICE_SECONDS", 0)
     rng, kept = random.Random(seed), Kept()
     codec = NativeCodec("msgpack", 0)
     writer = PayloadWriter(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)

@@ -97,7 +97,7 @@ def test_loss_begins_a_stream(tmp_path: Path, hold_disk: HoldDisk) -> None:
         with hold_disk():
             assert [log.append(item) for item in batches(4)] == [True, True, False, False]
         log.flush()
-        assert log.take_gap() is not None
+        assert log.pop_gap() is not None
         log.append(batch(4))
         log.append(batch(5))
         log.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from events.errors import NoRegularFile, UnsafeFile
+from events.errors import NotARegularFile, UnsafeFile
 from events.log.durable import LockHeld, sync_directory, sync_file, take_lock
 from tests.support.places import ROOT
 
@@ -180,7 +180,7 @@ class TestLock:
         else:
             path.symlink_to(other)
         before = open_descriptors()
-        with pytest.raises(NoRegularFile if kind == "pipe" else UnsafeFile):
+        with pytest.raises(NotARegularFile if kind == "pipe" else UnsafeFile):
             take_lock(path)
         assert open_descriptors() == before
         assert other.read_text() == "precious"

@@ -11,7 +11,7 @@ import events.errors
 from events.errors import (
     EventDecodeError,
     EventsError,
-    LogBeingKept,
+    LogBusy,
     LogDamaged,
     LogError,
     LogExists,
@@ -21,8 +21,8 @@ from events.errors import (
     LogTooNew,
     LogUnavailable,
     LogWriteFailed,
-    NoRegularFile,
     NotALog,
+    NotARegularFile,
     UnsafeFile,
     ZstdMissing,
 )
@@ -35,9 +35,9 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
         {"path": PATH, "reason": "others may write it", "advice": "chmod o-w it"},
         "is not used: others may write it; chmod o-w it",
     ),
-    (NoRegularFile(PATH), {"path": PATH}, "it is no regular file; remove it"),
+    (NotARegularFile(PATH), {"path": PATH}, "it is no regular file; remove it"),
     (LogExists(PATH), {"path": PATH}, "resume=True"),
-    (LogBeingKept(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "process 7 makes"),
+    (LogBusy(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "process 7 makes"),
     (LogLocked(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "by process 7"),
     (
         NotALog(PATH),

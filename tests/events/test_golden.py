@@ -123,6 +123,6 @@ def test_writer_makes_the_golden_segment(tmp_path: Path, hold_disk: Any) -> None
             assert [log.append(item) for item in (first, second)] == [True, True]
             assert [log.append(EventBatch(seq, TIME, ())) for seq in (2, 3)] == [False, False]
         log.flush()
-        assert log.take_gap() == third.events[0]
+        assert log.pop_gap() == third.events[0]
         assert log.append(third)
     assert (tmp_path / NAME).read_bytes() == golden_segment(VERSION)

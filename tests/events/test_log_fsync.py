@@ -270,10 +270,10 @@ class TestHangingDisk:
             stats = log.stats()
             assert (stats.batches, stats.lag_batches, stats.dropped_batches) == (1, 100, 1901)
             assert (stats.durable_seq, stats.state) == (0, "running")
-            assert log.take_gap() is None
+            assert log.pop_gap() is None
             disk.released.set()
             assert log.flush(WAIT)
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(101, 2001, "the log could not keep up")
             assert log.append(EventBatch(2002, 0, (gap,)))
             assert log.wait_durable(1500, WAIT)
@@ -291,7 +291,7 @@ class TestLargeBatches:
             log.append(batch(0))
             log.append(batch(1, range(100_000)))
             log.flush()
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(1, 1, "a batch cannot be encoded (OverflowError)")
             log.append(EventBatch(2, 0, (gap,)))
         assert [each.seq for each in LogReader(tmp_path)] == [0, 2]

@@ -382,14 +382,14 @@ class TestFullQueue:
         log = LogWriter(tmp_path, max_queued_batches=4, overflow="drop")
         with hold_disk():
             assert [log.append(item) for item in batches(7)] == [True] * 4 + [False] * 3
-            assert log.take_gap() is None
+            assert log.pop_gap() is None
         assert log.flush()
         assert log.append(batch(7)) is False
-        gap = log.take_gap()
+        gap = log.pop_gap()
         assert gap == Gap(4, 7, "the log could not keep up")
         announcing = EventBatch(8, 0, (gap,))
         assert log.append(announcing)
-        assert log.take_gap() is None
+        assert log.pop_gap() is None
         assert log.append(batch(9))
         log.close()
         content, end = read_log(tmp_path)
@@ -408,7 +408,7 @@ class TestFullQueue:
                 assert log.append(batch(2)) is False
             log.flush()
             assert log.append(batch(3)) is False
-            assert log.take_gap() == Gap(1, 3, "the log could not keep up")
+            assert log.pop_gap() == Gap(1, 3, "the log could not keep up")
             assert log.append(batch(4))
         assert [item.seq for item in read_log(tmp_path)[0]] == [0, 4]
 
@@ -418,7 +418,7 @@ class TestFullQueue:
             with hold_disk():
                 assert [log.append(large_batch(seq, 1000)) for seq in range(4)] == [True, True, False, False]
             log.flush()
-            assert log.take_gap() == Gap(2, 3, "the log could not keep up")
+            assert log.pop_gap() == Gap(2, 3, "the log could not keep up")
             assert log.append(large_batch(4, 50_000))
         assert [item.seq for item in read_log(tmp_path)[0]] == [0, 1, 4]
 
@@ -670,10 +670,10 @@ class TestFailingDisk:
                 with pytest.raises(LogWriteFailed):
                     log.flush()
                 assert [log.append(item) for item in batches(6, 1)] == [True] * 3 + [False] * 3
-                assert log.take_gap() is None
+                assert log.pop_gap() is None
             settle(log)
             assert log.has_lost
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(4, 6, f"the log could not be written: {os.strerror(errno.EIO)}")
             announcing = EventBatch(7, 0, (gap,))
             assert log.append(announcing)
@@ -755,11 +755,11 @@ class TestFailingDisk:
                 assert log.append(EventBatch(seq, 0, (Gap(0, 0, "prompt \ud800"),)))
             assert log.append(batch(3))
             assert log.flush()
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(1, 3, "a batch cannot be encoded (UnicodeEncodeError)")
             assert log.append(EventBatch(4, 0, (gap, Gap(0, 0, "prompt \ud800"))))
             log.flush()
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(4, 4, "a batch cannot be encoded (UnicodeEncodeError)")
             announcing = EventBatch(5, 0, (gap,))
             log.append(announcing)
@@ -778,10 +778,10 @@ class TestFailingDisk:
                 assert hangs.wait(WAIT)
                 log.append(EventBatch(1, 0, (Gap(0, 0, "\ud800"),)))
                 assert [log.append(item) for item in (large_batch(2, 20_000), batch(3))] == [False, False]
-                assert log.take_gap() == Gap(2, 3, "the log could not keep up")
+                assert log.pop_gap() == Gap(2, 3, "the log could not keep up")
                 assert log.append(EventBatch(4, 0, ()))
             log.flush()
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap == Gap(1, 4, "a batch cannot be encoded (UnicodeEncodeError)")
             log.append(EventBatch(5, 0, (gap,)))
         assert [item.seq for item in read_log(tmp_path)[0]] == [0, 5]

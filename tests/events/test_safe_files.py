@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from events.errors import NoRegularFile, UnsafeFile
+from events.errors import NotARegularFile, UnsafeFile
 from events.files import safe
 from events.files.safe import OTHERS, check_directory, create_file, open_or_create, open_output, open_own
 from events.log import LogReader, LogWriter
@@ -90,7 +90,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, way: Callable[[Path], int]) 
     """A pipe is neither waited for nor removed; it says so."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(NoRegularFile, match="no regular file; remove it, or name another place"):
+    with pytest.raises(NotARegularFile, match="no regular file; remove it, or name another place"):
         way(path)
     assert stat.S_ISFIFO(path.lstat().st_mode)
 
@@ -113,7 +113,7 @@ def test_unfinished_files_are_made_anew(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     (tmp_path / "precious").write_bytes(b"mine")
     left.symlink_to(tmp_path / "precious")
-    with pytest.raises(NoRegularFile):
+    with pytest.raises(NotARegularFile):
         replace_file(tmp_path / "file", b"newer")
     assert (tmp_path / "precious").read_bytes() == b"mine"
 

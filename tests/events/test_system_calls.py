@@ -227,7 +227,7 @@ def test_a_disk_of_64_kib(tmp_path: Path, compression: Compression, count: int) 
             while log.stats().state == "suspended":
                 with suppress(LogWriteFailed):
                     log.flush()
-            gap = log.take_gap()
+            gap = log.pop_gap()
             assert gap is not None
             assert gap.reason.endswith(os.strerror(errno.ENOSPC))
             assert log.append(EventBatch(count, 0, (gap,)))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 from structlog.testing import capture_logs
 
-from events.errors import LogBeingKept, ZstdMissing
+from events.errors import LogBusy, ZstdMissing
 from events.log import LogReader, LogWriter, zstd
 from events.log.durable import take_lock
 from events.log.retention import Limits, LogParts
@@ -162,7 +162,7 @@ def test_one_at_a_time_and_never_the_last(plain: Path, tmp_path: Path) -> None:
     log = Path(shutil.copytree(plain, tmp_path / "log"))
     last = segment_paths(log)[-1].read_bytes()
     lock = take_lock(log / KEEPER_NAME)
-    with pytest.raises(LogBeingKept, match="try again when it is done"):
+    with pytest.raises(LogBusy, match="try again when it is done"):
         compress(log)
     lock.give_back()
     first = compress(log)

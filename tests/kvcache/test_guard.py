@@ -445,7 +445,7 @@ def after_a_loss() -> KVCacheManager:
     manager = full()
     outputs = journal_of(manager).outputs
     outputs.may_lose = True
-    outputs.take_gap = lambda: Gap(1, 2, "overflow")  # type: ignore[method-assign]
+    outputs.pop_gap = lambda: Gap(1, 2, "overflow")  # type: ignore[method-assign]
     return manager
 
 

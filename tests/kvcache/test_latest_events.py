@@ -128,7 +128,7 @@ def test_state_behind_a_gap_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> N
     outputs = journal_of(manager).outputs
     monkeypatch.setattr(outputs, "may_lose", True)
     gaps = [Gap(1, 2, "lost")]
-    monkeypatch.setattr(outputs, "take_gap", lambda: gaps.pop() if gaps else None)
+    monkeypatch.setattr(outputs, "pop_gap", lambda: gaps.pop() if gaps else None)
     batch = manager.flush()
     assert batch is not None
     assert "StateExported" in {type(event).__name__ for event in batch.events}

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from events.errors import LogBeingKept, LogDamaged
+from events.errors import LogBusy, LogDamaged
 from events.log import LogReader, LogWriter, durable, leases
 from events.log.durable import Lock, take_lock
 from events.log.leases import Lease, leased
@@ -235,7 +235,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     """Two processes do not keep one log."""
     log = random_log(1, tmp_path)
     lock = take_lock(log / KEEPER_NAME)
-    with pytest.raises(LogBeingKept, match="try again"):
+    with pytest.raises(LogBusy, match="try again"):
         prune(log, NO_LIMITS)
     lock.give_back()
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from events.errors import LogDamaged, NoRegularFile, NotALog, UnsafeFile
+from events.errors import LogDamaged, NotALog, NotARegularFile, UnsafeFile
 from events.log import LogReader
 from events.log.reader import LogHead, beginnings
 from kvcache.fold.state import resident_names
@@ -442,7 +442,7 @@ class TestSinksThatFail:
         path = self._change_position(tmp_path / "log", {})
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(NoRegularFile):
+        with pytest.raises(NotARegularFile):
             once(tmp_path / "log", "x:a")
 
     @as_root

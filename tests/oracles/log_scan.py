@@ -321,7 +321,7 @@ class Scan:
             self.kind, self._ended = "clean" if self._closed else "open", is_last
             return True
         later = (
-            frame.seq > self.seq and frame.flags & raw.BEHIND_SYNC
+            frame.seq > self.seq and frame.flags & raw.AFTER_SYNC
             for _, frame in file.frames_from(wrong.offset + 1, header.seed)
         )
         if not is_last or wrong.what != "broken" or any(later):

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from events.errors import NoRegularFile, UnsafeFile
+from events.errors import NotARegularFile, UnsafeFile
 from sinks import SinkError
 from sinks.router.numbers import FeedNumbers
 from tests.support.commands import RunPython
@@ -266,7 +266,7 @@ def test_a_pipe_is_no_file_of_numbers(path: Path, unfinished: bool) -> None:
     before = signal.signal(signal.SIGALRM, too_long)
     signal.alarm(60)
     try:
-        with pytest.raises(NoRegularFile):
+        with pytest.raises(NotARegularFile):
             opened(path).take()
     finally:
         signal.alarm(0)

@@ -80,8 +80,8 @@ def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
     """Make the manager believe that its log has lost batches, and flush."""
     outputs = journal_of(manager).outputs
     outputs.may_lose = True
-    outputs.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
+    outputs.pop_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
     batch = manager.flush()
     assert batch is not None
-    outputs.take_gap = lambda: None  # type: ignore[method-assign]
+    outputs.pop_gap = lambda: None  # type: ignore[method-assign]
     return [batch]

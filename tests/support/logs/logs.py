@@ -21,7 +21,7 @@ from events import (
 )
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogEnd, LogReader, LogWriter
-from events.log.frames import BEHIND_SYNC, FrameHeader
+from events.log.frames import AFTER_SYNC, FrameHeader
 from events.log.segments import Frame, Segment
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 
@@ -117,7 +117,7 @@ def without_syncs(segment: Path) -> bytes:
     """A segment's bytes but for what says which frames were on disk when others were written."""
     data = bytearray(segment.read_bytes())
     for at in frame_offsets(bytes(data))[:-1]:
-        data[at + 20] &= ~BEHIND_SYNC
+        data[at + 20] &= ~AFTER_SYNC
         del data[at + 32 : at + 36]  # the header's checksum
         data[at + 32 : at + 32] = bytes(4)
     return bytes(data)
@@ -136,7 +136,7 @@ def frames_in(path: Path) -> Iterator[tuple[FrameHeader, bytes]]:
         chain = header.chain()
         chain.enter(header)
         while isinstance(frame := segment.read(chain), Frame):
-            yield frame.header._replace(flags=frame.header.flags & ~BEHIND_SYNC), bytes(frame.payload)
+            yield frame.header._replace(flags=frame.header.flags & ~AFTER_SYNC), bytes(frame.payload)
 
 
 def segments(directory: Path) -> list[Path]:

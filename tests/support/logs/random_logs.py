@@ -88,9 +88,9 @@ class LossyLog(LogWriter):
         self._expected_seq += 1
         return False
 
-    def take_gap(self) -> Gap | None:
+    def pop_gap(self) -> Gap | None:
         """Nothing to tell before the loss is over."""
-        return None if self.losing else super().take_gap()
+        return None if self.losing else super().pop_gap()
 
 
 class Program:
