@@ -331,8 +331,8 @@ _OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
 """Suffixes of the variables that Kubernetes defines for every Service."""
 
 
-_OF_ENGINES = ("KVCACHE_LOG", "KVCACHE_SINKS")
-"""Variables that are read elsewhere: they enable the recorders of vLLM and SGLang."""
+_OF_ENGINES = ("KVCACHE_LOG", "KVCACHE_SINKS", "KVCACHE_MODE")
+"""Variables that are read elsewhere: they enable and configure the integrations with vLLM and SGLang."""
 
 
 class Environment(NamedTuple):
