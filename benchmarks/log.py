@@ -44,7 +44,7 @@ from events.log.writer import Compression
 from events.log.zstd import MAX_WINDOW_LOG, Compressor
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.keep.prune import make_snapshot
+from kvcache.maintenance.prune import make_snapshot
 from kvcache.replay import replay
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS, mix64
 from kvcache.workload.traces import read_trace

@@ -505,8 +505,8 @@ def _read_file(path: Path) -> Values:
         raise ConfigError(error.problems, str(path)) from error
     except Exception as error:
         # On invalid input, parsers raise any exception, RecursionError on deep nesting.
-        told = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        raise ConfigError([f"cannot be read: {told or type(error).__name__}"], str(path)) from error
+        detail = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise ConfigError([f"cannot be read: {detail or type(error).__name__}"], str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError(
             [f"given {type(values).__name__}; accepted: a mapping of fields to values"], str(path)

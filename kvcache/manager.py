@@ -33,7 +33,7 @@ from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
 from kvcache.decide.lookup import count_blocks, lookup
 from kvcache.decide.window_manager import Plan
 from kvcache.device.memory import served_layout
-from kvcache.device.readiness import Readiness
+from kvcache.device.transfer_checks import TransferChecks
 from kvcache.device.transfers import CheckingCopier, engine_for
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError, shown
 from kvcache.fold.fingerprint import fingerprint
@@ -62,7 +62,7 @@ from kvcache.inputs import (
 )
 from kvcache.layout import warn_of_windows
 from kvcache.record.counting import RequestCounter
-from kvcache.record.journal import EventSourced, cache_created, checked_wait
+from kvcache.record.journal import EventSourcedCache, cache_created, checked_wait
 from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.record.restart import Restored, config_of, reopened
 from kvcache.results import Admission, BlockTable, Match, Pinned, PollResult, StoreResult
@@ -90,7 +90,7 @@ class Substitutes(NamedTuple):
 _NONE = Substitutes()
 
 
-class KVCacheManager(EventSourced):
+class KVCacheManager(EventSourcedCache):
     """Manager of the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of
     it.
 
@@ -128,7 +128,7 @@ class KVCacheManager(EventSourced):
         warn_of_windows(self.layout, config)
         requests_kept = checked_natural(request_stats, "request_stats")
         self.transfers = engine_for(pools, copier, self.layout, config)
-        self._readiness = Readiness(self.transfers, watch=config.debug_check_tables)
+        self._transfer_checks = TransferChecks(self.transfers, watch=config.debug_check_tables)
         self._pools, self._secondary_file = pools, pools.secondary_file if pools is not None else None
         sinks = listed(sinks, "sinks")
         published = log is not None or bool(sinks) or config.event_buffer_max_size > 0
@@ -142,7 +142,7 @@ class KVCacheManager(EventSourced):
     ) -> None:
         """Build the parts that work on the state."""
         state, bus, config, transfers = self.state, self.bus, self.config, self.transfers
-        self._readiness.resume(state.sequences.values())
+        self._transfer_checks.resume(state.sequences.values())
         if transfers is not None:
             bus.subscribe(transfers.on_event, *transfers.events)
         copier = None if transfers is None else transfers.copier
@@ -160,7 +160,9 @@ class KVCacheManager(EventSourced):
         self._checker = RequestChecker(state, self.layout, config, log_has_tokens=outputs.records_tokens)
         self._upkeep, self._running = self._blocks.upkeep, self._blocks.running
         guard, blocks = self._guard, self._blocks
-        self.tables = BlockTables(guard, config, self.layout, state, blocks, self._readiness, self._pools)
+        self.tables = BlockTables(
+            guard, config, self.layout, state, blocks, self._transfer_checks, self._pools
+        )
         self.scheduling = Scheduling(guard, state, blocks, self._checker, reuse=config.enable_block_reuse)
         self._requests = RequestCounter(bus, created, requests_kept) if requests_kept else None
 
@@ -430,17 +432,18 @@ class KVCacheManager(EventSourced):
         if self.transfers is None or not self.transfers.pending:
             return None
         with self._guard:
-            return self._readiness.watched(self.transfers.start())
+            return self._transfer_checks.watched(self.transfers.start())
 
     @exclusive
     def poll(self) -> PollResult:
         """Record landed and failed copies, and return all losses, including those that `flush` has noticed before.
 
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
-        start: `PollResult.cut` names them. Until that was returned, calls that continue one raise `ComputationLost`.
+        start: `PollResult.invalidated` names them. Until that was returned, calls that continue one raise
+        `ComputationLost`.
         """
         landed = self._record_copies()
-        return self._readiness.report(landed)
+        return self._transfer_checks.report(landed)
 
     # -- running sequences
 
@@ -461,8 +464,8 @@ class KVCacheManager(EventSourced):
             )
         if num_computed_tokens > self._blocks.slots_of(sequence):
             self._blocks.refuse_without_slots([sequence])
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable([sequence])
+        if not self._transfer_checks.certain:
+            self._transfer_checks.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.stored_blocks, swaps)
@@ -481,8 +484,8 @@ class KVCacheManager(EventSourced):
             raise UsageError(
                 f"request {shown(sequence.request_id)} has no encoder's input: the model has no encoder"
             )
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable([sequence])
+        if not self._transfer_checks.certain:
+            self._transfer_checks.refuse_uncomputable([sequence])
         with self._guard:
             return self._blocks.store_input(encoder)
 
@@ -511,9 +514,9 @@ class KVCacheManager(EventSourced):
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None and draft is False:
             batch = self._running.decode_batch(ids, num_tokens, self._checker.longest_sequence)
-            if not self._readiness.certain:
-                self._readiness.refuse_uncomputable(batch.sequences)
-            if not batch.even:
+            if not self._transfer_checks.certain:
+                self._transfer_checks.refuse_uncomputable(batch.sequences)
+            if not batch.is_steady:
                 self._blocks.refuse_without_slots(batch.sequences)
             try:
                 return self._blocks.step(batch, packed)
@@ -524,9 +527,9 @@ class KVCacheManager(EventSourced):
         sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
         running = self._running.sequences(ids)
         self._blocks.refuse_without_slots(running)
-        if not self._readiness.certain:
+        if not self._transfer_checks.certain:
             # Drafts do not count as computed, so nothing need be there.
-            refuse = self._readiness.refuse_lost if draft else self._readiness.refuse_uncomputable
+            refuse = self._transfer_checks.refuse_lost if draft else self._transfer_checks.refuse_uncomputable
             refuse(running)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._checker.longest_sequence, draft=draft)
@@ -582,8 +585,8 @@ class KVCacheManager(EventSourced):
         """
         parent, child = self._running.sequence(request_id), checked_request_id(child_id)
         self._checker.refuse_running(child)
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable([parent])
+        if not self._transfer_checks.certain:
+            self._transfer_checks.refuse_uncomputable([parent])
         with self._guard:
             return self._blocks.fork(parent, child)
 
@@ -603,8 +606,8 @@ class KVCacheManager(EventSourced):
                 f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens, of which from 1 to "
                 f"all can be left, not {number}"
             )
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable([sequence])
+        if not self._transfer_checks.certain:
+            self._transfer_checks.refuse_uncomputable([sequence])
         if number < sequence.num_tokens:
             self._blocks.refuse_rewind(sequence, number)
             with self._guard:
@@ -653,7 +656,7 @@ class KVCacheManager(EventSourced):
         sequence = self._running.sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store, why=reason, stop=stop)
-            self._readiness.forget(sequence.request_id)
+            self._transfer_checks.forget(sequence.request_id)
 
     @exclusive
     def pins(self) -> dict[int, Pinned]:
@@ -690,7 +693,7 @@ class KVCacheManager(EventSourced):
                 for each in checksums:
                     self._checking.landed(*each)
             if failed:
-                self._readiness.lose(failed, self._upkeep.fail(failed))
+                self._transfer_checks.lose(failed, self._upkeep.fail(failed))
                 if self._checking is not None:
                     self._checking.begin(self.state)
             engine.recorded()

@@ -52,7 +52,7 @@ from kvcache.inputs import (
     pack_tokens,
 )
 from kvcache.layout import Layout
-from kvcache.record.journal import EventSourced, cache_created
+from kvcache.record.journal import EventSourcedCache, cache_created
 from kvcache.record.mirror import (
     BlockIds,
     Blocks,
@@ -69,7 +69,7 @@ Names = bytes | Items[bytes]
 """Names of blocks made by an engine, concatenated or one by one; each has `name_bytes`."""
 
 
-class Recorder(EventSourced):
+class Recorder(EventSourcedCache):
     """Recorder of the decisions of an engine with a cache manager of its own, with a mirror of its cache.
 
     `config` describes its cache: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and if it keeps blocks in

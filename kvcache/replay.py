@@ -59,7 +59,7 @@ class BeyondEnd(CapacityError):
 
 
 @dataclass(eq=False, repr=False)
-class BeforeBeginning(CapacityError):
+class BeforeLogStart(CapacityError):
     """A state was requested before the beginning of the log, of which only the end is kept."""
 
     seq: int
@@ -68,7 +68,7 @@ class BeforeBeginning(CapacityError):
 
 
 @dataclass(eq=False, repr=False)
-class NotThere(CapacityError):
+class InLogGap(CapacityError):
     """A state was requested in a gap of the log: its batch was lost, or has just been removed."""
 
     seq: int
@@ -150,7 +150,7 @@ def fitting(seq: int) -> Iterator[None]:
         raise Unreplayable(seq, f"{type(error).__name__} while applying it") from error
 
 
-def fold_told(state: FeedState, batch: EventBatch) -> None:
+def fold_feed_batch(state: FeedState, batch: EventBatch) -> None:
     """Apply a batch of a log of kind `feed`. Raises `Unreplayable`."""
     with fitting(batch.seq):
         for event in known_events(batch):
@@ -227,7 +227,7 @@ class Replayed:
         self.batches += 1
         self.events += len(batch.events)
 
-    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
+    def snapshot_events(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
         """Return the first events of an epoch that continues from here."""
         created = self.state.created
         if created is None:
@@ -293,18 +293,18 @@ def replay(
     """Fold a log up to and including batch `at` (default: all of it), from the newest snapshot before on.
 
     `verify` starts at the beginning of the log, and compares every checkpoint on the way. Raises `BeyondEnd`,
-    `BeforeBeginning`, `NotThere`, `Unreplayable`, and the errors of `LogReader` for a damaged, newer or missing log.
+    `BeforeLogStart`, `InLogGap`, `Unreplayable`, and the errors of `LogReader` for a damaged, newer or missing log.
     """
     reader = LogReader(Path(log), state_at=None if verify else sys.maxsize if at is None else at)
     replayed = fold(reader, at, verify=verify, progress=progress)
     begins = replayed.snapshot_seq = None if reader.snapshot is None else reader.snapshot.seq
     if at is not None and begins is not None and at < begins:
-        raise BeforeBeginning(at, begins)
+        raise BeforeLogStart(at, begins)
     if at is None or replayed.last_seq < at:
         try:
             replayed.end = reader.end
         except RuntimeError:  # Reading has stopped at a later batch.
-            raise NotThere(at or 0, replayed.last_seq) from None
+            raise InLogGap(at or 0, replayed.last_seq) from None
     if at is not None and replayed.last_seq < at:
         raise BeyondEnd(at, replayed.last_seq)
     return replayed

@@ -127,7 +127,7 @@ class PollResult:
     landed: tuple[int, ...] = ()
     failed: tuple[tuple[int, str], ...] = ()
     """(transfer, reason). Copies that were given up because one of these failed are not listed."""
-    cut: tuple[tuple[RequestId, int], ...] = ()
+    invalidated: tuple[tuple[RequestId, int], ...] = ()
     """Sequences that were running when a copy failed, and the number of leading tokens that are still computed, which
     is 0: the engine must compute them again."""
 
@@ -194,7 +194,7 @@ class Demand:
     """Reused tokens of the encoder's input; its blocks are those of window 0 (`CROSS_WINDOW`)."""
 
 
-class Computing(NamedTuple):
+class InFlightPrefix(NamedTuple):
     """A running sequence that is about to compute what a prompt could reuse."""
 
     request_id: RequestId

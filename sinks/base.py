@@ -216,7 +216,7 @@ class StateFold(Protocol):
     def fold(self, batch: EventBatch) -> None:
         """Fold the batch after the last one, or one that begins an epoch. Raises for any other."""
 
-    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
+    def snapshot_events(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
         """Return the state, as events with which another fold can begin."""
 
 

@@ -31,8 +31,8 @@ from events.subscribe.sockets import KeyFileError, read_pair
 from kvcache import KVCacheConfig, PrefixIndex
 from kvcache.cli.options import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
-from kvcache.keep.compress import compress
-from kvcache.keep.verify import verify
+from kvcache.maintenance.compress import compress
+from kvcache.maintenance.verify import verify
 from kvcache.publish.start import Position, position_file
 from kvcache.replay import replay
 from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, understood

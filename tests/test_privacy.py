@@ -20,7 +20,7 @@ from events.log.segments import first_seq, segment_paths
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.cli import main
 from kvcache.errors import KVCacheError
-from kvcache.keep.prune import make_snapshot
+from kvcache.maintenance.prune import make_snapshot
 from sinks.prometheus import PrometheusSink
 from tests.support.logs.logs import frames_in
 from tests.support.secrets import SALT, TOKENS, betrayed

@@ -48,7 +48,7 @@ QUARANTINE_NAME = "quarantine"
 UNFINISHED_SUFFIX = ".tmp"
 SNAPSHOT_SUFFIX = ".kvsnap"
 LEASES_NAME = "leases"
-KEEPER_NAME = "KEEPER"
+MAINTENANCE_LOCK_NAME = "KEEPER"
 """Locked by the process that makes snapshots and removes old segments."""
 SEGMENT_SUFFIX = ".kvlog"
 OUTDATED_SUFFIX = ".kvlogz"
@@ -64,7 +64,7 @@ _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{OUTDATED_SUFFIX})")
 _OWN_NAME = re.compile(
     rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{OUTDATED_SUFFIX})(\.new)?"
-    rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
+    rf"|{LOCK_NAME}|{MAINTENANCE_LOCK_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
     # Files that sinks and sidecars keep here, possibly before the first segment.
     rf"|(feed-.+\.numbers|publish-.+\.json)(\.lock|\.new)?|{re.escape(PROBE_PREFIX)}.+"
 )

@@ -143,7 +143,7 @@ def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupan
         if slot in table:
             requests.append(sequence.request_id)
             block = table.index(slot)
-        elif slot in sequence.kept_in(index):
+        elif slot in sequence.retention_in(index):
             requests.append(sequence.request_id)
     if not requests and not group.is_cached(level, slot) and (index, level) == (0, PRIMARY):
         return next((_sharer(state, each, slot) for each in state.positional if each.uses(slot)), Occupant())

@@ -21,7 +21,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest, Request, RequestChecker, checked_integer, checked_natural
-from kvcache.results import Computing, Demand
+from kvcache.results import Demand, InFlightPrefix
 
 
 class Scheduling:
@@ -34,7 +34,7 @@ class Scheduling:
         self._blocks, self._checker, self._reuse = blocks, checker, reuse
 
     @exclusive
-    def demand(self, request: Request, max_new_tokens: int = 0) -> Demand:
+    def estimate_demand(self, request: Request, max_new_tokens: int = 0) -> Demand:
         """Return the cost of admitting a prompt now, and of growing by `max_new_tokens` tokens.
 
         It fits if `Demand.needed` is free in each window. Blocks common to several prompts are counted for each of
@@ -107,7 +107,7 @@ class Scheduling:
         return Simulation(self._guard, self._state, self._blocks)
 
     @exclusive
-    def computing(self, request: Request) -> Computing | None:
+    def find_in_flight(self, request: Request) -> InFlightPrefix | None:
         """Find the running sequence that is about to compute the first block that a prompt cannot reuse yet.
 
         An engine that waits until it has stored that block (`store_context_blocks`) computes it once instead of twice.
@@ -120,11 +120,11 @@ class Scheduling:
         size = self._state.tokens_per_block
         reused = (planned.reused_tokens - planned.reused_partial) // size
         last = (checked.num_tokens - 1) // size
-        best: Computing | None = None
+        best: InFlightPrefix | None = None
         for sequence in self._state.sequences.values() if reused < last else ():
             blocks = self._promised(sequence, checked, reused, last)
             if blocks > reused and (best is None or blocks * size > best.num_tokens):
-                best = Computing(sequence.request_id, blocks * size)
+                best = InFlightPrefix(sequence.request_id, blocks * size)
         return best
 
     def _promised(self, sequence: Sequence, request: CheckedRequest, reused: int, last: int) -> int:
@@ -259,7 +259,7 @@ def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple
             yield ~run.id, run.refs, len(run.slots)
     for slot in table[cached:]:
         yield slot, group.shared.get(slot, 1), 1
-    for slot in sequence.kept_in(group.index):
+    for slot in sequence.retention_in(group.index):
         yield slot, 1, 1
 
 

@@ -20,7 +20,7 @@ from events.types import RequestId
 from kvcache.calls.guard import Guard, exclusive
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.device.readiness import Readiness
+from kvcache.device.transfer_checks import TransferChecks
 from kvcache.errors import StaleTables, UnknownRequest, UsageError, shown
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.state import CacheState
@@ -46,7 +46,7 @@ class _Note(NamedTuple):
     made_from: list[tuple[Any, ...]]
 
 
-class HandedOut:
+class TableTracker:
     """Record of the values that each table was made from, as long as the table lives.
 
     A count of changes would not do: it grows with each call of an engine, whether or not these tables have changed.
@@ -105,14 +105,14 @@ class BlockTables:
         layout: Layout,
         state: CacheState,
         blocks: BlockManager,
-        readiness: Readiness,
+        transfer_checks: TransferChecks,
         pools: Pools | None,
     ) -> None:
         self._guard, self._size, self._max_length = guard, config.tokens_per_block, config.max_sequence_length
         self._windows, self._own = [group.window for group in layout.groups], layout.windows
-        self._blocks, self._readiness, self._pools = blocks, readiness, pools
+        self._blocks, self._transfer_checks, self._pools = blocks, transfer_checks, pools
         self._handles = state.handles
-        self._handed_out = HandedOut(state.sequences) if config.debug_check_tables else None
+        self._issued_tables = TableTracker(state.sequences) if config.debug_check_tables else None
 
     def one(self, request_id: RequestId, window: int | None) -> BlockTable:
         """See `KVCacheManager.block_table`."""
@@ -128,7 +128,7 @@ class BlockTables:
         return tuple(self._table_of(sequence, group) for group in range(len(sequence.tables)))
 
     def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
-        self._readiness.refuse_unreadable([sequence])
+        self._transfer_checks.refuse_unreadable([sequence])
         table = self._presented(np.array(sequence.part_in(group).tables[group], np.int32))
         self._note([table], [sequence.part_in(group)], group)
         return table
@@ -155,12 +155,12 @@ class BlockTables:
         `ComputationLost`: a copy failed. `UsageError` for an object that is no table of this manager, as a copy on a
         device.
         """
-        if self._handed_out is None:
+        if self._issued_tables is None:
             return
         for each in tables:
             for table in each if isinstance(each, tuple) else (each,):
-                self._readiness.refuse_unreadable(self._handed_out.check(table))
-        self._readiness.refuse_not_awaited()
+                self._transfer_checks.refuse_unreadable(self._issued_tables.check(table))
+        self._transfer_checks.refuse_not_awaited()
 
     @exclusive
     def padded(
@@ -285,7 +285,7 @@ class BlockTables:
     def _readable(self, request_ids: Iterable[RequestId], group: int) -> list[Sequence]:
         """Return the sequences, or for cross attention the encoders' inputs that they read."""
         sequences = [self._blocks.running.sequence(each) for each in listed(request_ids, "request_ids")]
-        self._readiness.refuse_unreadable(sequences)
+        self._transfer_checks.refuse_unreadable(sequences)
         return [sequence.part_in(group) for sequence in sequences]
 
     def _ends(self, sequences: list[Sequence], group: int, stops: Items[int] | None) -> list[int]:
@@ -333,8 +333,8 @@ class BlockTables:
         self, tables: Items[BlockTable], sequences: Items[Sequence], group: int, *, of_step: bool = False
     ) -> None:
         """Record these tables of sequences or encoders' inputs as given out, for `check`."""
-        if self._handed_out is not None:
-            self._handed_out.note(tables, sequences, group, of_step=of_step)
+        if self._issued_tables is not None:
+            self._issued_tables.note(tables, sequences, group, of_step=of_step)
 
     def _presented(self, column: Column) -> BlockTable:
         return column if self._pools is None else self._pools.block_table(column)

@@ -21,7 +21,7 @@ from kvcache.cli.output import Output, ages_in_words, ages_json, end_json, pick,
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.errors import UsageError
 from kvcache.phrases import batches, count, describe_end, printable
-from kvcache.replay import fold_told, known_events
+from kvcache.replay import fold_feed_batch, known_events
 from kvcache.tap.history import FeedHistory
 
 
@@ -44,7 +44,7 @@ class _Folded:
         reader = LogReader(args.log, kind="feed")
         batches = UpTo(reader, args.at)
         for batch in out.watched(batches, "replaying"):
-            fold_told(self.state, batch)
+            fold_feed_batch(self.state, batch)
             self.gaps += [event for event in known_events(batch) if isinstance(event, Gap)]
             self.last = batch
             self.batches += 1

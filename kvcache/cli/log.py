@@ -16,10 +16,10 @@ from events.units import parse_bytes
 from kvcache.cli.options import add_shared, option, positive, seconds
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.errors import InternalError, UsageError
-from kvcache.keep.compress import compress
-from kvcache.keep.prune import prune
-from kvcache.keep.salvage import Loss, Salvaged, salvage
-from kvcache.keep.verify import Verified, verify
+from kvcache.maintenance.compress import compress
+from kvcache.maintenance.prune import prune
+from kvcache.maintenance.salvage import Loss, Salvaged, salvage
+from kvcache.maintenance.verify import Verified, verify
 from kvcache.phrases import batches, count, describe_end, iso, printable, size
 
 _ACTIONS = {

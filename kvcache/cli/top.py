@@ -25,7 +25,7 @@ from kvcache.cli.output import Output, Paced, left_of_log, pick, stamp
 from kvcache.cli.process import StopSignals
 from kvcache.cli.replay import has_secondary, levels_json, show_levels
 from kvcache.fold.state import CacheState
-from kvcache.keep.prune import state_batch
+from kvcache.maintenance.prune import state_batch
 from kvcache.phrases import batches, iso, printable, share, span
 from kvcache.publish.errors import LogReplaced
 from kvcache.publish.follower import CatchUp

@@ -38,7 +38,7 @@ from kvcache.errors import (
     shown,
 )
 from kvcache.fold.prefix_tree import in_all
-from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, Kept, Pin, Sequence, packed_handles
+from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, BlockRetention, Pin, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs import NS_PER_MS, CheckedRequest
@@ -78,8 +78,8 @@ class BlockManager:
         self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
         """First transfer id beyond the epoch."""
         order = order or ORDERS[config.eviction_policy]
-        self._stop_retention: dict[str | None, Kept] = {
-            stop: Kept(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
+        self._stop_retention: dict[str | None, BlockRetention] = {
+            stop: BlockRetention(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
             for stop, rule in config.stop_retention.items()
         }
         managers: list[FullAttentionManager | SlidingWindowManager] = [
@@ -219,7 +219,7 @@ class BlockManager:
             self._give_blocks(window, inputs, [each.cross[0] for each in plans], claims[-1].needed)
         for each, sequence in zip(plans, sequences, strict=True):
             for window in self.windows if sequence.retention is not None else ():
-                window.restate(sequence, 0, each.reused_tokens // window.tokens_per_block)
+                window.report_retention(sequence, 0, each.reused_tokens // window.tokens_per_block)
         return list(zip(sequences, plans, strict=True))
 
     def _add(self, plan: Plan, time: int) -> Sequence:
@@ -333,7 +333,7 @@ class BlockManager:
         """Append one token to each sequence of the batch."""
         if not batch.ids:
             return {}
-        if not batch.even:
+        if not batch.is_steady:
             self.running.batch = None
             return self._append(batch.sequences, tokens, None)
         replaced: dict[Sequence, list[Replacement]] = {}
@@ -348,9 +348,9 @@ class BlockManager:
                     replaced.setdefault(sequence, []).extend(blocks)
         if self._sliding:
             for number, sliding in enumerate(self._sliding):
-                leaving = batch.leaving(number)
-                if leaving:
-                    sliding.detach(leaving, lengths(leaving), self._time())
+                sliding_out = batch.sliding_out(number)
+                if sliding_out:
+                    sliding.detach(sliding_out, lengths(sliding_out), self._time())
         batch.advance()
         return _changed(replaced) if replaced else {}
 
@@ -622,7 +622,7 @@ class BlockManager:
         """
         if store:
             self._store(sequence, partial=True)
-        stated = self._restate_ended(sequence, stop) if self._stop_retention else DEFAULT
+        stated = self._retention_after_end(sequence, stop) if self._stop_retention else DEFAULT
         clock, encoder = self._time(begins=stated.duration > 0), sequence.encoder
         self._emit(
             ev.SequenceRemoved(
@@ -645,7 +645,7 @@ class BlockManager:
                     ev.EncoderRemoved(handle=encoder.handle, group=window.index, freed=freed, clock=clock)
                 )
 
-    def _restate_ended(self, sequence: Sequence, stop: str | None) -> Kept:
+    def _retention_after_end(self, sequence: Sequence, stop: str | None) -> BlockRetention:
         """Apply the retention for the stop reason to blocks that a sequence alone holds; returns that retention.
 
         Blocks after its prompt's full blocks are reused only if the next prompt repeats the output token by token, so a

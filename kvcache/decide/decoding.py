@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from events.tokens.sequences import lengths
 from events.types import RequestId
 from kvcache.errors import InvalidTokens, UnknownRequest, UsageError, invariant
-from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding, packed_handles
+from kvcache.fold.sequence import Sequence, is_steady, not_decoding, packed_handles
 from kvcache.fold.state import CacheState
 from kvcache.inputs import checked_request_id
 from kvcache.layout import Bound
@@ -30,9 +30,9 @@ class DecodeBatch:
         "_steps",
         "_steps_left",
         "_windows",
-        "even",
         "handles",
         "ids",
+        "is_steady",
         "kinds",
         "sequences",
     )
@@ -52,7 +52,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed int64."""
-        self.even = go_on_evenly(sequences, tokens_per_block)
+        self.is_steady = is_steady(sequences, tokens_per_block)
         """True if the step is like all that follow; if not, its sequences are checked one by one."""
         self._period = tokens_per_block
         self._steps = 0
@@ -80,14 +80,14 @@ class DecodeBatch:
         """Sequences with a last token that is the first of a block; before the first step all of them."""
         return self._due.get((self._steps - 1) % self._period, ()) if self._steps else self.sequences
 
-    def leaving(self, window: int) -> Items[Sequence]:
+    def sliding_out(self, window: int) -> Items[Sequence]:
         """Sequences of which a sliding window, given by its number, may leave a block in this step."""
         # A sequence that fills a block in one step leaves one later, by as many steps as the window is longer than
         # blocks.
-        leaving = self._due.get((self._steps - self._windows[window] + 1) % self._period, ())
+        sliding_out = self._due.get((self._steps - self._windows[window] + 1) % self._period, ())
         if self._steps or not self._beginning:
-            return leaving
-        chosen = {*leaving, *self._beginning}
+            return sliding_out
+        chosen = {*sliding_out, *self._beginning}
         return [each for each in self.sequences if each in chosen]
 
     def check(self) -> None:

@@ -370,7 +370,7 @@ class ReleaseOrder(Watcher):
         depths = None
         if level == SECONDARY:
             depths = array("q", self._group.depths_at(indexes(places)).tobytes())
-        if self._group.kept_alike:
+        if self._group.default_priorities_only:
             return self._queue_of(level, DEFAULT_PRIORITY).append(places, stamps, depths)
         priorities = self._group.views["priorities"][indexes(places)]
         for priority in np.unique(priorities).tolist():

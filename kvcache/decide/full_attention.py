@@ -20,7 +20,7 @@ from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, Win
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import last_reversed
 from kvcache.fold.prefix_tree import GroupMatch, Run, covered, covered_child, match, runs_below
-from kvcache.fold.sequence import Kept, Sequence
+from kvcache.fold.sequence import BlockRetention, Sequence
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 
@@ -123,7 +123,7 @@ class FullAttentionManager(WindowManager):
         sequence: Sequence,
         first: int,
         last: int,
-        changes: Callable[[Kept], bool],
+        changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
@@ -135,7 +135,9 @@ class FullAttentionManager(WindowManager):
         ]
         path.reverse()
         size = self.key_bytes
-        for (level, old), runs in groupby(path, lambda run: (run.level, Kept(run.priority, run.duration))):
+        for (level, old), runs in groupby(
+            path, lambda run: (run.level, BlockRetention(run.priority, run.duration))
+        ):
             if not changes(old):
                 continue
             slots, keys = array("i"), bytearray()

@@ -22,7 +22,7 @@ from kvcache.decide.eviction_order import ReleaseOrder
 from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
 from kvcache.fold.group import indexes
 from kvcache.fold.prefix_tree import GroupMatch, Node, Run, common_bytes, covered, covered_child
-from kvcache.fold.sequence import DETACHED, Kept, Sequence, packed_handles
+from kvcache.fold.sequence import DETACHED, BlockRetention, Sequence, packed_handles
 from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
@@ -150,7 +150,7 @@ class SlidingWindowManager(WindowManager):
         `ends` is the number of tokens up to the next one to be computed, for each sequence (`Sequence.num_next`).
         """
         index, size, window = self.index, self.tokens_per_block, self.window
-        leaving, counts, slots = [], array("I"), array("i")
+        sliding_out, counts, slots = [], array("I"), array("i")
         uncached: list[array[int]] = []
         for sequence, num_next in zip(sequences, ends, strict=True):
             first = sequence.detached[index]
@@ -158,7 +158,7 @@ class SlidingWindowManager(WindowManager):
             last = (num_next - window) // size
             if last <= first:
                 continue
-            leaving.append(sequence)
+            sliding_out.append(sequence)
             counts.append(last - first)
             table, end = sequence.tables[index], sequence.path_ends[index].end
             if last == first + 1:
@@ -167,12 +167,12 @@ class SlidingWindowManager(WindowManager):
                 slots += table[first:last]
             if end < last:
                 uncached.append(table[max(end, first) : last])
-        if leaving:
+        if sliding_out:
             self._emit(
                 ev.BlocksDetached(
-                    handles=packed_handles(leaving),
+                    handles=packed_handles(sliding_out),
                     # None: one each, as decoding nearly always does.
-                    counts=counts.tobytes() if len(slots) > len(leaving) else b"",
+                    counts=counts.tobytes() if len(slots) > len(sliding_out) else b"",
                     group=index,
                     slots=slots.tobytes(),
                     freed=self._unshared(uncached).tobytes() if uncached else b"",
@@ -311,7 +311,7 @@ class SlidingWindowManager(WindowManager):
         sequence: Sequence,
         first: int,
         last: int,
-        changes: Callable[[Kept], bool],
+        changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
@@ -320,7 +320,7 @@ class SlidingWindowManager(WindowManager):
         held = sequence.tables[self.index][begin:end]
         if alone:
             held = array("i", [slot for slot in held if self.group.refs[slot] == 1])
-        for old, alike in groupby(held, self.group.kept_at):
+        for old, alike in groupby(held, self.group.retention_at):
             if changes(old):
                 slots = array("i", alike)
                 yield KeptRow(PRIMARY, old, slots, self.group.names_of(slots))

@@ -22,7 +22,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
 from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import GroupMatch, Piece
-from kvcache.fold.sequence import DEFAULT, Kept, Sequence, kept, packed_handles, rows
+from kvcache.fold.sequence import DEFAULT, BlockRetention, Sequence, packed_handles, retention_of, rows
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest
 from kvcache.results import Replacement
@@ -44,7 +44,7 @@ class CopySource(NamedTuple):
     level: LevelIndex
     slot: Slot
     num_tokens: int
-    kept: Kept
+    kept: BlockRetention
     """Retention of the source."""
     cached: bool = True
 
@@ -96,7 +96,7 @@ class KeptRow(NamedTuple):
     """Consecutive cached blocks of a sequence with the same retention."""
 
     level: LevelIndex
-    kept: Kept
+    kept: BlockRetention
     slots: array[int]
     names: bytes
 
@@ -182,7 +182,9 @@ class BlockEvents:
             )
         )
 
-    def store(self, sequence: Sequence, first: int, stop: int, how: Kept, keys: bytes = b"") -> None:
+    def store(
+        self, sequence: Sequence, first: int, stop: int, how: BlockRetention, keys: bytes = b""
+    ) -> None:
         """Store a sequence's blocks from `first` up to the token `stop`.
 
         `keys` are those of the blocks without one; empty: they are made here, if blocks have names.
@@ -222,7 +224,13 @@ class BlockEvents:
         )
 
     def fill(
-        self, handles: bytes, blocks: array[int], slots: array[int], parents: bytes, keys: bytes, how: Kept
+        self,
+        handles: bytes,
+        blocks: array[int],
+        slots: array[int],
+        parents: bytes,
+        keys: bytes,
+        how: BlockRetention,
     ) -> None:
         """Store one block of each of these sequences, extending a run that the sequence alone holds to its end."""
         self._emit(
@@ -332,7 +340,7 @@ class WindowManager(ABC):
         sequence: Sequence,
         first: int,
         last: int,
-        changes: Callable[[Kept], bool],
+        changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
     ) -> Iterator[KeptRow]:
@@ -361,7 +369,7 @@ class WindowManager(ABC):
         source = None
         if found.partial is not None:
             level, slot = found.partial.block.level, Slot(found.partial.block.slots[0])
-            source = CopySource(level, slot, found.partial.num_tokens, self.group.kept_in(level, slot))
+            source = CopySource(level, slot, found.partial.num_tokens, self.group.retention_in(level, slot))
         return WindowPlan(claimed, new_blocks, source, *blocks)
 
     def _claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
@@ -388,8 +396,8 @@ class WindowManager(ABC):
         """Return the beginning of a block in a sequence's table as a copy source."""
         slot = Slot(sequence.tables[self.index][block])
         if self.group.is_cached(PRIMARY, slot):
-            return CopySource(PRIMARY, slot, num_tokens, self.group.kept_in(PRIMARY, slot))
-        how = kept(sequence, self.index, block, self.tokens_per_block)
+            return CopySource(PRIMARY, slot, num_tokens, self.group.retention_in(PRIMARY, slot))
+        how = retention_of(sequence, self.index, block, self.tokens_per_block)
         return CopySource(PRIMARY, slot, num_tokens, how, cached=False)
 
     def first_to_leave(self, sequence: Sequence, num_tokens: int) -> int:
@@ -500,7 +508,7 @@ class WindowManager(ABC):
             full, stop = min(full, own), min(stop, own * size)
         self._store_path(sequence, first, full, stop, replaced)
         if sequence.retention is not None:
-            self.restate(sequence, end, sequence.path_ends[self.index].end)
+            self.report_retention(sequence, end, sequence.path_ends[self.index].end)
         return replaced
 
     def store_filled(
@@ -522,12 +530,12 @@ class WindowManager(ABC):
         """
         if not self._reuse or self.group.shared:
             return [(sequence, self.store(sequence)) for sequence in sequences]
-        alike: dict[Kept, list[Sequence]] = {DEFAULT: sequences}
-        if not self._state.all_kept_alike:
+        alike: dict[BlockRetention, list[Sequence]] = {DEFAULT: sequences}
+        if not self._state.default_retention_only:
             alike = {}
             for sequence in sequences:
                 block = sequence.path_ends[self.index].end
-                how = kept(sequence, self.index, block, self.tokens_per_block)
+                how = retention_of(sequence, self.index, block, self.tokens_per_block)
                 alike.setdefault(how, []).append(sequence)
         left: set[Sequence] = set()
         for how, several in alike.items():
@@ -536,7 +544,7 @@ class WindowManager(ABC):
             [(sequence, self.store(sequence)) for sequence in sequences if sequence in left] if left else []
         )
 
-    def _fill(self, sequences: list[Sequence], handles: bytes, how: Kept) -> set[Sequence]:
+    def _fill(self, sequences: list[Sequence], handles: bytes, how: BlockRetention) -> set[Sequence]:
         """Store blocks with the same retention by one event, as in `store_filled`; returns the sequences left."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
@@ -596,7 +604,7 @@ class WindowManager(ABC):
 
     # -- retention
 
-    def restate(self, sequence: Sequence, first: int, last: int) -> None:
+    def report_retention(self, sequence: Sequence, first: int, last: int) -> None:
         """Apply the stated retention, if any, to the cached blocks of its prompt from `first` up to `last`."""
         retention, size = sequence.retention, self.tokens_per_block
         last = min(last, self.blocks_for(sequence.num_prompt_tokens))
@@ -624,7 +632,7 @@ class WindowManager(ABC):
         runs.
         """
 
-        def changes(old: Kept) -> bool:
+        def changes(old: BlockRetention) -> bool:
             return old.priority != priority or (duration is not None and old.duration != duration)
 
         found = list(self._kept_rows(sequence, first, last, changes, alone=alone)) if first < last else []

@@ -18,7 +18,7 @@ from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import Group, UseCounts, last_reversed
 from kvcache.fold.prefix_tree import Node, PathMatch, Run, match
-from kvcache.fold.sequence import Kept, Pin, Sequence
+from kvcache.fold.sequence import BlockRetention, Pin, Sequence
 
 
 class FullGroup(Group):
@@ -48,10 +48,10 @@ class FullGroup(Group):
         run = self.tree.runs.get(self.levels[level].run_ids[slot])
         return run is not None and run.level == level and slot in run.slots
 
-    def kept_in(self, level: int, slot: int) -> Kept:
+    def retention_in(self, level: int, slot: int) -> BlockRetention:
         """Return the retention of a cached block; for copies and audits."""
         run = self.run_at(level, slot)
-        return Kept(run.priority, run.duration)
+        return BlockRetention(run.priority, run.duration)
 
     def path(self, node: Node) -> Iterator[Run]:
         """Yield the runs from a node up to its root."""
@@ -65,8 +65,8 @@ class FullGroup(Group):
         if first + len(slots) != tail.end:
             raise InvariantViolated("reused blocks leave a hole in the table")
         sequence.path_ends[self.index] = tail
-        self.learn_keys(sequence, tail, tail.end)
-        self.settle(tail)
+        self.copy_keys(sequence, tail, tail.end)
+        self.coalesce(tail)
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Yield cached blocks in pieces: level, slots, True if held by sequences, True if their copy has not landed."""
@@ -226,7 +226,7 @@ class FullGroup(Group):
         if run.is_leaf:
             self.watcher.evictable(run)
 
-    def settle(self, node: Node) -> None:
+    def coalesce(self, node: Node) -> None:
         """Join runs that have become equal on the path that ends at `node`."""
         while isinstance(node, Run):
             while self.tree.may_join(node):
@@ -238,9 +238,9 @@ class FullGroup(Group):
         if len(run.children) == 1:
             (child,) = run.children.values()
             if self.tree.may_join(child):
-                self.settle(child)
+                self.coalesce(child)
                 return
-        self.settle(run)
+        self.coalesce(run)
 
     def split(self, run: Run, at: int) -> Run:
         """Cut a run in two; returns the upper part."""
@@ -469,7 +469,7 @@ class FullGroup(Group):
         """Join a run that lost a child with its only other child, if they have become equal."""
         if len(parent.children) == 1:
             (child,) = parent.children.values()
-            self.settle(child)
+            self.coalesce(child)
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """`BlocksMoved` (offload): move ends of unreferenced leaves to secondary, the deepest block of each first."""
@@ -508,7 +508,7 @@ class FullGroup(Group):
     def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """`BlocksMoved` (onboard): move whole runs held by a sequence to primary, shallowest block first."""
         self._bring(slots, to_slots, transfer)
-        self.settle(sequence.path_ends[self.index])
+        self.coalesce(sequence.path_ends[self.index])
 
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
         """`BlocksMoved` (recomputed): replace secondary blocks by a sequence's own primary slots."""
@@ -516,8 +516,8 @@ class FullGroup(Group):
         invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
         self._bring(slots, own, 0)
         sequence.path_ends[self.index] = tail
-        self.learn_keys(sequence, tail, tail.end)
-        self.settle(tail)
+        self.copy_keys(sequence, tail, tail.end)
+        self.coalesce(tail)
 
     def _bring(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         done = 0
@@ -562,7 +562,7 @@ class FullGroup(Group):
                 self.levels[run.level].return_slots(run.slots)
         for level in self.levels:
             level.run_id_array.fill(-1)
-        self.forget_all()
+        self.clear_cached()
         return counts, unnamed
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:

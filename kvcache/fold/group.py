@@ -373,7 +373,7 @@ class Group(ABC):
             node = node.parent
         return b"".join(reversed(parts))
 
-    def learn_keys(self, sequence: Sequence, node: Node, blocks: int) -> None:
+    def copy_keys(self, sequence: Sequence, node: Node, blocks: int) -> None:
         """Copy the keys of the first `blocks` blocks, which end in `node`, to a sequence."""
         size = self.tree.key_bytes
         if size and len(sequence.keys) < blocks * size:
@@ -424,7 +424,7 @@ class Group(ABC):
         known[at] = noted[at]
         return known if known.any() else None
 
-    def forget_all(self) -> None:
+    def clear_cached(self) -> None:
         """Forget all cached blocks; they become blank, or held without a name."""
         for level in self.levels:
             # A fixed order: run ids differ between a live state and an exported one.

@@ -52,7 +52,7 @@ def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[P
     for sequence in sequences:
         cached = max(sequence.path_ends[index].end, sequence.detached[index])
         holders.update(sequence.tables[index][cached:])
-        holders.update(sequence.kept_in(index))
+        holders.update(sequence.retention_in(index))
     for pin in pins:
         if not pin.named:
             holders.update(pin.slots[index])

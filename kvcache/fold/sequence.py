@@ -133,7 +133,7 @@ class Sequence(SequenceTokens):
         kept = self.replaced or tuple([array("i") for _ in self.tables])
         self.replaced = (*kept[:group], slots + kept[group], *kept[group + 1 :])
 
-    def kept_in(self, group: int) -> array[int]:
+    def retention_in(self, group: int) -> array[int]:
         """Return the slots that others have replaced in the table of a group."""
         return self.replaced[group] if self.replaced else array("i")
 
@@ -177,7 +177,7 @@ def packed_handles(sequences: Items[Sequence]) -> bytes:
     return array("q", [each.handle for each in sequences]).tobytes()
 
 
-def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
+def is_steady(sequences: Items[Sequence], tokens_per_block: int) -> bool:
     """True if the next token of each of these is appended as usual: all before it count as computed, and have exactly
     the slots that they need.
     """
@@ -199,7 +199,7 @@ def decode_on(sequences: Items[Sequence]) -> None:
         each.computed = _FOLLOWS
 
 
-class Kept(NamedTuple):
+class BlockRetention(NamedTuple):
     """Retention of a block: as its request states for its first token or, where nothing is stated, as of its copy
     source.
     """
@@ -209,30 +209,32 @@ class Kept(NamedTuple):
     """In nanoseconds from its release by the last sequence; 0: for good."""
 
 
-DEFAULT = Kept(DEFAULT_PRIORITY, 0)
+DEFAULT = BlockRetention(DEFAULT_PRIORITY, 0)
 
 
-def kept(sequence: Sequence, group: int, block: int, size: int) -> Kept:
+def retention_of(sequence: Sequence, group: int, block: int, size: int) -> BlockRetention:
     """Return the retention that a block of a sequence is stored with."""
     retention, start = sequence.retention, block * size
     if retention is not None:
         if start >= sequence.num_prompt_tokens:
-            return Kept(retention.priority, retention.duration)
+            return BlockRetention(retention.priority, retention.duration)
         for stated in retention.ranges:
             if stated.start <= start and (stated.stop is None or start < stated.stop):
-                return Kept(stated.priority, stated.duration)
+                return BlockRetention(stated.priority, stated.duration)
     for copied in sequence.inherited:
         if (copied.group, copied.block) == (group, block):
-            return Kept(copied.priority, copied.duration)
+            return BlockRetention(copied.priority, copied.duration)
     return DEFAULT
 
 
-def rows(sequence: Sequence, group: int, first: int, last: int, size: int) -> Iterator[tuple[int, int, Kept]]:
+def rows(
+    sequence: Sequence, group: int, first: int, last: int, size: int
+) -> Iterator[tuple[int, int, BlockRetention]]:
     """Yield consecutive blocks with the same retention: first, end, retention."""
-    begin, how = first, kept(sequence, group, first, size)
+    begin, how = first, retention_of(sequence, group, first, size)
     for cut in _cuts(sequence, size):
         if begin < cut < last:
-            beyond = kept(sequence, group, cut, size)
+            beyond = retention_of(sequence, group, cut, size)
             if beyond != how:
                 yield begin, cut, how
                 begin, how = cut, beyond

@@ -37,11 +37,11 @@ from kvcache.fold.prefix_tree import (
     list_child,
     match,
 )
-from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, Kept, Pin, Sequence
+from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, BlockRetention, Pin, Sequence
 
 HOLE = -1
 """In a run, the place of a block that is not cached."""
-NOBODY = -1
+NO_RUN = -1
 """Entry of `positions` without a block."""
 DEPTH_BITS = 28
 """Low bits of a position; the others are the run's id. No prompt has that many blocks."""
@@ -60,18 +60,18 @@ _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
 class SlidingGroup(Group):
     """Group in which a sequence holds the blocks that its next token sees; a step touches few of many places."""
 
-    __slots__ = (*_COLUMNS, "keeps_time", "kept_alike", "views")
+    __slots__ = (*_COLUMNS, "keeps_time", "default_priorities_only", "views")
 
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
-        self.positions = array("q", [NOBODY]) * size
+        self.positions = array("q", [NO_RUN]) * size
         """By place: the run of the block, and its depth, the number of blocks before it in its prompt. Both in one
         number, so that consecutive blocks of a run differ by 1. -1 where no block is cached; the other columns are then
         undefined."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [DEFAULT_PRIORITY]) * size
-        """By place: as in a `Run`. Not written while `kept_alike`."""
+        """By place: as in a `Run`. Not written while `default_priorities_only`."""
         self.durations = array("q", [0]) * size
         self.expiries = array("q", [0]) * size
         """By place: as in a `Run`. Both are 0 where no block is cached."""
@@ -81,7 +81,7 @@ class SlidingGroup(Group):
         """By place: id of the copy that brings the block here; 0 once landed."""
         self.keeps_time = False
         """True if any block has ever had a duration."""
-        self.kept_alike = True
+        self.default_priorities_only = True
         """True while all blocks ever cached have had the default priority."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
@@ -104,15 +104,15 @@ class SlidingGroup(Group):
 
     def is_cached(self, level: int, slot: int) -> bool:
         """True if a block is cached in the slot."""
-        return self.positions[slot + level * self.levels[PRIMARY].size] != NOBODY
+        return self.positions[slot + level * self.levels[PRIMARY].size] != NO_RUN
 
-    def kept_at(self, place: int) -> Kept:
+    def retention_at(self, place: int) -> BlockRetention:
         """Return the retention of the block at a place."""
-        return Kept(self.priorities[place], self.durations[place])
+        return BlockRetention(self.priorities[place], self.durations[place])
 
-    def kept_in(self, level: int, slot: int) -> Kept:
+    def retention_in(self, level: int, slot: int) -> BlockRetention:
         """Return the retention of a cached block."""
-        return self.kept_at(slot + level * self.levels[PRIMARY].size)
+        return self.retention_at(slot + level * self.levels[PRIMARY].size)
 
     def find(self, place: int) -> tuple[Run, int]:
         """Return the run of a cached block, and its index in it."""
@@ -183,7 +183,7 @@ class SlidingGroup(Group):
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Yield cached blocks in pieces: level, slots, True if held by sequences, True if their copy has not landed."""
-        places = np.flatnonzero(self.views["positions"] != NOBODY)
+        places = np.flatnonzero(self.views["positions"] != NO_RUN)
         held, in_flight = self.views["refs"][places] > 0, self.views["transfers"][places] > 0
         primary = self.levels[PRIMARY].size
         for kind in range(8):
@@ -205,10 +205,10 @@ class SlidingGroup(Group):
         """Mark places as empty: only the columns that show it are written, the others are undefined then."""
         if len(places) <= FEW:
             for place in places:
-                self.positions[place], self.released_at[place] = NOBODY, 0
+                self.positions[place], self.released_at[place] = NO_RUN, 0
         else:
             at = indexes(places)
-            self.views["positions"][at], self.views["released_at"][at] = NOBODY, 0
+            self.views["positions"][at], self.views["released_at"][at] = NO_RUN, 0
         if self.levels[SECONDARY].size:
             # Without offload nothing is ever in flight.
             self.views["transfers"][indexes(places)] = 0
@@ -219,7 +219,7 @@ class SlidingGroup(Group):
     def clear_columns(self) -> None:
         """Mark all places as empty."""
         for name, view in self.views.items():
-            view.fill({"positions": NOBODY, "priorities": DEFAULT_PRIORITY}.get(name, 0))
+            view.fill({"positions": NO_RUN, "priorities": DEFAULT_PRIORITY}.get(name, 0))
 
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
         """Export blocks: slots instead of places, and seven numbers per block: level, priority, duration, expiry,
@@ -248,7 +248,9 @@ class SlidingGroup(Group):
             for name, number in zip(_EXPORTED, columns, strict=True):
                 getattr(self, name)[place] = number
             self.keeps_time = self.keeps_time or self.durations[place] > 0
-            self.kept_alike = self.kept_alike and self.priorities[place] == DEFAULT_PRIORITY
+            self.default_priorities_only = (
+                self.default_priorities_only and self.priorities[place] == DEFAULT_PRIORITY
+            )
             self.levels[level].unreferenced += not self.refs[place]
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
@@ -276,7 +278,7 @@ class SlidingGroup(Group):
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
         """Take a reference on cached blocks of a sequence's prompt."""
         run = self._hold(sequence, level, first, slots)
-        self.learn_keys(sequence, run, first + len(slots))
+        self.copy_keys(sequence, run, first + len(slots))
 
     def _hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> Run:
         places = self.places(level, slots)
@@ -474,11 +476,11 @@ class SlidingGroup(Group):
         places = array("i", [HOLE]) * (first - depth) + slots
         content = self.new_content(sequence, depth, last, last_tokens)
         keys = sequence.keys[depth * key_bytes : last * key_bytes]
-        self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
+        self.insert(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)
         self.views["refs"][at_slots] = 1
-        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
-        if not self.kept_alike:
+        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
+        if not self.default_priorities_only:
             self.views["priorities"][at_slots] = priority
         if duration:
             self.keeps_time = True
@@ -498,7 +500,7 @@ class SlidingGroup(Group):
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
         block_bytes = tree.block_bytes
-        alike = self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
+        alike = self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot or table[block - 1] < 0:
@@ -527,9 +529,9 @@ class SlidingGroup(Group):
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
     ) -> None:
         """Change the retention of cached blocks that sequences hold."""
-        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
+        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
         for place in self.places(level, slots):
-            held = self.positions[place] != NOBODY and self.refs[place] > 0
+            held = self.positions[place] != NO_RUN and self.refs[place] > 0
             invariant(
                 held and self.priorities[place] == old_priority, "an updated block had another priority"
             )
@@ -540,7 +542,7 @@ class SlidingGroup(Group):
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
         """Reset blocks with an expired priority; returns the last stamp: each has its own."""
-        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
+        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
         places = self.places(level, slots)
         for released, place in enumerate(places, stamp + 1):
             timed = self.expiries[place] > 0 and not self.refs[place]
@@ -594,7 +596,7 @@ class SlidingGroup(Group):
         # The event has the names of these blocks. If names of earlier blocks are missing, the next stored block has
         # all.
         if len(sequence.keys) >= first * self.tree.key_bytes:
-            self.learn_keys(sequence, run, first + len(slots))
+            self.copy_keys(sequence, run, first + len(slots))
         self._relocate(self.places(SECONDARY, slots), own, 0)
         self.levels[SECONDARY].return_slots(slots)
 
@@ -622,7 +624,7 @@ class SlidingGroup(Group):
         """Drop every cached block and name; returns (dropped per level, blocks still held by sequences)."""
         counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
         unnamed = 0
-        for place in np.flatnonzero(self.views["positions"] != NOBODY).tolist():
+        for place in np.flatnonzero(self.views["positions"] != NO_RUN).tolist():
             refs, (level, slot) = self.refs[place], self.slot_of(place)
             if not refs:
                 self.levels[level].blank.append(slot)
@@ -631,7 +633,7 @@ class SlidingGroup(Group):
             if refs > 1:
                 self.shared[slot] = refs
         self.clear_columns()
-        self.forget_all()
+        self.clear_cached()
         return counts, unnamed
 
     # -- the tree: contents and places
@@ -668,7 +670,7 @@ class SlidingGroup(Group):
                 break
         return node, at, position // size
 
-    def lay(
+    def insert(
         self, node: Node, at: int, content: bytearray, places: array[int], keys: bytearray, partial: int
     ) -> None:
         """Insert blocks at a position: into holes while their content is known, the rest as new ones.
@@ -803,7 +805,7 @@ class SlidingGroup(Group):
             invariant(released != (self.refs[place] > 0), "a block is held and released, or neither")
             expires = self.expiries[place] > 0
             timed = expires == (released and self.durations[place] > 0)
-            alike = not self.kept_alike or self.priorities[place] == DEFAULT_PRIORITY
+            alike = not self.default_priorities_only or self.priorities[place] == DEFAULT_PRIORITY
             invariant(alike, "a block has another priority than all are said to have")
             invariant(timed, "a block expires that is held, or kept for good")
 

@@ -103,7 +103,7 @@ class CacheState:
         """Number of releases so far."""
         self.clock = 0
         """Time of the latest event that has one; 0 while nothing has a duration."""
-        self.all_kept_alike = True
+        self.default_retention_only = True
         """True while every request ever admitted has had the default retention."""
         self.pins: dict[int, Pin] = {}
         self.next_pin = 1
@@ -203,8 +203,8 @@ class CacheState:
             raise InvariantViolated("more is loaded than there is to compute, or in the middle of a block")
         sequence = Sequence(handle, request_id, namespace, tokens, self.roots(namespace))
         sequence.computed, sequence.retention = event.reused, event.retention
-        self.all_kept_alike = self.all_kept_alike and event.retention is None
-        self.tell_time(event.clock)
+        self.default_retention_only = self.default_retention_only and event.retention is None
+        self.advance_clock(event.clock)
         self.sequences[handle] = sequence
         self.handles[request_id] = handle
         self.refused.pop(request_id, None)
@@ -266,7 +266,7 @@ class CacheState:
         if sequence.inherited or (copied.priority, copied.duration) != (DEFAULT_PRIORITY, 0):
             others = [each for each in sequence.inherited if each.group != event.group]
             sequence.inherited = (*others, copied)
-            self.all_kept_alike = False
+            self.default_retention_only = False
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first, size = event.group, event.first_block, self.tokens_per_block
@@ -327,7 +327,7 @@ class CacheState:
         slots, group = array("i", event.slots), self.groups[event.group]
         change = event.level, slots, event.old_priority, event.priority
         if event.why == ev.UpdateReason.EXPIRED:
-            self.tell_time(event.clock)
+            self.advance_clock(event.clock)
             self.releases = group.expire(*change, self.releases)
         else:
             group.update(*change, event.duration)
@@ -396,7 +396,7 @@ class CacheState:
 
     def _unpin(self, event: ev.BlocksUnpinned) -> None:
         pin = self.pins.pop(event.pin)
-        self.tell_time(event.clock)
+        self.advance_clock(event.clock)
         self.releases += 1
         for group, slots, end, freed in zip(self.groups, pin.slots, pin.ends, event.freed, strict=True):
             if pin.named:
@@ -437,7 +437,7 @@ class CacheState:
     def _detach(self, event: ev.BlocksDetached) -> None:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]
         counts = array("I", event.counts) if event.counts else None
-        self.tell_time(event.clock)
+        self.advance_clock(event.clock)
         group = self.groups[event.group]
         if not isinstance(group, SlidingGroup):
             raise InvariantViolated("full attention leaves no block behind")
@@ -497,7 +497,7 @@ class CacheState:
         computed = min(sequence.computed, num_tokens - 1)
         blocks = computed // self.tokens_per_block
         needed = min(-(-num_tokens // self.tokens_per_block), len(sequence.tables[0]))
-        self.tell_time(event.clock)
+        self.advance_clock(event.clock)
         self.releases += 1
         for group, freed in zip(self.groups, event.freed, strict=True):
             if not sequence.tables[group.index]:
@@ -524,7 +524,7 @@ class CacheState:
             sequence.encoder.holders -= 1
         self.running.forget_row()
         self.releases += 1
-        self.tell_time(event.clock)
+        self.advance_clock(event.clock)
         for index, group in enumerate(self.groups):
             freed = group.end(sequence, self.releases, self.clock)
             if freed.tobytes() != event.freed[index]:
@@ -560,7 +560,7 @@ class CacheState:
         encoder = self.sequences.pop(event.handle)
         invariant(not encoder.holders, "an encoder's input ended that is still read")
         self.releases += 1
-        self.tell_time(event.clock)
+        self.advance_clock(event.clock)
         freed = self.groups[event.group].end(encoder, self.releases, self.clock)
         invariant(freed.tobytes() == event.freed, "other slots were freed")
         for group in self.groups:
@@ -686,7 +686,7 @@ class CacheState:
         self.transfers[transfer_id] = transfer
         self.next_transfer = transfer_id + 1
 
-    def tell_time(self, now: int) -> None:
+    def advance_clock(self, now: int) -> None:
         """Advance the clock to an event's time; 0: it has none."""
         if now:
             invariant(now >= self.clock, "time goes back")
@@ -925,7 +925,9 @@ class CacheState:
         sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
         sequence.replaced = replaced
         sequence.retention, sequence.inherited = entry.retention, entry.inherited
-        self.all_kept_alike = self.all_kept_alike and entry.retention is None and not entry.inherited
+        self.default_retention_only = (
+            self.default_retention_only and entry.retention is None and not entry.inherited
+        )
         self.sequences[entry.handle] = sequence
         sequence.holders = readers
         if not readers:

@@ -23,7 +23,7 @@ from kvcache.recorder import Recorder
 _LONGEST_NAME = 512
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error; texts other than our own may quote tokens."""
     return str(error) if isinstance(error, FieldsError) else type_and_place(error)
 
@@ -98,7 +98,7 @@ class Attachment:
     def _fail(self, error: Exception) -> None:
         with suppress(Exception):
             self.release()
-            self._logger.warning("The KV cache is not recorded any further: %s", told(error))
+            self._logger.warning("The KV cache is not recorded any further: %s", describe_error(error))
         if self._log is not None:
             self._log.lose()
         self._end()
@@ -143,7 +143,7 @@ class Attachment:
             self.recorder.close()
         except Exception as error:  # noqa: BLE001
             with suppress(Exception):
-                self._logger.warning("The log of the KV cache is not complete: %s", told(error))
+                self._logger.warning("The log of the KV cache is not complete: %s", describe_error(error))
             with suppress(Exception):
                 if self._log is not None:
                     self._log.close()

@@ -28,7 +28,7 @@ from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.probe import LogProbe
-from kvcache.publish.start import Epoch, Position, Start, behind, is_ahead, last_epoch, position_file
+from kvcache.publish.start import Epoch, Position, Start, is_ahead, last_epoch, position_file, start_after
 from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.base import SinkUnavailable
@@ -335,7 +335,7 @@ class SinkFollower:
             if self._until == "end":
                 raise SinkError(f"{self.name}: {why}: remove {self._file and self._file.path} to begin anew")
             return None
-        return behind(self._log, position)
+        return start_after(self._log, position)
 
     def _follow(self, start: Start) -> None:
         """Read on from there, until all is done, the sink has to be remade, or the log was cut."""
@@ -390,7 +390,7 @@ class SinkFollower:
         self._note_had(first - 1, None)
         if self._delivery.open():
             if start.removed:
-                self._tell_of_gap(start)
+                self._announce_gap(start)
             self._given = first - 1, None
             self._save()
         return first
@@ -484,7 +484,7 @@ class SinkFollower:
             return LostBatches(batch.seq, batch.seq, batch.ts, "the log has no token ids").as_batch()
         return batch_without_tokens(batch) if self._delivery.sink.needs_tokens is False else batch
 
-    def _tell_of_gap(self, start: Start) -> None:
+    def _announce_gap(self, start: Start) -> None:
         first, last = start.seq - start.removed, start.seq - 1
         self._note_gap(first, last)
         self._delivery.write(LostBatches(first, last, 0, "removed from the log").as_batch())

@@ -85,7 +85,9 @@ class Publisher:
         self._waits = until != "end"
 
     def run(
-        self, stop: Callable[[], bool] = lambda: False, tell: Callable[[PublishStats], None] = lambda _: None
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[PublishStats], None] = lambda _: None,
     ) -> None:
         """Publish until all is done, or `stop()` is true; `tell` is called about 20 times a second.
 
@@ -93,15 +95,15 @@ class Publisher:
         it was opened first (SinkError, OSError), what reading the log raises, NoTokens, BeginningRemoved, LogReplaced.
         """
         try:
-            if self._await_log(stop, tell):
+            if self._await_log(stop, on_progress):
                 for follower in self._followers:
                     follower.start()
                 while not stop() and self._go_on():
-                    tell(self.stats())
+                    on_progress(self.stats())
                     time.sleep(_LOOK_SECONDS)
         finally:
             self._close()
-        tell(self.stats())
+        on_progress(self.stats())
         for follower in self._followers:
             if follower.failure is not None:
                 raise follower.failure
@@ -115,7 +117,7 @@ class Publisher:
         """Return the progress of all sinks, for one of them."""
         return tuple(progress.as_sink_stats() for progress in self.stats().sinks)
 
-    def _await_log(self, stop: Callable[[], bool], tell: Callable[[PublishStats], None]) -> bool:
+    def _await_log(self, stop: Callable[[], bool], on_progress: Callable[[PublishStats], None]) -> bool:
         """Wait until there is a log; return False if stopped before. Raises NotALog."""
         while not stop():
             if self._look_for_log():
@@ -124,7 +126,7 @@ class Publisher:
                 return True
             if not self._waits:
                 raise NotALog(self._directory)
-            tell(self.stats())
+            on_progress(self.stats())
             time.sleep(_LOOK_SECONDS)
         return False
 

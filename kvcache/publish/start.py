@@ -84,7 +84,7 @@ def last_epoch(log: Path, *, counts: bool) -> Start | None:
     return None
 
 
-def behind(log: Path, position: Position | None) -> Start | None:
+def start_after(log: Path, position: Position | None) -> Start | None:
     """Return the start for a sink that has taken all up to `position`. None and errors are as in `last_epoch`."""
     found = _beginnings(log)
     if not found:

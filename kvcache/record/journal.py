@@ -1,6 +1,6 @@
 """A state and its record: emit = apply and publish, flush = one batch to the log and the sinks.
 
-`EventSourced` is the base of a manager and a recorder: a cache changed by one thread, by events alone.
+`EventSourcedCache` is the base of a manager and a recorder: a cache changed by one thread, by events alone.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class Journal:
         for subscriber in self._subscribers[type(event)]:
             subscriber(event)
 
-    def make_good(self) -> None:
+    def record_losses(self) -> None:
         """Record losses, and the whole state with the next flush; called before each flush where `outputs.may_lose`."""
         gap = self.outputs.pop_gap()
         if gap is not None:
             self.bus.publish(gap)
-        lost = self.outputs.lost_seq
+        lost = self.outputs.resync_after_seq
         # The batch with the state may itself be the last one lost.
         if gap is not None or (lost >= 0 and lost >= self._exported_seq):
             self._state_due = True
@@ -180,7 +180,7 @@ class Journal:
         return self.outputs.sink_stats()
 
 
-class EventSourced:
+class EventSourcedCache:
     """A cache that changes by events alone: one way to begin, to end a step and to close, for managers and recorders.
 
     One thread makes all calls, except those documented otherwise.
@@ -219,9 +219,9 @@ class EventSourced:
             self._journal = journal = Journal(created, outputs, config.event_buffer_max_size, first, shared)
             self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
             yield outputs
-            if outputs.offer(journal):
+            if outputs.attach_probe(journal):
                 self._guard.clock, journal.step_times = time.perf_counter_ns, Histogram(STEP_SECONDS)
-            journal.make_good()
+            journal.record_losses()
             journal.flush(started)
             self._acquire()
         except BaseException:
@@ -342,7 +342,7 @@ class EventSourced:
         journal = self._journal
         if journal.outputs.may_lose:
             with self._guard:
-                journal.make_good()
+                journal.record_losses()
         if not journal.due:
             return None
         # Outside the guard: with a failing clock, everything waits for the next flush.

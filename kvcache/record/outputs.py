@@ -19,7 +19,7 @@ from events.types import EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
-from kvcache.keep.keeper import Keeper
+from kvcache.maintenance.maintainer import LogMaintainer
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.base import Probe
 from sinks.router.feed import RouterFeed
@@ -72,12 +72,12 @@ class Outputs:
         records = config.record_tokens if writer is None else writer.epoch_started.tokens_recorded
         return cls(writer, runners, tokens_by_default=records)
 
-    def offer(self, probe: Probe) -> bool:
+    def attach_probe(self, probe: Probe) -> bool:
         """Pass the probe to those sinks that use one; returns True if there is one."""
-        watching = [runner.sink for runner in self._runners if runner.sink.watches]
-        for sink in watching:
+        probing = [runner.sink for runner in self._runners if runner.sink.watches]
+        for sink in probing:
             sink.watch(probe)
-        return bool(watching)
+        return bool(probing)
 
     @property
     def records_tokens(self) -> bool:
@@ -114,14 +114,14 @@ class Outputs:
         return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self.feeds)
 
     @property
-    def lost_seq(self) -> int:
+    def resync_after_seq(self) -> int:
         """The last batch lost by a sink's fold, which needs the whole state in a later one; -1: none.
 
         A quarantined sink would not get it.
         """
         lost = -1
         for runner, feed in self._feeds:
-            seq = feed.lost_seq  # read once: the sink's thread may clear it
+            seq = feed.resync_after_seq  # read once: the sink's thread may clear it
             if seq is not None and seq > lost and runner.state == "running":
                 lost = seq
         return lost
@@ -155,8 +155,8 @@ def open_log(
     written = config.model_dump()
     limits = Limits(*(written.pop(f"retain_{unit}") for unit in ("bytes", "seconds", "segments")))
     if written.pop("snapshots") or limits:
-        keeper = Keeper(directory, limits)
-        written["segment_begun"], written["closed"] = keeper.look, keeper.close
+        maintainer = LogMaintainer(directory, limits)
+        written["segment_begun"], written["closed"] = maintainer.look, maintainer.close
         written["segment_seconds"] = limits.seconds and limits.seconds / _SEGMENTS_KEPT
     if limits.bytes is not None:
         written["segment_bytes"] = min(

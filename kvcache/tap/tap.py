@@ -48,7 +48,7 @@ from events.types import (
     WorkerSeen,
 )
 from kvcache._version import __version__
-from kvcache.replay import fold_told
+from kvcache.replay import fold_feed_batch
 from kvcache.tap.lines import SCHEME, LineListener
 
 _POLL_MS = 50
@@ -489,5 +489,5 @@ def state_of(log: Path, at: int | None = None) -> FeedState:
         for batch in LogReader(log, kind="feed"):
             if at is not None and batch.seq > at:
                 break
-            fold_told(state, batch)
+            fold_feed_batch(state, batch)
     return state

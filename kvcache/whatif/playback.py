@@ -494,7 +494,7 @@ class Playback:
         request = prompt.request()
         if prompt.slots is None:
             return request
-        found = self.manager.scheduling.demand(replace(request, reserve_tokens=1)).reused_tokens
+        found = self.manager.scheduling.estimate_demand(replace(request, reserve_tokens=1)).reused_tokens
         return replace(request, reserve_tokens=max(1, prompt.slots - found))
 
     def _wait(self, request: Played) -> None:

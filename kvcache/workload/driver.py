@@ -276,7 +276,7 @@ class Engine:
         if manager.transfers is not None:
             manager.transfers.wait()
         with self._times.timed():
-            cut = manager.poll().cut
+            cut = manager.poll().invalidated
         self._begin_again(
             [self._running[int(request_id)] for request_id, _ in cut if request_id in self._running]
         )

@@ -6,8 +6,8 @@ order and are never netted: a router sees each state the cache went through, som
 bounds from above (`change_bytes`): encoding to find out its size would cost more than all else.
 
 Whenever routers' copies may differ from the fold, "cleared" and the fold's whole state go out next: at the start, and
-after anything failed on the way out. Batches missed by the fold itself (`lost_seq`) only the manager can replace, by
-publishing `StateExported`.
+after anything failed on the way out. Batches missed by the fold itself (`resync_after_seq`) only the manager can
+replace, by publishing `StateExported`.
 
 `write` only folds; everything goes out in `tick`. So a failing transport is never taken for a failing fold.
 """
@@ -213,7 +213,7 @@ class RouterFeed(Sink):
         """Routers' copies may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
-        self.lost_seq: int | None = None
+        self.resync_after_seq: int | None = None
         """The last batch missing, if any: nothing goes out until the state comes in a batch after it. One published
         since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
@@ -272,9 +272,9 @@ class RouterFeed(Sink):
         """Fold a batch. Its changes go out with one of the next ticks."""
         changes = self._feed.fold(batch)
         if not self._feed.lost:
-            self.lost_seq = None
-        elif self.lost_seq is None or any(isinstance(event, Gap) for event in batch.events):
-            self.lost_seq = batch.seq
+            self.resync_after_seq = None
+        elif self.resync_after_seq is None or any(isinstance(event, Gap) for event in batch.events):
+            self.resync_after_seq = batch.seq
         if changes and not self._restate:
             self._pending += changes
             self._pending_bytes += sum(map(change_bytes, changes))

@@ -3,7 +3,7 @@
 A new reader needs the whole state, and the manager would have to stop the engine to publish it. So the sink folds the
 batches itself, on its own thread, by the code that replays logs (`SinkContext.fold`), and sends its state: when it is
 opened, after a failure, to each new subscriber, and repeatedly in a broker's stream. Only batches missed by the sink
-itself must come from the manager, as for any feed (`lost_seq`).
+itself must come from the manager, as for any feed (`resync_after_seq`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NativeFold(StreamFold[Batched]):
         elif self.lost:
             yield self._gap(self.last_seq)
         else:
-            events = (self._beginning_events[0], *self._state.told())
+            events = (self._beginning_events[0], *self._state.snapshot_events())
             yield Batched(EventBatch(self.last_seq, self._last_ts, events))
 
     def heartbeat(self) -> Batched:
@@ -105,7 +105,7 @@ class NativeFold(StreamFold[Batched]):
         if self._state is None or any(isinstance(event, StateExported) for event in batch.events):
             return (started, *batch.events)
         self._state.fold(EventBatch(batch.seq, batch.ts, (started, created)))
-        return (started, *self._state.told(), *batch.events[1:])
+        return (started, *self._state.snapshot_events(), *batch.events[1:])
 
     def _recovered(self, batch: EventBatch) -> EventBatch:
         """Return the usable part of a batch with the state, as a batch to begin with."""

@@ -94,6 +94,6 @@ def test_full(tmp_path: Path) -> None:
         wait_until(lambda: "it refuses: OutOfMemoryError" in str(worker.runner.stats().last_error))
         client.config_set("maxmemory", "100mb")
         wait_until(lambda: worker.runner.state == "running")
-        if worker.feed.lost_seq is not None:
+        if worker.feed.resync_after_seq is not None:
             worker.runner.put(worker.source.exported())
         reader.check(worker)

@@ -15,7 +15,7 @@ from events.log import LogReader, LogWriter
 from events.log.leases import Lease
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
-from kvcache.keep.prune import make_snapshot
+from kvcache.maintenance.prune import make_snapshot
 from kvcache.replay import replay
 from tests.support.answers import SIZES, answer, keys_of
 from tests.support.commands import Kvcache, run_log

@@ -29,7 +29,7 @@ from kvcache.cli import top as top_module
 from kvcache.cli.output import Output
 from kvcache.cli.top import Followed, show, to_json
 from kvcache.errors import OutOfBlocks
-from kvcache.keep.prune import make_snapshot
+from kvcache.maintenance.prune import make_snapshot
 from kvcache.manager import Substitutes
 from kvcache.publish.errors import LogReplaced
 from tests.support.answers import answer, assert_documented

@@ -12,7 +12,9 @@ from tests.support.engines.rig import Rig, prompt
 def test_e_11_blocks_of_a_request_up_to_its_end(size: int, blocks: int) -> None:
     """A prompt of 1024 tokens and 128 sampled ones: what is taken at once, and what is still needed."""
     rig = Rig(4096 // size, size=size, max_sequence_length=4096)
-    assert rig.manager.scheduling.demand(Request("a", prompt(0, 1024)), 128).to_completion == {4096: blocks}
+    assert rig.manager.scheduling.estimate_demand(Request("a", prompt(0, 1024)), 128).to_completion == {
+        4096: blocks
+    }
     rig.add("a", prompt(0, 1024))
     assert rig.used + rig.manager.scheduling.remaining_blocks_to_completion("a", 128) == blocks
 
@@ -20,7 +22,9 @@ def test_e_11_blocks_of_a_request_up_to_its_end(size: int, blocks: int) -> None:
 def test_e_11_blocks_of_a_request_in_a_sliding_window() -> None:
     """With a window of 128 the prompt needs its 16 blocks, and after it most of them are given back."""
     rig = Rig(64, size=64, windows=(128,), max_sequence_length=4096)
-    assert rig.manager.scheduling.demand(Request("a", prompt(0, 1024)), 128).to_completion == {128: 17}
+    assert rig.manager.scheduling.estimate_demand(Request("a", prompt(0, 1024)), 128).to_completion == {
+        128: 17
+    }
     rig.add("a", prompt(0, 1024))
     # Theirs counts 18 blocks, as without a window. Here those that the window leaves behind count as given back, once
     # the prompt is stored: at the latest with the first token, which needs a block of its own before.
@@ -48,7 +52,7 @@ class Case:
         what was free, and all that it takes up to its end.
         """
         found, free = self.rig.manager.count_reusable(self.tokens), self.rig.free
-        demand = self.rig.manager.scheduling.demand(Request("asked", self.tokens), max_new_tokens)
+        demand = self.rig.manager.scheduling.estimate_demand(Request("asked", self.tokens), max_new_tokens)
         reused = self.rig.add("asked", self.tokens)
         taken = free - self.rig.free
         remaining = self.rig.manager.scheduling.remaining_blocks_to_completion("asked", max_new_tokens)

@@ -22,7 +22,7 @@ from events.log import writer as recorder
 from events.log.reader import LogHead
 from events.log.retention import LogParts
 from events.log.segments import segment_name
-from kvcache.keep.compress import compress
+from kvcache.maintenance.compress import compress
 from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (
     LOG_ID,

@@ -19,15 +19,15 @@ from events.errors import LogBusy, ZstdMissing
 from events.log import LogReader, LogWriter, zstd
 from events.log.durable import take_lock
 from events.log.retention import Limits, LogParts
-from events.log.segments import KEEPER_NAME, first_seq, segment_paths
+from events.log.segments import MAINTENANCE_LOCK_NAME, first_seq, segment_paths
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.errors import InternalError
-from kvcache.keep.compress import Compressed, compress
-from kvcache.keep.prune import prune
-from kvcache.keep.salvage import salvage
-from kvcache.keep.verify import verify
+from kvcache.maintenance.compress import Compressed, compress
+from kvcache.maintenance.prune import prune
+from kvcache.maintenance.salvage import salvage
+from kvcache.maintenance.verify import verify
 from kvcache.replay import replay
 from tests.oracles.crash_model import Recording, put
 from tests.support.logs.damaging import compressed_copy, log_with_snapshots
@@ -161,7 +161,7 @@ def test_one_at_a_time_and_never_the_last(plain: Path, tmp_path: Path) -> None:
     """The lock is that of whoever removes segments; a second go finds nothing to do."""
     log = Path(shutil.copytree(plain, tmp_path / "log"))
     last = segment_paths(log)[-1].read_bytes()
-    lock = take_lock(log / KEEPER_NAME)
+    lock = take_lock(log / MAINTENANCE_LOCK_NAME)
     with pytest.raises(LogBusy, match="try again when it is done"):
         compress(log)
     lock.give_back()

@@ -143,7 +143,7 @@ def test_step_after_an_admission_compares_no_two_sequences(count: int) -> None:
     """Who leaves a block behind: those whose turn it is, and who has just been admitted, in the batch's order."""
     batch = changed_batch(count)
     Compared.compared = 0
-    leaving = batch.leaving(0)
+    leaving = batch.sliding_out(0)
     assert Compared.compared == 0
     turn = [each for each in batch.sequences if (each.num_tokens + 1 - 6) % 4 == 0]
     expected = [each.handle for each in batch.sequences if each in turn or not each.is_decoding]

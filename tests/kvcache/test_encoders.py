@@ -132,7 +132,7 @@ def test_inputs_are_offloaded_and_brought_back() -> None:
     manager.remove_sequence("a")
     add(manager, "b", [1] * 12)
     manager.remove_sequence("b")
-    demand = manager.scheduling.demand(Request("c", PROMPT, encoder_tokens=READ))
+    demand = manager.scheduling.estimate_demand(Request("c", PROMPT, encoder_tokens=READ))
     assert (demand.reused_encoder_tokens, demand.reusable[CROSS_WINDOW], demand.held[CROSS_WINDOW]) == (
         5,
         3,
@@ -302,8 +302,8 @@ def test_wrong_inputs_are_refused(given: dict[str, Any], error: type[KVCacheErro
         lambda: manager.add_sequence("b", [1], **given),
         lambda: manager.add_sequences([Request("c", [1], encoder_tokens=READ), Request("b", [1], **given)]),
         lambda: manager.can_add([Request("b", [1], **given)]),
-        lambda: manager.scheduling.demand(Request("b", [1], **given)),
-        lambda: manager.scheduling.computing(Request("b", [1], **given)),
+        lambda: manager.scheduling.estimate_demand(Request("b", [1], **given)),
+        lambda: manager.scheduling.find_in_flight(Request("b", [1], **given)),
         lambda: manager.match([1], **given),
         lambda: manager.count_reusable([1], **given),
     )

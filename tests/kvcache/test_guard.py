@@ -301,7 +301,7 @@ def test_an_interruption_while_copies_are_asked_loses_nothing(name: str) -> None
     assert manager.state.transfers
     polled = manager.poll()
     assert [reason for _, reason in polled.failed] == ["gone"]
-    assert dict(polled.cut) == {"s": 0, "t": 0}
+    assert dict(polled.invalidated) == {"s": 0, "t": 0}
     assert not manager.state.transfers
     assert manager.count_reusable([1, 2, 3, 6, 6, 6]) == 0
     manager.check()

@@ -284,7 +284,7 @@ def test_after_a_failed_copy_running_requests_compute_again(tmp_path: Path) -> N
     log.failing.on = True
     log.crowd("y", 3)
     log.failing.on = False
-    assert [name for name, _ in log.manager.poll().cut] == ["a"]
+    assert [name for name, _ in log.manager.poll().invalidated] == ["a"]
     log.add("b", [1, 2, 3, 4, 5])
     assert log.last() == "4 computing_copy_failed, 1 last_token"
 

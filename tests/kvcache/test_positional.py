@@ -17,8 +17,8 @@ from kvcache.audit.tables import occupancy
 from kvcache.errors import Contradiction, InvariantViolated, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.keep.prune import make_snapshot
-from kvcache.keep.verify import verify
+from kvcache.maintenance.prune import make_snapshot
+from kvcache.maintenance.verify import verify
 from kvcache.replay import replay
 from tests.support.engines.hybrid_toy import FIRST, GROUPS, NAME_BYTES, HybridToy, key_of
 from tests.support.logs.held_disk import HoldDisk

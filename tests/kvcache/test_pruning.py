@@ -19,12 +19,12 @@ from events.log import LogReader, LogWriter, durable, leases
 from events.log.durable import Lock, take_lock
 from events.log.leases import Lease, leased
 from events.log.retention import Limits, LogParts
-from events.log.segments import KEEPER_NAME, first_seq, segment_paths
+from events.log.segments import MAINTENANCE_LOCK_NAME, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
 from events.types import Gap
-from kvcache.keep import prune as keep_prune
-from kvcache.keep.prune import make_snapshot, prune
-from kvcache.replay import BeforeBeginning, fold, replay
+from kvcache.maintenance import prune as keep_prune
+from kvcache.maintenance.prune import make_snapshot, prune
+from kvcache.replay import BeforeLogStart, fold, replay
 from tests.oracles.crash_model import Recording, put
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
 from tests.support.seeds import seeds
@@ -56,7 +56,7 @@ def test_keeps_what_the_limits_allow(tmp_path: Path, seed: int, limits: Limits) 
         assert (
             sum(path.stat().st_size for path in [*segment_paths(log), *snapshot_paths(log)]) <= limits.bytes
         )
-    with pytest.raises(BeforeBeginning):
+    with pytest.raises(BeforeLogStart):
         replay(log, begins - 1)
     assert prune(log, limits).removed.segments == 0
 
@@ -234,7 +234,7 @@ def test_leases_of_readers_that_are_gone_hold_nothing(tmp_path: Path) -> None:
 def test_one_at_a_time(tmp_path: Path) -> None:
     """Two processes do not keep one log."""
     log = random_log(1, tmp_path)
-    lock = take_lock(log / KEEPER_NAME)
+    lock = take_lock(log / MAINTENANCE_LOCK_NAME)
     with pytest.raises(LogBusy, match="try again"):
         prune(log, NO_LIMITS)
     lock.give_back()

@@ -15,7 +15,7 @@ from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshots
 from events.types import EpochStarted
 from kvcache.fold.state import resident_names
-from kvcache.keep.prune import make_snapshot, prune
+from kvcache.maintenance.prune import make_snapshot, prune
 from sinks.router.feed import FeedBatch
 from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
 from tests.support.waiting import wait_until

@@ -33,9 +33,9 @@ from events.types import (
     SlotsUnnamed,
     TransferFailed,
 )
-from kvcache.keep.compress import compress
-from kvcache.keep.prune import prune
-from kvcache.keep.verify import verify
+from kvcache.maintenance.compress import compress
+from kvcache.maintenance.prune import prune
+from kvcache.maintenance.verify import verify
 from kvcache.replay import replay
 from tests.support.logs.kept import states_of
 from tests.support.places import ROOT

@@ -19,7 +19,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.record.journal import cache_created
 from kvcache.record.outputs import open_log
-from kvcache.replay import BeyondEnd, NotThere, Unreplayable, fold, replay
+from kvcache.replay import BeyondEnd, InLogGap, Unreplayable, fold, replay
 from tests.support.engines import strategies
 from tests.support.engines.inside import blocks_of, journal_of
 from tests.support.engines.traffic import Traffic, config, lossy, recorded
@@ -113,7 +113,7 @@ def test_a_batch_that_was_lost_is_refused(tmp_path: Path) -> None:
     there = [batch.seq for batch in LogReader(tmp_path / "log")]
     before, behind = next((a, b) for a, b in itertools.pairwise(there) if b > a + 1)
     for lost in (before + 1, behind - 1):
-        with pytest.raises(NotThere) as raised:
+        with pytest.raises(InLogGap) as raised:
             replay(tmp_path / "log", lost)
         assert (raised.value.seq, raised.value.last_seq) == (lost, before)
     assert replay(tmp_path / "log", behind).last_seq == behind

@@ -14,8 +14,8 @@ from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
-from kvcache.keep.salvage import salvage
-from kvcache.keep.verify import verify
+from kvcache.maintenance.salvage import salvage
+from kvcache.maintenance.verify import verify
 from kvcache.replay import Replayed, replay
 from tests.support.logs.damaging import CHANGES, Change, Pair, log_with_snapshots, pair, unreadable
 from tests.support.logs.kept import random_log, states_of

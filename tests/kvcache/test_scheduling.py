@@ -56,7 +56,7 @@ class Watched:
         if len(requests) > 1:
             return self._manager.add_sequences(requests)
         manager, (request,) = self._manager, requests
-        demand = self.unchanged(lambda: manager.scheduling.demand(request, 3))
+        demand = self.unchanged(lambda: manager.scheduling.estimate_demand(request, 3))
         before, self._events[:] = self.free, []
         held = [
             {name for name, block in strategies.cached_blocks(manager.state, index).items() if block[1]}
@@ -99,7 +99,7 @@ class Watched:
         manager = self._manager
         if self._rng.random() < 0.6 or not manager.config.enable_block_reuse:
             return
-        said = self.unchanged(lambda: manager.scheduling.computing(request))
+        said = self.unchanged(lambda: manager.scheduling.find_in_flight(request))
         now, reach = self.reusable(manager, request), {}
         for request_id in manager.state.handles:
             twin = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
@@ -298,7 +298,7 @@ def test_nothing_takes_more_than_its_demand_up_to_completion(
     if before != "running":
         manager.remove_sequence("before")
     prompt, new = [1] * 9, 8
-    demand = manager.scheduling.demand(Request("a", prompt), new)
+    demand = manager.scheduling.estimate_demand(Request("a", prompt), new)
     had = manager.num_free_blocks_per_window()
     run(manager, "a", prompt)
     taken = grown(manager, "a", new, had)
@@ -361,10 +361,13 @@ class Promised:
         prompt, new = [1] * r.randint(1, 28), r.randint(1, 12)
         request = Request("asked", prompt, reserve_tokens=r.choice([None, None, 1, 3, 7, 14]))
         try:
-            promised = manager.scheduling.demand(request, new).to_completion
+            promised = manager.scheduling.estimate_demand(request, new).to_completion
         except PromptTooLong:
             return "too long"
-        if not self.leave(promised) or manager.scheduling.demand(request, new).to_completion != promised:
+        if (
+            not self.leave(promised)
+            or manager.scheduling.estimate_demand(request, new).to_completion != promised
+        ):
             return "no room"
         manager.add_sequences([request])
         chunk = request.reserve_tokens or len(prompt)
@@ -407,24 +410,27 @@ def test_who_computes_a_prefix_is_told_until_it_is_stored() -> None:
     manager.add_sequence("short", [1, 2, 3])
     manager.add_sequence("other", [1, 2, 3, 4, 5, 6], cache_salt="tenant")
     second = Request("second", [1, 2, 3, 4, 5, 6])
-    assert manager.scheduling.computing(second) == ("first", 4)
-    assert manager.scheduling.computing(Request("salted", second.tokens, cache_salt="tenant")) == ("other", 4)
-    assert manager.scheduling.computing(Request("else", [2, 2, 3])) is None
+    assert manager.scheduling.find_in_flight(second) == ("first", 4)
+    assert manager.scheduling.find_in_flight(Request("salted", second.tokens, cache_salt="tenant")) == (
+        "other",
+        4,
+    )
+    assert manager.scheduling.find_in_flight(Request("else", [2, 2, 3])) is None
     manager.store_context_blocks("first", 2)
-    assert manager.scheduling.computing(second) == ("first", 4)
+    assert manager.scheduling.find_in_flight(second) == ("first", 4)
     manager.store_context_blocks("first", 4)
-    assert manager.scheduling.computing(second) is None
+    assert manager.scheduling.find_in_flight(second) is None
     assert manager.add_sequence("second", second.tokens).reused_tokens == 4
     manager.add_tokens(["short"], [9])  # sampled, and computed in the next step
-    assert manager.scheduling.computing(Request("third", [1, 2, 3, 9, 5])) == ("short", 4)
+    assert manager.scheduling.find_in_flight(Request("third", [1, 2, 3, 9, 5])) == ("short", 4)
 
 
 def test_nobody_computes_anything_for_others_without_reuse() -> None:
     """Nothing is stored, so waiting is of no use; and a prompt takes all of its blocks."""
     manager = cache(enable_block_reuse=False)
     manager.add_sequence("a", [1, 2, 3, 4, 5])
-    assert manager.scheduling.computing(Request("b", [1, 2, 3, 4, 5])) is None
-    assert manager.scheduling.demand(Request("b", [1, 2, 3, 4, 5])).needed == {16: 3}
+    assert manager.scheduling.find_in_flight(Request("b", [1, 2, 3, 4, 5])) is None
+    assert manager.scheduling.estimate_demand(Request("b", [1, 2, 3, 4, 5])).needed == {16: 3}
 
 
 def test_simulation_gives_shared_blocks_back_with_the_last_holder() -> None:
@@ -449,8 +455,8 @@ def test_questions_that_make_no_sense_are_refused() -> None:
     manager = cache()
     run(manager, "a", [1, 2, 3])
     for call in (
-        lambda: manager.scheduling.demand(Request("b", [1]), -1),
-        lambda: manager.scheduling.demand("b"),  # type: ignore[arg-type]
+        lambda: manager.scheduling.estimate_demand(Request("b", [1]), -1),
+        lambda: manager.scheduling.estimate_demand("b"),  # type: ignore[arg-type]
         lambda: manager.scheduling.next_step_blocks_per_window("a", -1),
         lambda: manager.scheduling.next_step_blocks_per_window("a", True),
         lambda: manager.scheduling.simulate().has_free(-1),
@@ -461,9 +467,9 @@ def test_questions_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UnknownRequest):
         manager.scheduling.next_step_blocks_per_window("b")
     with pytest.raises(DuplicateRequest):
-        manager.scheduling.demand(Request("a", [1]))
+        manager.scheduling.estimate_demand(Request("a", [1]))
     with pytest.raises(PromptTooLong):
-        manager.scheduling.computing(Request("b", [1] * 17))
+        manager.scheduling.find_in_flight(Request("b", [1] * 17))
     simulation = manager.scheduling.simulate()
     simulation.remove("a")
     with pytest.raises(UsageError, match="removed from this simulation before"):

@@ -10,7 +10,7 @@ from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from kvcache.fold.state import CacheState
-from kvcache.keep.prune import make_snapshot
+from kvcache.maintenance.prune import make_snapshot
 from kvcache.replay import Replayed, fold, replay
 from tests.support.logs.kept import random_log
 from tests.support.seeds import seeds

@@ -19,7 +19,7 @@ from events.log import LogEnd, LogReader, LogWriter
 from events.log.segments import Segment, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
-from kvcache.keep.verify import verify
+from kvcache.maintenance.verify import verify
 from tests.oracles import log_files as raw
 from tests.oracles.log_scan import Damage, Found, Scan, State
 from tests.support.logs.damaging import CHANGES, Change, Pair, log_with_snapshots, pair, unreadable

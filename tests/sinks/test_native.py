@@ -173,7 +173,7 @@ class TestLosses:
         sink.transport.send = lambda batch: (writing.wait(), send(batch))  # type: ignore[method-assign,assignment]
         cache.steps(60)
         writing.set()
-        wait_until(lambda: sink.lost_seq is not None)
+        wait_until(lambda: sink.resync_after_seq is not None)
         wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
         cache.steps(2)
         reader.check(cache)

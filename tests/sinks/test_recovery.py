@@ -409,7 +409,7 @@ class Site:
 
         wait_until(
             lambda: [self.index.resident(0, level) for level in (0, 1)] == expected,
-            lambda: (self.runner.stats(), self.feed.lost_seq, self.index),
+            lambda: (self.runner.stats(), self.feed.resync_after_seq, self.index),
             meanwhile=read_more,
         )
         assert (self.index.orphans, self.index.unknown_removals, self.index.repeated_stores) == (0, 0, 0)

@@ -199,15 +199,15 @@ class TestLoss:
     def test_a_gap_silences_the_feed_until_the_state_comes(self, rig: Rig) -> None:
         """After a gap only heartbeats go out; the exported state goes out whole, behind "cleared"."""
         rig.write(rig.source.store(1, 2))
-        assert rig.feed.lost_seq is None
+        assert rig.feed.resync_after_seq is None
         rig.source.store(2, 2)
         rig.write(rig.source.gap(1))
-        assert rig.feed.lost_seq is not None
+        assert rig.feed.resync_after_seq is not None
         rig.write(rig.source.store(3, 2))
         rig.tick(0.1)
         assert len(rig.sent()) == 1
         rig.write(rig.source.exported())
-        assert rig.feed.lost_seq is None
+        assert rig.feed.resync_after_seq is None
         (batch,) = rig.sent()
         assert batch.changes[0] == Cleared()
         assert len(state_of([batch.changes])) == 6
@@ -215,18 +215,18 @@ class TestLoss:
     def test_says_after_which_batch_the_state_is_needed(self, rig: Rig) -> None:
         """One state published since the loss is enough; a later loss, which may have taken it, asks for another."""
         rig.write(rig.source.store(1, 2))
-        assert rig.feed.lost_seq is None
+        assert rig.feed.resync_after_seq is None
         rig.source.silent()
         rig.write(rig.source.gap(1))
-        lost = rig.feed.lost_seq
+        lost = rig.feed.resync_after_seq
         assert lost == rig.source.seq - 1
         rig.write(rig.source.silent())
-        assert rig.feed.lost_seq == lost
+        assert rig.feed.resync_after_seq == lost
         rig.source.exported()
         rig.write(rig.source.gap(1))
-        assert rig.feed.lost_seq == rig.source.seq - 1 > lost
+        assert rig.feed.resync_after_seq == rig.source.seq - 1 > lost
         rig.write(rig.source.exported())
-        assert rig.feed.lost_seq is None
+        assert rig.feed.resync_after_seq is None
 
     def test_what_failed_on_its_way_is_told_again_as_a_whole(self, rig: Rig) -> None:
         """After a transport has raised, "cleared" and everything visible go out, under a new number."""
@@ -338,12 +338,12 @@ class TestRunner:
             runner.put(source.store(handle, 2))
         assert runner.stats().dropped_batches > 0
         hold.set()
-        wait_until(lambda: feed.lost_seq is not None)
+        wait_until(lambda: feed.resync_after_seq is not None)
         for handle in range(1, 10):
             runner.put(source.remove(handle))
         runner.put(source.exported())
         runner.put(source.store(77, 2))
-        wait_until(lambda: feed.lost_seq is None)
+        wait_until(lambda: feed.resync_after_seq is None)
         runner.close()
         state = state_of([transport.changes()])
         assert {block for _, block in state} == {

@@ -229,7 +229,7 @@ def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequ
         feed.write(EventBatch(lost[-1], 0, (Gap(lost[0], lost[-1], "overflow"),)))
         feed.restate()
         feed.tick()
-        assert feed.lost_seq == lost[-1]
+        assert feed.resync_after_seq == lost[-1]
         assert held_in(read(lines.lines)[0]) == {}
         later = next(batches)
         feed.write(EventBatch(later.seq, 0, (*later.events, manager.state.export())))
@@ -278,8 +278,8 @@ def test_queue_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     work(manager, 2, 400)
     assert runner.stats().dropped_batches > 0
     goes_on.set()
-    wait_until(lambda: feed.lost_seq is not None)
-    wait_until(lambda: feed.lost_seq is None, meanwhile=manager.flush)
+    wait_until(lambda: feed.resync_after_seq is not None)
+    wait_until(lambda: feed.resync_after_seq is None, meanwhile=manager.flush)
     held = held_by(manager)
     manager.close()
     assert held_in(read(path.read_bytes().splitlines())[0]) == held

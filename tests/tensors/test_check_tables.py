@@ -13,7 +13,7 @@ import torch
 
 from cuda_ops.copier import CopyFailed
 from kvcache import CROSS_WINDOW, KVCacheManager, Layout
-from kvcache.calls.tables import HandedOut
+from kvcache.calls.tables import TableTracker
 from kvcache.errors import (
     ComputationLost,
     StaleTables,
@@ -152,13 +152,13 @@ def test_what_was_not_given_out_is_refused(table: Any) -> None:
 
 def test_nothing_is_kept_of_tables_that_are_gone() -> None:
     """Tables are remembered as long as they live."""
-    handed_out = HandedOut({})
+    issued_tables = TableTracker({})
     tables = [np.zeros(2, np.int32) for _ in range(5)]
-    handed_out.note(tables, [], 0, of_step=False)
-    assert len(handed_out) == 5
+    issued_tables.note(tables, [], 0, of_step=False)
+    assert len(issued_tables) == 5
     del tables
     gc.collect()
-    assert len(handed_out) == 0
+    assert len(issued_tables) == 0
 
 
 def test_off_by_default() -> None:

@@ -58,7 +58,7 @@ def test_a_block_that_has_changed_is_a_failed_copy(tmp_path: Path) -> None:
     engine.start_transfers()
     polled = engine.poll()
     assert {reason for _, reason in polled.failed} == {CHANGED}
-    assert dict(polled.cut) == {"c": 0}
+    assert dict(polled.invalidated) == {"c": 0}
     assert engine.manager.count_reusable(PROMPT) == 0
     for request_id, tokens in (("c", None), ("d", [8] * 8), ("e", PROMPT)):
         if tokens is not None:

@@ -80,7 +80,7 @@ def test_failed_offload_clears_the_cache() -> None:
     polled = engine.poll()
     assert [reason for _, reason in polled.failed] == ["batch 0 was chosen to fail"]
     assert polled.landed == ()
-    assert dict(polled.cut) == {"a": 0, "b": 0}
+    assert dict(polled.invalidated) == {"a": 0, "b": 0}
     assert engine.manager.count_reusable(PROMPT) == engine.manager.count_reusable([2, 2, 1]) == 0
     assert strategies.cached_blocks(engine.manager.state) == {}
     (failed, cleared) = [e for e in events if isinstance(e, TransferFailed | CacheCleared)]
@@ -130,7 +130,7 @@ def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception | Non
         ticket.wait()
     polled = manager.poll()
     assert {told for _, told in polled.failed} == {reason}
-    assert dict(polled.cut) == {"new": 0}
+    assert dict(polled.invalidated) == {"new": 0}
     assert manager.count_reusable([1] * 12) == 0
     copier.mended = True
     manager.remove_sequence("new")
@@ -152,7 +152,7 @@ def test_all_running_sequences_begin_again() -> None:
     engine.start_transfers()
     polled = engine.poll()
     switch.on = False
-    assert dict(polled.cut) == {"other": 0, "a": 0, "b": 0}
+    assert dict(polled.invalidated) == {"other": 0, "a": 0, "b": 0}
     engine.verify_running()
     for request_id in ("a", "b", "other"):
         assert sequence_of(engine.manager, request_id).computed == 0
@@ -177,7 +177,7 @@ def test_what_was_computed_from_a_failed_block_goes_with_it() -> None:
     engine.admit(Request("a", [*PROMPT[:4], 0, 0, 0]))
     engine.forward("a")
     assert sequence_of(engine.manager, "a").stored == (3,)
-    assert dict(engine.poll().cut) == {"a": 0}
+    assert dict(engine.poll().invalidated) == {"a": 0}
     assert sequence_of(engine.manager, "a").stored == (0,)
     engine.forward("a")
     engine.verify_running()
@@ -198,7 +198,7 @@ def test_what_was_taken_over_from_secondary_goes_too() -> None:
     assert [block.level for block in engine.manager.match([0, 1, 1, 1, 1]).blocks] == [1]
     engine.forward("a")
     assert [block.level for block in engine.manager.match([0, 1, 1, 1, 1]).blocks] == [0]
-    assert dict(engine.poll().cut) == {"a": 0, "b": 0}
+    assert dict(engine.poll().invalidated) == {"a": 0, "b": 0}
     assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
     engine.settle()
     engine.verify()
@@ -219,7 +219,7 @@ def test_block_that_begins_with_a_failed_copy_is_not_served(level: int) -> None:
     engine.forward("a")
     engine.manager.add_tokens(["a"], [0])
     assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
-    assert dict(engine.poll().cut) == {"a": 0}
+    assert dict(engine.poll().invalidated) == {"a": 0}
     assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
     engine.verify()
     engine.forward("a")
@@ -239,7 +239,7 @@ def test_decoding_goes_on_after_a_cut() -> None:
     engine.start_transfers()
     engine.manager.add_tokens(["a", "b"], [0, 0])
     switch.on = False
-    assert ("a", 0) in engine.poll().cut
+    assert ("a", 0) in engine.poll().invalidated
     engine.decode(["a", "b"], [1, 1])
     engine.decode(["a", "b"], [0, 0])
     assert sequence_of(engine.manager, "a").tokens.tolist() == [*PROMPT, 0, 1, 0]
@@ -260,7 +260,7 @@ def loses_all(polled: bool) -> FakeEngine:
     engine.admit(Request("other", [1, 0, 1, 0, 1]))  # offloads
     engine.start_transfers()
     if polled:
-        assert dict(engine.manager.poll().cut) == {"long": 0, "short": 0, "other": 0}
+        assert dict(engine.manager.poll().invalidated) == {"long": 0, "short": 0, "other": 0}
     switch.on = False
     return engine
 
@@ -309,7 +309,7 @@ def test_who_has_left_all_blocks_behind_is_in_a_good_state(tmp_path: Path) -> No
     switch.on = True
     assert engine.admit(Request("b", [1, 2, 3, 9, 9]))[0].reused_partial
     manager.start_transfers()
-    assert manager.poll().cut == (("a", 0), ("b", 0))
+    assert manager.poll().invalidated == (("a", 0), ("b", 0))
     manager.check()
     with pytest.raises(ComputationLost):
         manager.store_context_blocks("a", 2)
@@ -368,7 +368,7 @@ def test_outstanding_copies_are_given_up_with_the_one_that_failed() -> None:
     assert {transfer for event in failed for transfer in array("q", event.transfers)} == outstanding
     assert not engine.manager.state.transfers
     assert engine.manager.start_transfers() is None  # nobody needs what was not started
-    assert dict(polled.cut) == {"c": 0}
+    assert dict(polled.invalidated) == {"c": 0}
     engine.forward("c")
     for _ in range(9):
         late.tick()
@@ -386,7 +386,7 @@ def test_a_second_failure_is_told_as_well() -> None:
         engine.admit(Request("a", PROMPT))
         engine.start_transfers()
         switch.on = False
-        assert dict(engine.poll().cut) == {"a": 0}
+        assert dict(engine.poll().invalidated) == {"a": 0}
         engine.forward("a")
         engine.verify_running()
         engine.end("a", store=False)
@@ -421,7 +421,7 @@ def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
     assert engine.manager.block_table("b")[0] == engine.manager.block_table("a")[0]
     blocks_of(engine.manager).upkeep.clear()
     engine.end("a")
-    assert dict(engine.poll().cut) == {"b": 0}
+    assert dict(engine.poll().invalidated) == {"b": 0}
     engine.verify_running()
     engine.forward("b")
     engine.verify()
@@ -454,8 +454,8 @@ def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
     polled = manager.poll()
     assert polled.failed
     assert all("chosen to fail" in reason for _, reason in polled.failed)
-    assert polled.cut == (("a", 0), ("b", 0))
-    assert manager.poll().cut == ()
+    assert polled.invalidated == (("a", 0), ("b", 0))
+    assert manager.poll().invalidated == ()
     switch.on = False
     engine.forward("a")
     engine.verify_running()
@@ -473,7 +473,7 @@ def test_what_a_request_lost_goes_with_it() -> None:
     switch.on = False
     engine.admit(Request("a", [0, 0]))
     engine.forward("a")
-    assert engine.manager.poll().cut == ()
+    assert engine.manager.poll().invalidated == ()
 
 
 def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:

@@ -152,7 +152,7 @@ def test_failed_copies_begin_again() -> None:
     rig.manager.remove_sequence("other")
     rig.add("second", tokens)
     rig.manager.start_transfers()
-    assert rig.manager.poll().cut
+    assert rig.manager.poll().invalidated
     rig.manager.remove_sequence("second", store=False)
     found = rig.serve("third", tokens, 64, 144)
     assert torch.equal(found, anew(tokens, 64, 144))

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
-from kvcache.integrations.attachment import Attachment, told
+from kvcache.integrations.attachment import Attachment, describe_error
 from kvcache.integrations.settings import Wanted, wanted
 from kvcache.integrations.sglang.recording import SGLangRecording
 from kvcache.record.outputs import open_log
@@ -40,7 +40,7 @@ def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], 
         asked = wanted({**given, "sinks": sinks}, None, parallel.dp_rank)
         refused = _open(scheduler, asked, f"sglang {version}")
     except Exception as error:  # noqa: BLE001
-        _log.warning("The KV cache is not recorded: %s", told(error))
+        _log.warning("The KV cache is not recorded: %s", describe_error(error))
         return None
     places = [str(asked.log)] if asked.log is not None else []
     _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))

@@ -23,7 +23,7 @@ class Copies:
 
     def refuse_lost(self, names: Iterable[str]) -> None:
         """Raise `ComputationLost` if a failed copy took tokens that one of these had reused or computed."""
-        self._lost.update(name for name, _ in self._manager.poll().cut)
+        self._lost.update(name for name, _ in self._manager.poll().invalidated)
         for name in names:
             if name in self._lost:
                 raise ComputationLost(name, 0, stuck=True)

@@ -15,7 +15,7 @@ from typing import Any
 from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
-from kvcache.integrations.attachment import Attachment, told
+from kvcache.integrations.attachment import Attachment, describe_error
 from kvcache.integrations.settings import Wanted, wanted
 from kvcache.integrations.vllm.groups import layer_groups
 from kvcache.integrations.vllm.recording import Recording
@@ -36,7 +36,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
         asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
         _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
-        _log.warning("The KV cache is not recorded: %s", told(error))
+        _log.warning("The KV cache is not recorded: %s", describe_error(error))
         return
     places = [str(asked.log)] if asked.log is not None else []
     _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))

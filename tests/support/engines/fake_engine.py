@@ -364,10 +364,10 @@ class FakeEngine:
         """Hear of copies. Who has to begin again and has let go of blocks cannot, and is removed."""
         polled = self.manager.poll()
         self.failed += polled.failed
-        if polled.cut:
+        if polled.invalidated:
             self.manager.check()
             self.start_transfers()  # without it there are no tables
-        for request_id, _ in polled.cut:
+        for request_id, _ in polled.invalidated:
             if any(DETACHED in self.table(request_id, group) for group in range(len(self.windows))):
                 self.given_up.append(request_id)
                 self.end(request_id)

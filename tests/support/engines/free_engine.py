@@ -146,7 +146,7 @@ class FreeEngine(FakeEngine):
 
     def poll(self) -> PollResult:
         polled = super().poll()
-        for name, _ in polled.cut:
+        for name, _ in polled.invalidated:
             line = self.lines[name]
             line.known = line.told = 0
             if name in self.given_up:

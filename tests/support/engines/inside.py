@@ -21,7 +21,7 @@ def slots_of(manager: KVCacheManager, request_id: RequestId) -> int:
 
 def is_certain(manager: KVCacheManager) -> bool:
     """Return whether no call is refused for copies that are pending or have failed."""
-    return manager._readiness.certain
+    return manager._transfer_checks.certain
 
 
 def blocks_of(manager: KVCacheManager) -> BlockManager:

@@ -320,7 +320,7 @@ class Workload:
 
     def _hear(self) -> None:
         """Requests that a failed copy has cut begin again."""
-        cut = dict(self.manager.poll().cut)
+        cut = dict(self.manager.poll().invalidated)
         self.done["cut"] += len(cut)
         for line in [line for line in self.lines if line.name in cut]:
             self.lines.remove(line)

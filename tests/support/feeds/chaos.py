@@ -271,7 +271,13 @@ class Engine:
         # One that has just failed by misfortune is tried again by itself.
         assert stats.state in ("running", "failing"), stats
         failing = stats.state == "failing"
-        waits = failing or feed.lost_seq is not None or feed._pending or feed._restate or self.runner._owed
+        waits = (
+            failing
+            or feed.resync_after_seq is not None
+            or feed._pending
+            or feed._restate
+            or self.runner._owed
+        )
         return stats.lag_batches == 0 and not waits and not self.runner._queue._items
 
 

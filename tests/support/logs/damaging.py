@@ -17,8 +17,8 @@ import pytest
 from events.log import zstd
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
-from kvcache.keep.compress import compress
-from kvcache.keep.prune import make_snapshot, prune
+from kvcache.maintenance.compress import compress
+from kvcache.maintenance.prune import make_snapshot, prune
 from tests.support.logs.kept import random_log
 from tests.support.logs.logs import segments
 

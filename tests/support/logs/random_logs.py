@@ -250,7 +250,7 @@ class Program:
         self.poll()
 
     def poll(self) -> None:
-        for request_id, computed in self.manager.poll().cut:
+        for request_id, computed in self.manager.poll().invalidated:
             assert isinstance(request_id, int)
             self.computed[request_id] = computed
 

@@ -85,7 +85,7 @@ class FeedingWorker:
 
         def settled() -> bool:
             idle = runner.stats().lag_batches == 0 and feed.is_settled
-            return idle and feed.lost_seq is None and runner.state == "running"
+            return idle and feed.resync_after_seq is None and runner.state == "running"
 
         wait_until(settled, lambda: f"{self.name} does not come to rest: {runner.stats()}")
         return feed.last_seq

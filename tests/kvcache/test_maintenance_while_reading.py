@@ -15,9 +15,9 @@ from events.log import LogReader
 from events.log.reader import beginnings
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
-from kvcache.keep.prune import make_snapshot, prune
-from kvcache.keep.salvage import salvage
-from kvcache.keep.verify import verify
+from kvcache.maintenance.prune import make_snapshot, prune
+from kvcache.maintenance.salvage import salvage
+from kvcache.maintenance.verify import verify
 from kvcache.replay import replay
 from tests.support.logs.damaging import compressed_copy
 from tests.support.logs.random_logs import random_log

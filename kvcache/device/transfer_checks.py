@@ -14,7 +14,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.results import PollResult
 
 
-class AwaitedTicket:
+class WatchedTicket:
     """A ticket that records if anything has waited for it."""
 
     def __init__(self, inner: Ticket) -> None:
@@ -51,14 +51,14 @@ class AwaitedTicket:
         self._inner.wait_on(stream)
 
 
-class Readiness:
+class TransferChecks:
     """Guard against use of K/V that is not there, and failed copies that are not yet reported to the engine."""
 
     def __init__(self, transfers: TransferEngine | None, *, watch: bool = False) -> None:
         """`watch`: True if tickets are watched, for `refuse_not_awaited`."""
         self._transfers = transfers
         self._watches = watch
-        self._tickets: list[AwaitedTicket] = []
+        self._tickets: list[WatchedTicket] = []
         """Watched tickets that were given out."""
         self._failed: list[tuple[int, str]] = []
         self._lost: dict[RequestId, int] = {}
@@ -70,7 +70,7 @@ class Readiness:
         """Wrap the ticket for an engine."""
         if not self._watches:
             return ticket
-        watched = AwaitedTicket(ticket)
+        watched = WatchedTicket(ticket)
         self._tickets = [*(each for each in self._tickets if not each.awaited), watched]
         return watched
 

@@ -24,7 +24,7 @@ from events.log.segments import Segment, first_seq, is_log, segment_paths
 from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.log.zstd import BLOCK_BYTES, MAX_WINDOW_LOG, has_zstd
 from events.types import EpochStarted, EventBatch, FeedStarted, Gap, StateExported
-from kvcache.keep.files import writing
+from kvcache.maintenance.files import writing
 
 _SEGMENT_BYTES, _WINDOW = 64 << 20, 1 << MAX_WINDOW_LOG
 _UNFINISHED = ".salvaging"
@@ -197,7 +197,7 @@ class _Copy:
 
     def _write_state(self, snapshot: Snapshot, state: EventBatch) -> None:
         """Begin with the state of a snapshot, as a batch after a `Gap`."""
-        batch, self._chain, self.batches = behind_loss(state, 0, snapshot.seq), Chain(), 0
+        batch, self._chain, self.batches = after_loss(state, 0, snapshot.seq), Chain(), 0
         if batch is not None:
             self.write(batch, snapshot.header)
 
@@ -267,7 +267,7 @@ def begins_epoch(batch: EventBatch) -> bool:
     return bool(batch.events) and type(batch.events[0]) is EpochStarted
 
 
-def behind_loss(batch: EventBatch, first: int, last: int) -> EventBatch | None:
+def after_loss(batch: EventBatch, first: int, last: int) -> EventBatch | None:
     """Return the batch with a gap from `first` to `last` before its state; None if it holds no state."""
     events = batch.events
     for at, event in enumerate(events):
@@ -336,7 +336,7 @@ class SalvagedOrder:
             # The cache is described only at the beginning of an epoch.
             known = begins_epoch(batch) or epoch == self._epoch
             goes_on = known and batch.seq > self.seq
-            batch = behind_loss(batch, self.seq, batch.seq - 1) if goes_on else None
+            batch = after_loss(batch, self.seq, batch.seq - 1) if goes_on else None
             if batch is None:
                 self.losses[-1].left_out.append(frame.seq)
                 return None
@@ -352,7 +352,7 @@ class SalvagedOrder:
         """
         if self._is_whole or snapshot.seq < self.seq:
             return None
-        batch = behind_loss(state, self.seq, snapshot.seq)
+        batch = after_loss(state, self.seq, snapshot.seq)
         loss = self.losses[-1]
         later = [seq for seq in loss.left_out if seq > snapshot.seq]
         loss.last, loss.left_out = snapshot.seq, [seq for seq in loss.left_out if seq <= snapshot.seq]

@@ -13,8 +13,8 @@ from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
 from events.subscribe.workers import FeedState
 from events.types import FEED_EVENTS, EventBatch, PoolShared, StateExported
 from kvcache.fold.state import CacheState
-from kvcache.keep.salvage import SalvagedOrder
-from kvcache.replay import Replayed, fold_told
+from kvcache.maintenance.salvage import SalvagedOrder
+from kvcache.replay import Replayed, fold_feed_batch
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Fold:
         if self._is_feed is None:
             self._is_feed = any(isinstance(event, FEED_EVENTS) for event in batch.events)
         if self._is_feed:
-            fold_told(self._feed, batch)
+            fold_feed_batch(self._feed, batch)
             return
         self._cache.fold(batch, verify=True)
         if batch.seq in self.snapshots:

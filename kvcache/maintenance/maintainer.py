@@ -22,9 +22,9 @@ import msgspec
 from events.diagnostics import get_logger
 from events.errors import LogBusy, LogError, type_and_place
 from events.log.retention import Limits, LogParts
-from kvcache.keep.prune import prune
+from kvcache.maintenance.prune import prune
 
-_CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.keeper import main; main(*sys.argv[2:])"
+_CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.maintenance.maintainer import main; main(*sys.argv[2:])"
 _ROOT = Path(__file__).parents[2]
 _NICE = 5
 """Nice value: it has time until the next segment begins, unless that waits for it."""
@@ -34,7 +34,7 @@ _END_SECONDS = 1.0
 _log = get_logger(__name__)
 
 
-class Keeper:
+class LogMaintainer:
     """Client of the process that maintains a log within its limits and makes its snapshots."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
@@ -74,12 +74,12 @@ class Keeper:
             # A process that was idle for long has ended, perhaps just now.
             said = self._answer() or self._answer()
         except (OSError, ValueError) as error:
-            self._tell(type(error).__name__)
+            self._report(type(error).__name__)
             return
         if said is None:
-            self._tell(self._last_words())
+            self._report(self._last_words())
         elif said.strip():
-            self._tell(said.decode(errors="replace").strip())
+            self._report(said.decode(errors="replace").strip())
 
     def _answer(self) -> bytes | None:
         """Return the answer to one request; None if the process ends instead. Raises OSError, or ValueError for
@@ -131,7 +131,7 @@ class Keeper:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _tell(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         _log.warning("log_not_kept", log=str(self._directory), reason=reason)
 
 

@@ -17,7 +17,7 @@ from events.types import AnyEvent, EpochStarted, EventBatch
 from kvcache.errors import invariant
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.keep.files import alone
+from kvcache.maintenance.files import exclusive_access
 from kvcache.replay import Replayed, fitting, fold
 
 
@@ -41,7 +41,7 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
     """
     if not is_log(directory):
         raise NotALog(directory)
-    with alone(directory):
+    with exclusive_access(directory):
         kept, made = LogParts(directory), list[Snapshot | None]()
         due = not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
         if len(kept.parts) > 1 and due:
@@ -135,7 +135,7 @@ class _Watched:
 def _sync(directory: Path, first: int, last: int) -> None:
     """Sync segments, so that no snapshot is of page cache only: after a power cut the log would end before it."""
     paths = segment_paths(directory)
-    for path, behind in zip(paths, [*paths[1:], None], strict=True):
-        if first_seq(path) <= last and (behind is None or first_seq(behind) > first):
+    for path, following in zip(paths, [*paths[1:], None], strict=True):
+        if first_seq(path) <= last and (following is None or first_seq(following) > first):
             with Segment(path) as segment:
                 sync_file(segment.descriptor)

@@ -42,7 +42,7 @@ from events.log.segments import (
 from events.log.snapshots import UNFINISHED_SUFFIX
 from events.log.zstd import MAX_WINDOW_LOG, Block, expanded_frame, has_zstd
 from kvcache.errors import invariant
-from kvcache.keep.files import alone, writing
+from kvcache.maintenance.files import exclusive_access, writing
 
 _ADVICE = (
     "make room or mend the disk, and compress it again: the log is whole, and what was compressed stays so"
@@ -71,7 +71,7 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
         raise NotALog(directory)
     if not has_zstd():
         raise ZstdMissing(directory)
-    with alone(directory):
+    with exclusive_access(directory):
         for path in directory.glob(f"*{SEGMENT_SUFFIX}{UNFINISHED_SUFFIX}"):
             path.unlink(missing_ok=True)
         done = Compressed()

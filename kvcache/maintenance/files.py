@@ -11,15 +11,15 @@ from pathlib import Path
 from events.errors import LogBusy, LogError, NotALog, NotARegularFile, system_reason
 from events.files.safe import check_directory
 from events.log.durable import LockHeld, take_lock
-from events.log.segments import KEEPER_NAME
+from events.log.segments import MAINTENANCE_LOCK_NAME
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def exclusive_access(directory: Path) -> Iterator[None]:
     """Acquire exclusive access. Raises LogBusy if another process has it, NotALog, UnsafeFile, OSError."""
     check_directory(directory, may_be_sticky=False)
     try:
-        lock = take_lock(directory / KEEPER_NAME)
+        lock = take_lock(directory / MAINTENANCE_LOCK_NAME)
     except LockHeld as held:
         raise LogBusy(directory, held.holder) from None
     except NotARegularFile:

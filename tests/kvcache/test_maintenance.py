@@ -23,7 +23,7 @@ from events.log.snapshots import snapshot_paths
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.keep.keeper import Keeper
+from kvcache.maintenance.maintainer import LogMaintainer
 from kvcache.manager import Substitutes
 from kvcache.record import outputs
 from kvcache.record.outputs import open_log
@@ -79,19 +79,19 @@ def test_an_engine_s_log_stays_within_its_limits(tmp_path: Path) -> None:
 def test_a_log_waits_for_its_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes: no third segment begins before what the first has asked for is done."""
     log, goes_on, waits = tmp_path / "log", threading.Event(), threading.Event()
-    popen, wait = subprocess.Popen, Keeper.wait
+    popen, wait = subprocess.Popen, LogMaintainer.wait
 
     def slowly(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
         goes_on.wait()
         return popen(*args, **options)
 
-    def waiting(keeper: Keeper) -> None:
+    def waiting(maintainer: LogMaintainer) -> None:
         if len(segment_paths(log)) > 1:
             waits.set()
-        wait(keeper)
+        wait(maintainer)
 
     monkeypatch.setattr(subprocess, "Popen", slowly)
-    monkeypatch.setattr(Keeper, "wait", waiting)
+    monkeypatch.setattr(LogMaintainer, "wait", waiting)
     manager = KVCacheManager(config(retain_bytes=40_000), log=log)
     work(manager, 0, 100)
     assert waits.wait(60)
@@ -199,7 +199,7 @@ def test_snapshots_alone(tmp_path: Path) -> None:
 
 def test_nothing_is_started_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a log is kept whole, and no process is started."""
-    monkeypatch.setattr(Keeper, "look", lambda self: pytest.fail("it looks"))
+    monkeypatch.setattr(LogMaintainer, "look", lambda self: pytest.fail("it looks"))
     manager = KVCacheManager(config(segment_bytes=4096), log=tmp_path / "log")
     work(manager, 0, 100)
     manager.close()
@@ -208,12 +208,12 @@ def test_nothing_is_started_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it that it cannot be started, or that it ends in failure: a warning says why, and the engine goes on."""
-    fails = Keeper(tmp_path / "missing", Limits(segments=1))
+    fails = LogMaintainer(tmp_path / "missing", Limits(segments=1))
     with capture_logs() as told:
         fails.look()
         fails.wait()
         monkeypatch.setattr(sys, "executable", "/missing")
-        is_missing = Keeper(tmp_path, Limits(segments=1))
+        is_missing = LogMaintainer(tmp_path, Limits(segments=1))
         is_missing.look()
         is_missing.wait()
     fails.close()
