@@ -170,7 +170,7 @@ class Bench:
         seconds, submit = self.median(run)
         return Measured(block, way, how, seconds, submit, self.num_bytes, ceiling)
 
-    def beside_a_model(self) -> list[str]:
+    def concurrent_with_model(self) -> list[str]:
         """What copies both ways cost a matrix product, and a copy of 4 bytes; on a GPU only."""
         if self.device.type != "cuda" or self.found.memcpy is None:
             return []
@@ -189,13 +189,13 @@ class Bench:
             torch.cuda.current_stream(self.device).synchronize()
             return time.perf_counter()
 
-        alone, beside = (self.median_of_stream(product, copying) for copying in (False, True))
+        alone, busy = (self.median_of_stream(product, copying) for copying in (False, True))
         waits = [
             self.median_of_stream(lambda copying: self._small(copier, batch, small, copying), each)
             for each in (False, True)
         ]
         return [
-            f"A product of 8192 × 8192 in bfloat16 takes {beside / alone - 1:+.1%} beside copies both ways.",
+            f"A product of 8192 × 8192 in bfloat16 takes {busy / alone - 1:+.1%} beside copies both ways.",
             f"A copy of 4 bytes to the host takes {waits[0] * 1e6:,.0f} µs, {waits[1] * 1e6:,.0f} µs behind a batch.",
         ]
 
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += [
                 bench.measure(block, way, how, each, ceiling).cells() for how, each in bench.copiers(block)
             ]
-    text = "\n".join([*lines, *bench.beside_a_model(), "", *markdown(rows), ""])
+    text = "\n".join([*lines, *bench.concurrent_with_model(), "", *markdown(rows), ""])
     print(text)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)

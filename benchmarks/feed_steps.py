@@ -149,13 +149,13 @@ def measure(mode: str, steps: int, forward: float) -> Run:
         listener = Listener(port) if urls else None
         time.sleep(SETTLE_SECONDS)
         out, _ = worker.communicate("go\n")
-        told = {} if listener is None else listener.stop()
+        received = {} if listener is None else listener.stop()
         if sidecar is not None:
             sidecar.terminate()
             sidecar.wait()
         os.close(pipe)
     result = json.loads(out)
-    late = [told[int(token)] - at for token, at in result["flushed"].items() if int(token) in told]
+    late = [received[int(token)] - at for token, at in result["flushed"].items() if int(token) in received]
     missing = len(result["flushed"]) - len(late) if listener is not None else 0
     return {**result, "late": late, "missing": missing}
 
@@ -189,7 +189,7 @@ class Listener:
 
     def __init__(self, port: int) -> None:
         self._endpoint = f"tcp://127.0.0.1:{port}"
-        self._told: dict[int, float] = {}
+        self._received: dict[int, float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
@@ -204,13 +204,13 @@ class Listener:
                         if isinstance(event, BlockStored) and event.parent_block_hash is None:
                             token = event.token_ids[0]
                             assert isinstance(token, int)
-                            self._told.setdefault(token, now)
+                            self._received.setdefault(token, now)
 
     def stop(self) -> dict[int, float]:
         """What was heard."""
         self._over.set()
         self._thread.join()
-        return self._told
+        return self._received
 
 
 def compare(modes: Sequence[str], steps: int, rounds: int, forward: float) -> dict[str, dict[str, float]]:

@@ -65,7 +65,7 @@ class Portions:
     def __init__(self) -> None:
         self.sizes: list[int] = [0]
 
-    def watching(self) -> Any:
+    def measured(self) -> Any:
         """Look at the writes and syncs of the log, while this is entered."""
         write, sync = durable.write_all, durable.sync_file
 
@@ -213,7 +213,7 @@ def appending(log: Path, scratch: Path, repeat: int) -> dict[str, Any]:
     pairs, total = [], 0
     for number in range(repeat):
         portions = Portions()
-        with portions.watching():
+        with portions.measured():
             mine = appended(batches, scratch / f"log-{number}")
         total = sum(portions.sizes)
         raw = written([size for size in portions.sizes if size], scratch / f"raw-{number}")

@@ -111,7 +111,7 @@ class Stream(Protocol):
     def trim(self, place: str) -> None:
         """Remove this worker's records before `place`, if the broker can do that."""
 
-    def breathe(self) -> None:
+    def keep_alive(self) -> None:
         """Do periodic work. Called every 10 ms."""
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class BrokerTransport:
 
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Send a part of the state, if it is due."""
-        self.stream.breathe()
+        self.stream.keep_alive()
         try:
             if self._state is None and self._is_due():
                 self.attempts += 1

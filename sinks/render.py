@@ -52,7 +52,7 @@ MAX_REQUESTS = 1 << 16
 """Limit of known requests, of which the oldest are forgotten: after lost batches, some ends are never seen."""
 
 
-class Known:
+class StreamNames:
     """Names collected from a stream: see every event, in order, before its line is made."""
 
     def __init__(self, key_bytes: int = 0) -> None:
@@ -100,7 +100,7 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
 _TYPE_WIDTH = max(len(kind.__name__) for kind in ev.AnyEvent.__args__)
 
 
-def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
+def render_batch(batch: ev.EventBatch, known: StreamNames) -> Iterator[str]:
     """Yield the lines of a batch, without newlines. All earlier events of the stream were seen by `known`."""
     for index, event in enumerate(batch.events):
         known.see(event)
@@ -108,13 +108,13 @@ def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
         yield f"{address:>9}  {render_event(event, known)}"
 
 
-def render_event(event: ev.AnyEvent, known: Known) -> str:
+def render_event(event: ev.AnyEvent, known: StreamNames) -> str:
     """Render one event, which was seen by `known`, without its address."""
     details = _DETAILS.get(type(event), _fields)(event, known)
     return f"{type(event).__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
 
 
-def _fields(event: ev.AnyEvent, known: Known) -> str:
+def _fields(event: ev.AnyEvent, known: StreamNames) -> str:
     """Render an event's fields, one by one."""
     fields = event.__struct_fields__
     said = (phrase(getattr(event, name), known) for name, phrase in _PHRASES.items() if name in fields)
@@ -129,14 +129,14 @@ def text(value: object) -> str:
     return spelled if _PLAIN_TEXT.fullmatch(spelled) else ascii(spelled)
 
 
-def _whose(handle: int, known: Known) -> str:
+def _request_of(handle: int, known: StreamNames) -> str:
     """Render the request, or the handle if the request is not known."""
     request_id = known.requests.get(handle)
     return _handle(handle) if request_id is None else f"request={text(request_id)}"
 
 
-def _for(handle: int | None, known: Known) -> str:
-    return "" if handle is None else f" for {_whose(handle, known)}"
+def _for(handle: int | None, known: StreamNames) -> str:
+    return "" if handle is None else f" for {_request_of(handle, known)}"
 
 
 def _handle(handle: int) -> str:
@@ -145,10 +145,10 @@ def _handle(handle: int) -> str:
     return f"#{epoch}.{handle - first_number(epoch) + 1}" if epoch else f"#{handle}"
 
 
-def _sequences(handles: bytes, known: Known) -> str:
+def _sequences(handles: bytes, known: StreamNames) -> str:
     """Render the only sequence, otherwise their number."""
     unpacked = unpack_i64(handles)
-    return _whose(int(unpacked[0]), known) if len(unpacked) == 1 else f"sequences={len(unpacked)}"
+    return _request_of(int(unpacked[0]), known) if len(unpacked) == 1 else f"sequences={len(unpacked)}"
 
 
 def _transfers(transfers: bytes) -> str:
@@ -205,7 +205,7 @@ def _namespace(namespace: ev.Namespace) -> str:
     return lora + salt + (" extra_ids=yes" if namespace.uses_extra_ids else "")
 
 
-def _cache_created(e: ev.CacheCreated, known: Known) -> str:
+def _cache_created(e: ev.CacheCreated, known: StreamNames) -> str:
     groups = " ".join(
         f"group{i}({_kind(g)} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
         for i, g in enumerate(e.groups)
@@ -219,18 +219,18 @@ def _kind(group: ev.GroupCreated) -> str:
     return "cross" if group.kind == ev.CROSS else f"window={group.window}"
 
 
-def _epoch_started(e: ev.EpochStarted, known: Known) -> str:
+def _epoch_started(e: ev.EpochStarted, known: StreamNames) -> str:
     before = "" if e.previous_epoch is None else f" after={e.previous_epoch} clean={_yes(e.clean)}"
     software = " ".join(map(text, e.software[:TEXT_LENGTH_MAX].split(" ")))
     return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {software}"
 
 
-def _state_exported(e: ev.StateExported, known: Known) -> str:
+def _state_exported(e: ev.StateExported, known: StreamNames) -> str:
     blocks = sum(len(group.slots) // SLOT_BYTES for group in e.groups)
     return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
 
 
-def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
+def _sequence_added(e: ev.SequenceAdded, known: StreamNames) -> str:
     secondary = max(e.reused_secondary, default=0)
     reused = f"{e.reused - e.reused_partial - secondary}+{secondary}+{e.reused_partial}"
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
@@ -245,25 +245,27 @@ def _origin(e: ev.SequenceAdded) -> str:
     return f"{session} labels={labels}" if labels else session
 
 
-def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
+def _blocks_reused(e: ev.BlocksReused, known: StreamNames) -> str:
     replaced = f" replaced={len(e.replaced) // SLOT_BYTES}" if e.replaced else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_whose(e.handle, known)} {where}{_names_in(e.slots, e.names)}{replaced}"
+    return f"{_request_of(e.handle, known)} {where}{_names_in(e.slots, e.names)}{replaced}"
 
 
-def _blocks_copied(e: ev.BlocksCopied, known: Known) -> str:
+def _blocks_copied(e: ev.BlocksCopied, known: StreamNames) -> str:
     copied = f"tokens={e.num_tokens} from {_level(e.source_level)} block={e.block} transfer={e.transfer}"
-    return f"{_whose(e.handle, known)} group={e.group} {copied}"
+    return f"{_request_of(e.handle, known)} group={e.group} {copied}"
 
 
-def _blocks_stored(e: ev.BlocksStored, known: Known) -> str:
+def _blocks_stored(e: ev.BlocksStored, known: StreamNames) -> str:
     names = _names_in(e.slots, names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     parent = f" after {_name(e.parent)}" if e.parent else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}{_lasting(e.duration)}"
+    return (
+        f"{_request_of(e.handle, known)} {where}{names}{parent} priority={e.priority}{_lasting(e.duration)}"
+    )
 
 
-def _blocks_filled(e: ev.BlocksFilled, known: Known) -> str:
+def _blocks_filled(e: ev.BlocksFilled, known: StreamNames) -> str:
     names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     where = f"group={e.group} {_level(PRIMARY)} {_blocks(e.slots)}"
     if len(e.slots) == len(e.blocks) == SLOT_BYTES:
@@ -272,7 +274,7 @@ def _blocks_filled(e: ev.BlocksFilled, known: Known) -> str:
     return f"{_sequences(e.handles, known)} {where}{names} priority={e.priority}{_lasting(e.duration)}"
 
 
-def _blocks_updated(e: ev.BlocksUpdated, known: Known) -> str:
+def _blocks_updated(e: ev.BlocksUpdated, known: StreamNames) -> str:
     updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
     why = "" if e.why == ev.UpdateReason.SET else f" why={e.why}"
     duration = "" if e.why == ev.UpdateReason.EXPIRED else _lasting(e.duration)
@@ -284,42 +286,42 @@ def _lasting(duration: int | None) -> str:
     return f" for={duration / 1e9:g}s" if duration else ""
 
 
-def _blocks_moved(e: ev.BlocksMoved, known: Known) -> str:
+def _blocks_moved(e: ev.BlocksMoved, known: StreamNames) -> str:
     way = f"{_level(e.from_level)}->{_level(e.to_level)}"
     moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
     return f"{moved} transfer={e.transfer}{_for(e.handle, known)}"
 
 
-def _blocks_removed(e: ev.BlocksRemoved, known: Known) -> str:
+def _blocks_removed(e: ev.BlocksRemoved, known: StreamNames) -> str:
     removed = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
     return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
-def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
+def _tokens_appended(e: ev.TokensAppended, known: StreamNames) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
     return f"{_sequences(e.handles, known)} tokens={tokens}{' draft' * e.draft}"
 
 
-def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
+def _sequence_removed(e: ev.SequenceRemoved, known: StreamNames) -> str:
     kept = f"stored={_per_group(e.stored)} freed={_count(e.freed)}"
     why = "" if e.why == ev.EndReason.FINISHED else f" why={e.why}"
     stop = "" if e.stop is None else f" stop={text(e.stop)}"
-    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}{stop}"
+    return f"{_request_of(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}{stop}"
 
 
-def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:
+def _symbols_interned(e: ev.SymbolsInterned, known: StreamNames) -> str:
     items = list(dict.fromkeys(page.digest for page in e.pages if page.digest is not None))
     named = f" {_name(items[0])}" + (f"..{_name(items[-1])}" if len(items) > 1 else "") if items else ""
     return f"pages={len(e.pages)} items={len(items)}{named}"
 
 
-def _worker(number: int, known: Known) -> str:
+def _worker(number: int, known: StreamNames) -> str:
     name = known.workers.get(number)
     return f"worker={number if name is None else text(name)}"
 
 
-def _told_blocks(e: ev.FeedStored | ev.FeedRemoved, known: Known) -> str:
+def _told_blocks(e: ev.FeedStored | ev.FeedRemoved, known: StreamNames) -> str:
     """Render worker, place, count, and the first and the last hash."""
     ends = dict.fromkeys(map(_hash, (e.block_hashes[:1] + e.block_hashes[-1:])))
     where = f"{text(e.medium or 'GPU')} group={e.group_idx or 0} blocks={len(e.block_hashes)}"
@@ -331,14 +333,14 @@ def _hash(name: int | bytes) -> str:
     return digits[:NAME_DIGITS]
 
 
-def _feed_stored(e: ev.FeedStored, known: Known) -> str:
+def _feed_stored(e: ev.FeedStored, known: StreamNames) -> str:
     parent = "" if e.parent_block_hash is None else f" after {_hash(e.parent_block_hash)}"
     adapter = e.lora_id if e.lora_name is None else e.lora_name
     lora = "" if adapter is None else f" lora={text(adapter)}"
     return f"{_told_blocks(e, known)}{parent} tokens={len(e.tokens) // TOKEN_BYTES}{lora}"
 
 
-def _worker_seen(e: ev.WorkerSeen, known: Known) -> str:
+def _worker_seen(e: ev.WorkerSeen, known: StreamNames) -> str:
     rank = "" if e.rank is None else f" rank={e.rank}"
     topic = f" topic={text(e.topic)}" if e.topic else ""
     return f"{_worker(e.worker, known)}{topic}{rank} complete={_yes(e.complete)}"
@@ -357,7 +359,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-_DETAILS: dict[type, Callable[[Any, Known], str]] = {
+_DETAILS: dict[type, Callable[[Any, StreamNames], str]] = {
     ev.CacheCreated: _cache_created,
     ev.EpochStarted: _epoch_started,
     ev.StateExported: _state_exported,
@@ -372,11 +374,11 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksRemoved: _blocks_removed,
     ev.TokensAppended: _tokens_appended,
     ev.SequenceForked: lambda e, known: (
-        f"{_whose(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
+        f"{_request_of(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
     ),
     ev.SequenceRemoved: _sequence_removed,
     ev.EncoderAdded: lambda e, known: (
-        f"{_handle(e.handle)} of {_whose(e.sequence, known)} group={e.group} tokens={e.num_tokens}"
+        f"{_handle(e.handle)} of {_request_of(e.sequence, known)} group={e.group} tokens={e.num_tokens}"
         f" reused_blocks={e.reused_primary}+{e.reused_secondary}{_namespace(e.namespace)}"
     ),
     ev.TransferLanded: lambda e, known: (
@@ -395,7 +397,7 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ),
     ev.SlotsUnnamed: lambda e, known: (
         f"group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))} why={e.why}"
-        f"{'' if e.handle is None else ' for ' + _whose(e.handle, known)}"
+        f"{'' if e.handle is None else ' for ' + _request_of(e.handle, known)}"
     ),
     ev.WorkerSeen: _worker_seen,
     ev.FeedReceived: lambda e, known: (
@@ -411,9 +413,9 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
 }
 """Renderers of events with fields that are left out, or not in the order of `_PHRASES`."""
 
-_PHRASES: dict[str, Callable[[Any, Known], str]] = {
+_PHRASES: dict[str, Callable[[Any, StreamNames], str]] = {
     "worker": _worker,
-    "handle": _whose,
+    "handle": _request_of,
     "handles": _sequences,
     "request_id": lambda value, known: f"request={text(value)}",
     "pin": lambda value, known: f"pin={value}",

@@ -20,7 +20,7 @@ from events.codec import to_json
 from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.render import Known, render_batch
+from sinks.render import StreamNames, render_batch
 from sinks.trtllm import DictFeed, LineOutput, dict_feed
 
 
@@ -38,7 +38,7 @@ class StdoutSink(LineOutput):
         self.needs_tokens = options.tokens
         self._options = options
         self._key_bytes = key_bytes
-        self._known = Known(key_bytes)
+        self._known = StreamNames(key_bytes)
         self._fd = -1
 
     def open(self) -> None:

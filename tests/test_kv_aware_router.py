@@ -28,14 +28,14 @@ from examples.kv_aware_router.page import page
 from examples.kv_aware_router.policies import KVAware, RoundRobin
 from examples.kv_aware_router.rounds import Round, Setting
 from examples.kv_aware_router.service import Service
-from examples.kv_aware_router.serving import Serving, Told
+from examples.kv_aware_router.serving import JobProgress, Serving
 from examples.kv_aware_router.table import gain, table
 from examples.kv_aware_router.tally import Tally
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.prefixes.publisher import WorkerRank
 from kvcache.workload.chats import generate_chats
+from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.waiting import Waiting
-from kvcache.workload.watching import WatchedStep
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program
 from tests.support.servers.browser import Browser
@@ -81,9 +81,9 @@ class TestTime:
     def test_a_step_takes_what_is_computed_and_read(self) -> None:
         """The weights, 25,000 prompt tokens a second, and the K and V of the context; an idle step takes nothing."""
         costs = StepCosts()
-        assert costs.of(WatchedStep({})) == 0
-        assert costs.of(WatchedStep({}, prefill_tokens=2000)) == 85
-        assert costs.of(WatchedStep({}, decoding=10, context_tokens=100_000)) == 9
+        assert costs.of(ObservedStep({})) == 0
+        assert costs.of(ObservedStep({}, prefill_tokens=2000)) == 85
+        assert costs.of(ObservedStep({}, decoding=10, context_tokens=100_000)) == 9
 
     def test_a_step_ends_no_sooner_than_the_trace_is_there(self) -> None:
         """A worker waits in a step that ends later, which is as good as idle for who waits for the worker."""
@@ -190,19 +190,19 @@ class TestServing:
 
     def test_time_to_first_token(self, serving: Serving) -> None:
         """A prompt takes its tokens' time; the same again only that of what cannot be reused."""
-        told: list[Told] = []
+        told: list[JobProgress] = []
         assert serving.put(list(range(2000)), 2, 100, told.append) is None
         serving.follow(10_000)
         assert serving.put(list(range(2000)), 1, 10_000, told.append) is None
         serving.follow(20_000)
         # 5 ms of weights, 80 ms of prompt; then 6 ms for an output with 2,000 tokens before it.
-        assert told[:2] == [Told(True, 185, 0), Told(False, 191, 0)]
+        assert told[:2] == [JobProgress(True, 185, 0), JobProgress(False, 191, 0)]
         # The last token is computed in any case.
-        assert told[2:] == [Told(True, 10_006, 1999), Told(False, 10_006, 1999)]
+        assert told[2:] == [JobProgress(True, 10_006, 1999), JobProgress(False, 10_006, 1999)]
 
     def test_requests_queue(self, serving: Serving) -> None:
         """What comes while a step runs begins behind it, whenever it was sent."""
-        told: list[Told] = []
+        told: list[JobProgress] = []
         serving.put(list(range(1000)), 1, 0, told.append)
         serving.follow(10)
         assert (told, serving.idle) == ([], False)

@@ -199,7 +199,7 @@ class KafkaStream:
     def trim(self, place: str) -> None:
         """Do nothing: others write to the same partition, and old records go by the topic's own retention."""
 
-    def breathe(self) -> None:
+    def keep_alive(self) -> None:
         """Let the client report errors."""
         if self._producer is not None:
             self._producer.poll(0)

@@ -96,7 +96,7 @@ class NATSSession:
         """Run `work` as `run` does; None: the server does not have the object."""
         return self.run(_found(work), seconds)
 
-    def breathe(self) -> None:
+    def keep_alive(self) -> None:
         """Let the client answer the server's pings."""
         if self._runner is not None and self.connected:
             self._runner.run(asyncio.sleep(0))
@@ -337,9 +337,9 @@ class NATSStream:
         work = self._session.jetstream.purge_stream(self._stream, seq=int(place), subject=self._subject)
         self._session.run(work, _ANSWER_SECONDS)
 
-    def breathe(self) -> None:
+    def keep_alive(self) -> None:
         """Answer the server's pings."""
-        self._session.breathe()
+        self._session.keep_alive()
 
     def close(self) -> None:
         """Disconnect."""

@@ -288,7 +288,7 @@ class RedisStream:
             self._session.connect()
         self._session.run(lambda client: client.xtrim(self._key, minid=place, approximate=False))
 
-    def breathe(self) -> None:
+    def keep_alive(self) -> None:
         """Do nothing: the server needs no answers."""
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from events.subscribe.continuity import (
     NativeReport,
     Report,
     Restarted,
-    begins_anew,
+    begins_with_clear,
 )
 from events.subscribe.gathering import Worker
 
@@ -133,7 +133,7 @@ class RecordFollower:
 
     def _take_unfitting(self, message: Message) -> list[Report]:
         assert self._asked is not None
-        if begins_anew(message):
+        if begins_with_clear(message):
             # It is a whole state itself, or the start of one that continues in the batches after it.
             reports: list[Report] = []
             if message.seq < self._asked:

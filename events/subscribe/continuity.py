@@ -185,7 +185,7 @@ class Continuity(MessageOrder[Report]):
             return
         if message.seq > self._next:
             self._report_recovered()
-            if begins_anew(message):
+            if begins_with_clear(message):
                 # It is the state in place of the batches requested, under numbers of its choice.
                 self._restate(message.seq)
                 self._gap_last = None
@@ -226,7 +226,7 @@ class Continuity(MessageOrder[Report]):
             return
         if went_back or seq < self._next:
             self._restart(seq)
-        if seq > self._next and begins_anew(message):
+        if seq > self._next and begins_with_clear(message):
             self._restate(seq)
         elif seq > self._next:
             if self._can_ask and self._in_vain != self._next:
@@ -298,7 +298,7 @@ def _published_at(message: Message) -> float:
         return -math.inf
 
 
-def begins_anew(message: Message) -> bool:
+def begins_with_clear(message: Message) -> bool:
     """Return True if a batch first clears everything, so that nothing before it matters."""
     try:
         events = decode_batch(message.payload).events

@@ -18,7 +18,7 @@ from examples.kv_aware_router.member import Member
 from examples.kv_aware_router.policies import Policy
 
 
-class Told(msgspec.Struct):
+class JobProgress(msgspec.Struct):
     """A line of a worker's answer."""
 
     first_token: bool
@@ -132,22 +132,22 @@ class Balancer:
         tokens = len(request.prompt)
         return Served(member.name, tokens, end.cached_tokens, first.at_ms, end.at_ms, request.attempts)
 
-    async def _stream(self, member: Member, request: _Request) -> tuple[Told, Told]:
+    async def _stream(self, member: Member, request: _Request) -> tuple[JobProgress, JobProgress]:
         body = {"prompt": request.prompt, "max_tokens": request.max_tokens, "sent_ms": request.sent_ms}
         url = f"{member.place.url}/generate"
-        told: list[Told] = []
+        updates: list[JobProgress] = []
         async with self._client.stream("POST", url, content=msgspec.json.encode(body)) as response:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
                 raise Refused(response.status_code, response.json().get("error", "refused"))
             request.in_line.set()
             async for line in response.aiter_lines():
-                told.append(msgspec.json.decode(line, type=Told))
+                updates.append(msgspec.json.decode(line, type=JobProgress))
                 # Its prompt is computed: what comes now weighs little.
                 member.to_compute.pop(request.number, None)
-        if len(told) < 2:
+        if len(updates) < 2:
             raise httpx.RemoteProtocolError("the answer breaks off")
-        return told[0], told[-1]
+        return updates[0], updates[-1]
 
     async def _follow(self, member: Member, trace_ms: int) -> None:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.workload.clock import StepClock
-from kvcache.workload.watching import WatchedStep
+from kvcache.workload.observed_steps import ObservedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StepCosts:
     onboarded_token_ms: float = 0.0026
     """128 KiB of K and V come from host memory, at 50 GB/s."""
 
-    def of(self, step: WatchedStep) -> int:
+    def of(self, step: ObservedStep) -> int:
         """Whole milliseconds; 0 for a step that computes nothing."""
         if not (step.prefill_tokens or step.decoding):
             return 0

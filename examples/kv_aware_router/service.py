@@ -36,7 +36,7 @@ class Service:
         self.url = address_of(self._socket)
         routes = [
             Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/state", self._tell_state),
+            Route("/state", self._push_state),
             Route("/", self._show_page),
         ]
         self._server = Server(Starlette(routes=routes))
@@ -68,7 +68,7 @@ class Service:
         await in_line.wait()
         return StreamingResponse(_answered(answer), media_type="application/json")
 
-    async def _tell_state(self, _: Request) -> Response:
+    async def _push_state(self, _: Request) -> Response:
         return JSONResponse(self._state())
 
     async def _show_page(self, _: Request) -> Response:

@@ -19,15 +19,15 @@ from examples.kv_aware_router.inbox import Inbox
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.state import resident_names
 from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.waiting import Waiting, WaitingLimits
-from kvcache.workload.watching import WatchedStep
 from sinks.router.transport import ZMQTransport
 
 OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)
 
 
-class Told(NamedTuple):
+class JobProgress(NamedTuple):
     """Where a request is."""
 
     first_token: bool
@@ -38,7 +38,7 @@ class Told(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    tell: Callable[[Told], None]
+    on_progress: Callable[[JobProgress], None]
     cached_tokens: int = 0
     begun: bool = False
 
@@ -60,7 +60,7 @@ class Serving:
         self._ready.wait()
 
     def put(
-        self, tokens: list[int], max_tokens: int, sent_ms: int, tell: Callable[[Told], None]
+        self, tokens: list[int], max_tokens: int, sent_ms: int, on_progress: Callable[[JobProgress], None]
     ) -> str | None:
         """Take a request, of which `tell` hears on the engine's thread; or say why it can never be served."""
         total = len(tokens) + max_tokens
@@ -68,7 +68,7 @@ class Serving:
         if obstacle is not None:
             return obstacle
         self._numbers = number = self._numbers + 1
-        self._jobs[number] = _Job(tell)
+        self._jobs[number] = _Job(on_progress)
         request = Request(number, np.asarray(tokens, np.int32))
         outputs = output_tokens(number, max_tokens)
         self._inbox.put(Waiting(request, outputs, self._limits.blocks_for(total), sent_ms))
@@ -117,7 +117,7 @@ class Serving:
             self._ready.set()
             engine.run()
 
-    def _stepped(self, step: WatchedStep) -> None:
+    def _stepped(self, step: ObservedStep) -> None:
         """A step is over: let its time pass, and tell what it brought."""
         cost = self._costs.of(step)
         self._busy_ms += cost
@@ -129,9 +129,9 @@ class Serving:
             job = self._jobs[number]
             if not job.begun:
                 job.begun = True
-                job.tell(Told(first_token=True, at_ms=now, cached_tokens=job.cached_tokens))
+                job.on_progress(JobProgress(first_token=True, at_ms=now, cached_tokens=job.cached_tokens))
         for number in step.ended:
             job = self._jobs[number]
-            job.tell(Told(first_token=False, at_ms=now, cached_tokens=job.cached_tokens))
+            job.on_progress(JobProgress(first_token=False, at_ms=now, cached_tokens=job.cached_tokens))
             del self._jobs[number]
         self._clock.look_again()

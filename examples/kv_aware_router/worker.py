@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from examples.kv_aware_router.server import Server, address_of, free_socket
-from examples.kv_aware_router.serving import Serving, Told
+from examples.kv_aware_router.serving import JobProgress, Serving
 from kvcache import KVCacheConfig
 
 
@@ -53,16 +53,16 @@ class Worker:
             body = msgspec.json.decode(await request.body(), type=Body)
         except msgspec.DecodeError as error:
             return JSONResponse({"error": str(error)}, 400)
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told]()
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[JobProgress]()
 
-        def tell(each: Told) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, each)
+        def on_progress(each: JobProgress) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, each)
 
-        refused = self._serving.put(body.prompt, body.max_tokens, body.sent_ms, tell)
+        refused = self._serving.put(body.prompt, body.max_tokens, body.sent_ms, on_progress)
         if refused is not None:
             return JSONResponse({"error": refused}, 400)
         # The headers say that it is in line: time may go on.
-        return StreamingResponse(_lines(told), media_type="application/jsonl")
+        return StreamingResponse(_lines(updates), media_type="application/jsonl")
 
     async def _follow(self, request: Request) -> Response:
         """Compute all that happens up to a time of the trace, and then say how it is."""
@@ -79,10 +79,10 @@ class Worker:
         return JSONResponse(self._serving.resident())
 
 
-async def _lines(told: asyncio.Queue[Told]) -> AsyncIterator[bytes]:
+async def _lines(updates: asyncio.Queue[JobProgress]) -> AsyncIterator[bytes]:
     ended = False
     while not ended:
-        each = await told.get()
+        each = await updates.get()
         ended = not each.first_token
         yield msgspec.json.encode(each._asdict()) + b"\n"
 

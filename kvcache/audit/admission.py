@@ -86,8 +86,8 @@ class SharedGroup:
         """Return `serves` for lookups that include the next block and compute it again."""
         if self.made.kind in (STATE, UNCACHED):
             return served[:-1]
-        behind = [*served[max(1, self.made.tokens_per_block // size) :], *[False] * len(served)]
-        return [at == 0 or (served[at] and behind[at]) for at in range(len(served) - 1)]
+        next_served = [*served[max(1, self.made.tokens_per_block // size) :], *[False] * len(served)]
+        return [at == 0 or (served[at] and next_served[at]) for at in range(len(served) - 1)]
 
     def missing(self, names: list[int], size: int) -> Iterator[int]:
         """Yield the names that are needed to continue after all of these blocks, and that no block has."""

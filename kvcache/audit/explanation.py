@@ -332,7 +332,7 @@ class ExplanationView:
     """Columns of numbers, right-aligned."""
 
 
-def tell(found: Explanation, when: When) -> list[ExplanationView]:
+def views_of(found: Explanation, when: When) -> list[ExplanationView]:
     """Return views of everything known of a request: refusals, requests without an admission, then stays."""
     name = printable(str(found.request_id))
     return [

@@ -189,8 +189,8 @@ class RequestGroups(HistoryListener):
         """Count evicted blocks."""
         if self.counting and len(ids) and event.why != RemoveReason.INVALIDATED:
             needed_by = self._names[self._of[int(window.of["gone_by"][ids[0]]) + 1]]
-            for whose, blocks in self._counted(window.of["stored_by"][ids]):
-                self.evicted_blocks[whose, needed_by] += blocks
+            for owner, blocks in self._counted(window.of["stored_by"][ids]):
+                self.evicted_blocks[owner, needed_by] += blocks
 
     def batch_ended(self, history: HistoryFold) -> None:
         """Sample the cache if a new part of the time has begun."""
@@ -330,8 +330,8 @@ class TopGroups:
     def _evictions(self) -> tuple[Counter[Key], Counter[Key]]:
         """Return blocks by storing group, and by the group that needed their room."""
         suffered, caused = Counter[Key](), Counter[Key]()
-        for (whose, needed_by), blocks in self.groups.evicted_blocks.items():
-            suffered[whose] += blocks
+        for (owner, needed_by), blocks in self.groups.evicted_blocks.items():
+            suffered[owner] += blocks
             caused[needed_by] += blocks
         return suffered, caused
 

@@ -13,7 +13,7 @@ _FINE, _COARSE = 100, 10
 _EDGES = np.logspace(3, 3 + _DECADES, _DECADES * _FINE + 1)
 """Edges in ns, from a microsecond to thirty years."""
 _MILLISECOND = 3 * _FINE
-_TOLD = np.concatenate([[0], np.arange(_MILLISECOND + 1, len(_EDGES) + 1, _FINE // _COARSE)])
+_SHOWN = np.concatenate([[0], np.arange(_MILLISECOND + 1, len(_EDGES) + 1, _FINE // _COARSE)])
 """Starts of the reported bins; the first edge is a millisecond."""
 
 
@@ -50,7 +50,7 @@ class Ages:
 
     def rows(self) -> Iterator[tuple[float, int]]:
         """Yield (upper edge in seconds, count) of ten bins per factor of ten from a millisecond on, if not empty."""
-        counts = np.add.reduceat(self.counts, _TOLD)
+        counts = np.add.reduceat(self.counts, _SHOWN)
         for at in np.flatnonzero(counts).tolist():
             edge = _EDGES[min(_MILLISECOND + at * _FINE // _COARSE, len(_EDGES) - 1)]
             yield float(edge) / 1e9, int(counts[at])

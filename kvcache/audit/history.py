@@ -354,7 +354,7 @@ class HistoryFold:
         for pin in self.replayed.state.pins.values():
             if pin.named:
                 self._pin(pin)
-        self._tell_lost()
+        self._report_lost()
         for each in self.listeners:
             each.restarted(self)
 
@@ -382,7 +382,7 @@ class HistoryFold:
         for window in self.windows:
             self._losing.append((window, window.remove_all(why, self.batch, self.now)))
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         """Report everything cached as lost, except what an exported state has restored."""
         for window, ids in self._losing:
             for each in self.listeners:
@@ -405,7 +405,7 @@ class HistoryFold:
     def _on_cleared(self, event: ev.CacheCleared) -> None:
         self._lose_all(Reason.COPY_FAILED if self._failed else Reason.CLEARED)
         self.shared.clear(self.batch, self.now)
-        self._tell_lost()
+        self._report_lost()
 
     def _on_named(self, event: ev.SlotsNamed) -> None:
         self.shared.groups[event.group - len(self.windows)].name(event.keys)

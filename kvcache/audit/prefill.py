@@ -114,13 +114,13 @@ class Pricing:
         return None if self.price is None or not hours else gpu_hours * self.price / hours
 
     def cost(
-        self, seconds: Seconds, saved: float, hours: float | None, *, besides: float = 0.0
+        self, seconds: Seconds, saved: float, hours: float | None, *, extra_seconds: float = 0.0
     ) -> PrefillCost:
         """Return the cost of prefills that took `seconds` each and came within `hours`.
 
         `saved` and `besides` are seconds: those saved by reuse, and those of other computation.
         """
-        spent, kept = self.gpu_hours(float(seconds.sum()) + besides), self.gpu_hours(saved)
+        spent, kept = self.gpu_hours(float(seconds.sum()) + extra_seconds), self.gpu_hours(saved)
         return PrefillCost(
             *_quantiles(seconds), spent, kept, self.per_hour(spent, hours), self.per_hour(kept, hours)
         )
@@ -134,10 +134,10 @@ class Pricing:
         """
         lengths, cached = np.asarray(tokens, np.float64), np.asarray(reused, np.float64)
         more = np.asarray(again, np.float64)
-        besides = self.model.seconds(more[::2] - more[1::2], more[1::2]).sum()
+        extra_seconds = self.model.seconds(more[::2] - more[1::2], more[1::2]).sum()
         saved = self.model.work(np.zeros_like(cached), cached).sum()
         seconds = self.model.seconds(lengths - cached, cached)
-        return self.cost(seconds, float(saved), hours, besides=float(besides))
+        return self.cost(seconds, float(saved), hours, extra_seconds=float(extra_seconds))
 
     def to_json(self, hours: float | None) -> dict[str, Any]:
         """Return the assumptions behind the numbers."""

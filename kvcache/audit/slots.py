@@ -124,9 +124,9 @@ class SlotWatch:
             if occupant != history.now:
                 place = next(at for at, each in enumerate(batch.events) if each is event)
                 why = getattr(event, "why", None)
-                told = None if why is None else str(why)
+                cause = None if why is None else str(why)
                 history.changes.append(
-                    SlotChange(batch.seq, place, batch.ts, type(event).__name__, told, occupant)
+                    SlotChange(batch.seq, place, batch.ts, type(event).__name__, cause, occupant)
                 )
 
     def _is_named(self, event: ev.AnyEvent) -> bool:

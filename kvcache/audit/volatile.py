@@ -64,7 +64,7 @@ class _Pair:
 
     one: int
     position: int
-    behind: int
+    resumes_at: int
     """Place where `one` continues like the other."""
     alike: int
 
@@ -129,9 +129,12 @@ class PromptSample:
         one = max(alike, key=alike.__getitem__)
         own = [each for each in pairs if each.one == one]
         # Parts may end alike by chance, as two days of a month do; other pairs show the true end.
-        behind, stop = max(each.behind for each in own), max(each.behind + each.alike for each in own)
+        resumes_at, stop = (
+            max(each.resumes_at for each in own),
+            max(each.resumes_at + each.alike for each in own),
+        )
         symbols = self._kept[one]
-        return VolatilePart(symbols[:position].copy(), symbols[behind:stop].copy())
+        return VolatilePart(symbols[:position].copy(), symbols[resumes_at:stop].copy())
 
 
 @dataclass(slots=True)

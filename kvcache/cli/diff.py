@@ -27,7 +27,7 @@ from kvcache.cli.options import add_shared, option, positive
 from kvcache.cli.output import Facts, Output, Row, Update, pick, stamp, updating
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
-from sinks.render import Known, render_event, text
+from sinks.render import StreamNames, render_event, text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ class _Side:
         self.reader = LogReader(log)
         self.created: CacheCreated | None = None
         """First cache of the log."""
-        self._known, self._times = Known(), Times(form)
+        self._known, self._times = StreamNames(), Times(form)
         self._last_seq = -1
 
     def batches(self, update: Update) -> Iterator[EventBatch]:
@@ -102,7 +102,7 @@ class _Side:
         kind = None if event is None else type(event).__name__
         return stamp(batch.seq, batch.ts) | {"index": place.index, "type": kind, "line": line}
 
-    def _known_at(self, place: EventPlace) -> Known:
+    def _known_at(self, place: EventPlace) -> StreamNames:
         """Return what is known at a place. Call once: the place is the last that is read."""
         for event in place.batch.events[: place.index + 1]:
             self._known.see(event)

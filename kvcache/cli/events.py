@@ -16,7 +16,7 @@ from kvcache.cli.output import Output, paint, stamp
 from kvcache.cli.process import nobody_reads
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import UsageError
-from sinks.render import Known, render_event
+from sinks.render import StreamNames, render_event
 
 _COLORS = {
     "SequenceAdded": "bold",
@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the filters."""
-    known, when = Known(), Times(args.time)
+    known, when = StreamNames(), Times(args.time)
     asked = conditions_of(args, known)
-    narrowing = [each for each in asked if isinstance(each, OfSequences | NamingBlock)]
+    column_filters = [each for each in asked if isinstance(each, OfSequences | NamingBlock)]
     reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader, kind=None)
     batches = UpTo(reader, args.until if args.at is None else args.at)
     lines = 0
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             known.see(event)
             # All conditions see every event: a later one may refer to it.
             wanted = [condition(event) for condition in asked]
-            if within and all(wanted) and (part := _narrowed(event, narrowing)) is not None:
+            if within and all(wanted) and (part := _narrowed(event, column_filters)) is not None:
                 lines += 1
                 if args.json:
                     print(_json(batch, index, part, known, tokens=not args.no_tokens))
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if batches.ended:
         out.note_end(reader.end)
     if asked and not lines:
-        raise UsageError(f"the log has no such event{_whose(args)}")
+        raise UsageError(f"the log has no such event{_of_sequences(args)}")
     return 0
 
 
@@ -100,7 +100,7 @@ def _chosen(args: argparse.Namespace, batches: UpTo) -> Iterator[tuple[ev.EventB
     return times.at(batches)
 
 
-def _whose(args: argparse.Namespace) -> str:
+def _of_sequences(args: argparse.Namespace) -> str:
     if args.request is not None:
         return f" of request {args.request!r}"
     return "" if args.handle is None else f" of sequence {args.handle}"
@@ -113,23 +113,23 @@ def _end_with_the_reader() -> bool:
     return False
 
 
-def _narrowed(event: ev.AnyEvent, narrowing: list[OfSequences | NamingBlock]) -> ev.AnyEvent | None:
+def _narrowed(event: ev.AnyEvent, column_filters: list[OfSequences | NamingBlock]) -> ev.AnyEvent | None:
     """Return the requested part of an event; None if one row of it belongs to the request, and another to the block."""
-    for condition in narrowing:
+    for condition in column_filters:
         event = condition.part(event)
         if isinstance(event, ev.BlocksFilled) and not event.handles:
             return None
     return event
 
 
-def _json(batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, *, tokens: bool) -> str:
+def _json(batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: StreamNames, *, tokens: bool) -> str:
     fields = {"seq": batch.seq, "index": index} | stamp(batch.seq, batch.ts)
     fields |= to_dict(event, known.key_bytes, tokens)
     worker = getattr(event, "worker", None)
     return json_line(fields | ({} if worker is None else {"worker_name": known.workers.get(worker)})).decode()
 
 
-def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent]) -> Iterator[str]:
+def event_lines(batch: ev.EventBatch, known: StreamNames, *without: type[ev.AnyEvent]) -> Iterator[str]:
     """Yield one line per event, except for the types `without`; `known` has seen all earlier batches."""
     for index, event in enumerate(batch.events):
         known.see(event)
@@ -138,7 +138,7 @@ def event_lines(batch: ev.EventBatch, known: Known, *without: type[ev.AnyEvent])
 
 
 def event_line(
-    batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: Known, time: str | None = None
+    batch: ev.EventBatch, index: int, event: ev.AnyEvent, known: StreamNames, time: str | None = None
 ) -> str:
     """Format an event: its address and time (None: without), dimmed, its type in a color by meaning, its details."""
     address = f"{f'{batch.seq}.{index}':>9}" + ("" if time is None else f"  {time:>9}")

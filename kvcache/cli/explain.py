@@ -14,7 +14,7 @@ from kvcache.audit.explanation import (
     PromptPart,
     Stay,
     explain_request,
-    tell,
+    views_of,
 )
 from kvcache.audit.reasons import Reason
 from kvcache.audit.turns import KINDS_IN_WORDS, Turn, turns_of
@@ -69,14 +69,14 @@ def _explain(reader: LogReader, args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(found: Explanation, when: Times, out: Output) -> None:
-    for number, told in enumerate(tell(found, when.of)):
-        if number and told.columns:
+    for number, view in enumerate(views_of(found, when.of)):
+        if number and view.columns:
             out.line()
-        out.heading(told.heading)
-        out.facts(told.facts)
-        if told.columns:
+        out.heading(view.heading)
+        out.facts(view.facts)
+        if view.columns:
             out.line()
-            rows = [dict(zip(told.columns, row, strict=True)) for row in told.rows]
+            rows = [dict(zip(view.columns, row, strict=True)) for row in view.rows]
             out.table(rows, right=ExplanationView.RIGHT)
 
 

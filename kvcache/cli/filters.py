@@ -17,7 +17,7 @@ from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
 from kvcache.cli.options import option
 from kvcache.errors import UsageError
-from sinks.render import Known
+from sinks.render import StreamNames
 
 TYPES = sorted(kind.__name__ for kind in typing.get_args(ev.AnyEvent))
 _BY_LOWER = {name.lower(): name for name in TYPES}
@@ -66,7 +66,7 @@ def _handle(text: str) -> int:
     return first_number(epoch) + number - 1
 
 
-def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
+def conditions_of(args: argparse.Namespace, known: StreamNames) -> list[Condition]:
     """Return the conditions on each event that `known` has seen; each epoch may have other keys. Raises UsageError."""
     conditions: list[Condition] = []
     if args.types:
@@ -96,7 +96,7 @@ class OfSequences:
 
     def __init__(
         self,
-        known: Known,
+        known: StreamNames,
         *,
         request_id: str | None = None,
         session: str | None = None,
@@ -149,7 +149,7 @@ class OfSequences:
 class NamingBlock:
     """Events with the name of a block, or its key, that begins with the given digits."""
 
-    def __init__(self, digits: str, known: Known) -> None:
+    def __init__(self, digits: str, known: StreamNames) -> None:
         self._digits, self._known = digits, known
 
     def __call__(self, event: ev.AnyEvent) -> bool:

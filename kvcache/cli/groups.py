@@ -78,9 +78,9 @@ def _show_pairs(view: TopGroups, top: int, out: Output) -> None:
         return
     title = f"evicted: of {printable(view.groups.by)}"
     rows: list[Row] = [
-        {title: view.name_of(whose), "for": view.name_of(needed_by)}
+        {title: view.name_of(owner), "for": view.name_of(needed_by)}
         | {"blocks": blocks, "tokens computed again": tokens}
-        for whose, needed_by, blocks, tokens in pairs[:top]
+        for owner, needed_by, blocks, tokens in pairs[:top]
     ]
     if rest := pairs[top:]:
         sums = {
@@ -168,18 +168,18 @@ def turns_json(turns: SessionTurns) -> list[dict[str, Any]]:
 def _pairs_json(view: TopGroups) -> list[dict[str, Any]]:
     """Return pairs of named groups; other groups have `others` in place of a name."""
     blocks, tokens = Counter[_Pair](), Counter[_Pair]()
-    for whose, needed_by, evicted, recomputed in view.pairs():
-        ends = [(key, False) if view.is_named(key) else (None, True) for key in (whose, needed_by)]
+    for owner, needed_by, evicted, recomputed in view.pairs():
+        ends = [(key, False) if view.is_named(key) else (None, True) for key in (owner, needed_by)]
         blocks[ends[0], ends[1]] += evicted
         tokens[ends[0], ends[1]] += recomputed
     return [
         {
-            "of": dict(zip(("name", "others"), whose, strict=True)),
+            "of": dict(zip(("name", "others"), owner, strict=True)),
             "for": dict(zip(("name", "others"), needed_by, strict=True)),
-            "blocks": blocks[whose, needed_by],
+            "blocks": blocks[owner, needed_by],
             "recomputed_tokens": recomputed,
         }
-        for (whose, needed_by), recomputed in tokens.items()
+        for (owner, needed_by), recomputed in tokens.items()
     ]
 
 

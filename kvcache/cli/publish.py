@@ -59,16 +59,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--json and the sink stdout: cannot share stdout: leave one of them out")
     until: Until = "end" if args.once else "closed" if args.until_closed else "stopped"
     publisher = Publisher(args.log, args.sinks, state_dir=args.state, until=until)
-    teller = _PublishTeller(args, out)
+    progress = _PublishProgress(args, out)
     with StopSignals() as stop:
         try:
-            publisher.run(stop.is_set, teller.tell)
+            publisher.run(stop.is_set, progress.show)
         finally:
-            teller.end(publisher.stats())
+            progress.end(publisher.stats())
     return stop.exit_code
 
 
-class _PublishTeller:
+class _PublishProgress:
     """Reporter of the sinks' progress."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
@@ -79,7 +79,7 @@ class _PublishTeller:
         self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=every)
         self._noted: set[str] = set()
 
-    def tell(self, stats: PublishStats) -> None:
+    def show(self, stats: PublishStats) -> None:
         """Print progress if it is due. Call often."""
         self._note(
             f"waiting for {self._log}: no log is there yet"

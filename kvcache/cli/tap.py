@@ -19,7 +19,7 @@ from kvcache.cli.output import Output, StatusLines, pick
 from kvcache.cli.process import StopSignals
 from kvcache.cli.subscribe.sources import (
     IN_TOPIC,
-    NOTHING_HEARD,
+    NOTHING_RECEIVED,
     SILENCE_SECONDS,
     add_connection_options,
     endpoints_of,
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         Tap(endpoints, args.log, resume=args.resume, record_tokens=not args.no_tokens) as tap,
     ):
         out.note(f"recording {', '.join(map(printable, tap.endpoints))} into {printable(str(args.log))}")
-        teller = _TapTeller(args, out)
+        progress = _TapProgress(args, out)
         while not stop.is_set():
             tap.work(_WORK_SECONDS)
-            teller.tell(tap)
-        teller.tell(tap, last=True)
+            progress.show(tap)
+        progress.show(tap, last=True)
     return stop.exit_code
 
 
@@ -115,7 +115,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
             yield Endpoint(each.endpoint, each.replay, False, args.topic, curve)
 
 
-class _TapTeller:
+class _TapProgress:
     """Reporter of progress at intervals."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
@@ -124,22 +124,25 @@ class _TapTeller:
         self._begun = time.monotonic()
         self._looked = False
 
-    def tell(self, tap: Tap, *, last: bool = False) -> None:
+    def show(self, tap: Tap, *, last: bool = False) -> None:
         """Print progress if it is due. Call often."""
         if not self._looked and time.monotonic() - self._begun >= SILENCE_SECONDS:
             self._looked = True
             for endpoint in sorted(tap.silent):
-                self._out.note(NOTHING_HEARD.format(printable(endpoint)))
+                self._out.note(NOTHING_RECEIVED.format(printable(endpoint)))
         if last or self._lines.is_due():
             self._lines.say(tap)
 
 
 def _line(tap: Tap) -> str:
     """Format progress for people."""
-    heard, log, state = tap.recorder, tap.log_stats(), tap.state
-    parts = [f"{count(heard.batches, 'batch', 'batches')}, {count(heard.events, 'event')}", _workers(state)]
-    if heard.recovered:
-        parts.append(f"{heard.recovered:,} missed and got by replay")
+    received, log, state = tap.recorder, tap.log_stats(), tap.state
+    parts = [
+        f"{count(received.batches, 'batch', 'batches')}, {count(received.events, 'event')}",
+        _workers(state),
+    ]
+    if received.recovered:
+        parts.append(f"{received.recovered:,} missed and got by replay")
     if lost := sum(worker.lost for worker in state.workers.values()):
         parts.append(f"{count(lost, 'batch', 'batches')} lost")
     if tap.ignored:

@@ -196,13 +196,13 @@ class UpTo:
         if moment is None or self._reached:
             return
         if self.ended:
-            raise self.behind(moment)
+            raise self.after_end(moment)
         if self.last is None:
             raise self._outside(moment, "before the log's first batch,", self.first)
         if moment.kind == "batch":
             raise self._outside(moment, "in a gap after batch", self.last)
 
-    def behind(self, moment: LogPosition) -> KVCacheError:
+    def after_end(self, moment: LogPosition) -> KVCacheError:
         """Return the error for a moment after the log's last batch."""
         if self.last is not None and moment.kind == "batch":
             return BeyondEnd(moment.value, self.last.seq)
@@ -254,7 +254,7 @@ def span(batches: UpTo, begin: LogPosition | None) -> Iterator[tuple[EventBatch,
     elif begin is not None and not begun and (batches.last is not None or begin.value):
         if not batches.ended:
             raise UsageError(f"there is nothing to show: {begin} lies after the end that was given")
-        raise batches.behind(begin)
+        raise batches.after_end(begin)
 
 
 class Times:

@@ -34,7 +34,7 @@ _INTERVAL_NS = 10**9
 _CONTENTS_MAX = 1 << 20
 """Most distinct blocks with a known history, unless more are cached; a fifth of a gigabyte."""
 _POLL_SECONDS = 0.1
-_BEHIND_SECONDS = 1.0
+_LAG_SECONDS = 1.0
 """Seconds without reaching the end of the log after which a reader lags."""
 NOW_NS = 10 * 10**9
 """Interval of current rates, in ns."""
@@ -176,7 +176,7 @@ class Followed:
     def catch_up(self) -> CatchUp | None:
         """Return the distance from the end of the log; None if it is reached. Raises OSError."""
         reader = self._reader
-        if reader is None or not self._is_behind:
+        if reader is None or not self._is_lagging:
             return None
         seconds = max(self._clock() - self._begun_at, 1e-3)
         return CatchUp(reader.bytes_left(), reader.bytes_read / seconds, self._batches / seconds)
@@ -186,8 +186,8 @@ class Followed:
         return self._recent.last_at + (0 if self.closed else int(self.age * 1e9))
 
     @property
-    def _is_behind(self) -> bool:
-        return self._at_end_at is None or self._clock() - self._at_end_at > _BEHIND_SECONDS
+    def _is_lagging(self) -> bool:
+        return self._at_end_at is None or self._clock() - self._at_end_at > _LAG_SECONDS
 
     def _opened(self, follow: bool, stop: Callable[[], bool]) -> LogReader:
         begin = self._beginning()
@@ -220,7 +220,7 @@ class Followed:
             self._started = first
         self.history.fold(batch)
         self._batches += 1
-        self._came_at = None if self._is_behind else self._clock()
+        self._came_at = None if self._is_lagging else self._clock()
         known = len(self.history.contents)
         if known > _CONTENTS_MAX and known > 2 * sum(each.blocks for each in occupancy(self.state)):
             self._forget()

@@ -15,7 +15,7 @@ from kvcache.cli.process import StopSignals
 from kvcache.fold.state import resident_names
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, fold
-from sinks.render import Known
+from sinks.render import StreamNames
 
 LAST_BATCHES = 64
 FEED_URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
@@ -37,7 +37,7 @@ class Verification:
     seconds: float = 0.0
     last_batches: tuple[EventBatch, ...] = ()
     """Last batches of the log, for printing."""
-    known: Known = field(default_factory=Known)
+    known: StreamNames = field(default_factory=StreamNames)
     """Facts known from earlier batches."""
 
     @property
@@ -50,7 +50,7 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Outpu
     """Fold the log and compare it with the cache's state; a further signal ends that."""
     started = time.perf_counter()
     last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
-    known = Known()
+    known = StreamNames()
     reader = LogReader(writer.directory)
     total = writer.next_seq + writer.batches_written
     # The signal that ended the run must not end this as well: the log of an interrupted run is verified.
@@ -69,7 +69,7 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Outpu
 def _watched(
     batches: Iterable[EventBatch],
     last: deque[EventBatch],
-    known: Known,
+    known: StreamNames,
     interrupted: Callable[[], bool],
     update: Update,
 ) -> Iterator[EventBatch]:

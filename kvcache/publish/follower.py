@@ -372,14 +372,14 @@ class SinkFollower:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
         self._epoch, self._concealed = epoch, False
-        made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
+        reopened, self._has_begun, self._is_live = self._has_begun, True, not self._folds
         self._replayed = Replayed(CacheState()) if self._folds and epoch.context.kind == "cache" else None
         self._probe = None
         if self._replayed is not None and sink.watches:
             self._probe = LogProbe(self._replayed, lambda: self._reader, self._sink_stats)
             sink.watch(self._probe)
         if not self._is_live:
-            if made_anew:
+            if reopened:
                 sink.resume(first - 1)
             self._before, self._given = first - 1, (first - 1, None)
             self._note_had(*self._given)
@@ -434,7 +434,7 @@ class SinkFollower:
         if self._concealed:
             _log.error("log_without_tokens", log=str(self._log), sink=self.name, epoch=epoch.number)
             if isinstance(self._delivery.sink, RouterFeed):
-                self._delivery.sink.restate()
+                self._delivery.sink.resync()
         return fits
 
     def _give(self, batch: EventBatch) -> bool:
@@ -542,7 +542,7 @@ class SinkFollower:
             with suppress(Exception):  # this sink may be what failed
                 unread = self._given[0] + 1
                 self._delivery.sink.write(LostBatches(unread, unread, 0, "the log cannot be read").as_batch())
-                self._delivery.sink.restate()
+                self._delivery.sink.resync()
 
     def _end(self) -> None:
         failed = self._delivery.failures

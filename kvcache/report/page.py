@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from events.log import LogEnd
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.audit.explanation import tell
+from kvcache.audit.explanation import views_of
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import Memory
 from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, Pricing, hours_between
@@ -70,7 +70,7 @@ def report(
         "lanes-data": lanes(found),
     }
     explanations = {
-        number: tell(explained, lambda at: later(at, found.first_at))
+        number: views_of(explained, lambda at: later(at, found.first_at))
         for number, lane in enumerate(found.lanes)
         if (explained := found.explanations.get(lane.request_id)) is not None
     }

@@ -74,7 +74,7 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9) if 0 <= seconds < _LAST_SECOND else 0
 
 
-Heard = Report | Continued
+TapReport = Report | Continued
 
 
 @dataclass(frozen=True)
@@ -127,20 +127,20 @@ class EndpointListener:
         """Messages of engines beyond the number that can be followed."""
         return 0 if self._many is None else self._many.ignored
 
-    def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, Heard]]:
+    def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, TapReport]]:
         """Return what was received, after at most `timeout_ms`."""
-        heard: list[tuple[str, Heard]] = []
-        begun_anew: set[str] = set()
+        found: list[tuple[str, TapReport]] = []
+        restarted: set[str] = set()
         for source, report in self._reports(timeout_ms):
-            if source in begun_anew:
+            if source in restarted:
                 continue  # it is sent again, from the beginning
             proven = self._prove(source, report)
             if proven is None:
-                begun_anew.add(source)
-                self._begin_anew(source)
+                restarted.add(source)
+                self._reconnect_from_start(source)
             else:
-                heard.append((source, proven))
-        return heard
+                found.append((source, proven))
+        return found
 
     def close(self) -> None:
         """Disconnect."""
@@ -148,7 +148,7 @@ class EndpointListener:
             if each is not None:
                 each.close()
 
-    def _prove(self, source: str, report: Report) -> Heard | None:
+    def _prove(self, source: str, report: Report) -> TapReport | None:
         """Check the continuity of a publisher's first report; return None if everything has to be requested from it."""
         last = self._unproven.get(source)
         if last is None or (isinstance(report, Missed) and report.recovered):
@@ -177,7 +177,7 @@ class EndpointListener:
         last = self._unproven.get(source)
         return 0 if last is None else last.number
 
-    def _begin_anew(self, source: str) -> None:
+    def _reconnect_from_start(self, source: str) -> None:
         if self._one is not None:
             self._one.close()
             self._connect()
@@ -215,13 +215,13 @@ class FeedRecorder:
         self._next_worker = max(numbers, default=-1) + 1
         self._sources: dict[str, dict[int | None, int]] = {}
         """Workers by rank, of each publisher."""
-        self._unheard: dict[str, tuple[int, int, str]] = {}
+        self._losses: dict[str, tuple[int, int, str]] = {}
         """Losses of publishers since they began: they may concern a rank that was not received yet."""
         self._seq = log.next_seq
         self.batches = self.events = self.recovered = 0
         """Batches and events received since this began; missed batches recovered by replay."""
 
-    def last_heard(self) -> dict[str, Last]:
+    def last_received(self) -> dict[str, Last]:
         """Return the last batches of the publishers that were known before."""
         found = {}
         for source, workers in self._before.items():
@@ -237,24 +237,24 @@ class FeedRecorder:
         """Write the beginning of the epoch. Call this first."""
         self._append([self._log.begin_epoch(0), FeedStarted(endpoints=self._endpoints)])
 
-    def hear(self, source: str, heard: Heard) -> None:
+    def record(self, source: str, report: TapReport) -> None:
         """Record what was received from a publisher."""
-        if isinstance(heard, Continued):
+        if isinstance(report, Continued):
             self._take_over(source)
             return
-        if not (isinstance(heard, Missed) and heard.recovered):
+        if not (isinstance(report, Missed) and report.recovered):
             self._before.pop(source, None)
-        if isinstance(heard, Received):
-            self._receive(source, heard)
-        elif isinstance(heard, Missed) and heard.recovered:
-            self.recovered += heard.last - heard.first + 1
-        elif isinstance(heard, Missed):
-            self._lose(source, heard)
-        elif isinstance(heard, Restarted):
-            self._unheard.pop(source, None)
+        if isinstance(report, Received):
+            self._receive(source, report)
+        elif isinstance(report, Missed) and report.recovered:
+            self.recovered += report.last - report.first + 1
+        elif isinstance(report, Missed):
+            self._lose(source, report)
+        elif isinstance(report, Restarted):
+            self._losses.pop(source, None)
             self._append(
                 [
-                    FeedRestarted(worker=worker, last=heard.last, first=heard.first)
+                    FeedRestarted(worker=worker, last=report.last, first=report.first)
                     for worker in self._sources.get(source, {}).values()
                 ]
             )
@@ -269,15 +269,15 @@ class FeedRecorder:
 
     # --- received batches ----------------------------------------------------------------------------------
 
-    def _receive(self, source: str, heard: Received) -> None:
-        batch = heard.batch
+    def _receive(self, source: str, report: Received) -> None:
+        batch = report.batch
         events: list[AnyEvent] = []
-        worker = self._worker(source, heard, events)
+        worker = self._worker(source, report, events)
         if not events and not batch.events:
             return  # a heartbeat: nothing is new
         events.append(
             FeedReceived(
-                worker=worker, number=heard.seq, published_ts=nanoseconds(batch.ts), replayed=heard.replayed
+                worker=worker, number=report.seq, published_ts=nanoseconds(batch.ts), replayed=report.replayed
             )
         )
         events += [from_wire(worker, event) for event in batch.events]
@@ -285,37 +285,39 @@ class FeedRecorder:
         self.events += len(batch.events)
         self._append(events)
 
-    def _worker(self, source: str, heard: Received, events: list[AnyEvent]) -> int:
+    def _worker(self, source: str, report: Received, events: list[AnyEvent]) -> int:
         """Return the worker of a batch; add the events that must precede it to `events`."""
         ranks = self._sources.setdefault(source, {})
-        rank = heard.batch.rank
+        rank = report.batch.rank
         number = ranks.get(rank)
         if number is None:
             number = ranks[rank] = self._next_worker
             self._next_worker += 1
             events.append(
-                WorkerSeen(worker=number, source=source, topic=heard.topic, rank=rank, complete=True)
+                WorkerSeen(worker=number, source=source, topic=report.topic, rank=rank, complete=True)
             )
-            events += self._lost_before(source, heard, number, is_first=len(ranks) == 1)
-        elif heard.topic and heard.topic != (seen := self.state.workers[number].seen).topic:
+            events += self._lost_before(source, report, number, is_first=len(ranks) == 1)
+        elif report.topic and report.topic != (seen := self.state.workers[number].seen).topic:
             complete = self.state.workers[number].complete
-            events.append(msgspec.structs.replace(seen, topic=heard.topic, complete=complete))
+            events.append(msgspec.structs.replace(seen, topic=report.topic, complete=complete))
         return number
 
-    def _lost_before(self, source: str, heard: Received, worker: int, *, is_first: bool) -> Iterable[FeedGap]:
+    def _lost_before(
+        self, source: str, report: Received, worker: int, *, is_first: bool
+    ) -> Iterable[FeedGap]:
         """Yield the gap before a worker's first batch here, if it had earlier ones and they matter."""
-        if source not in self._unheard and is_first and heard.seq and not heard.replayed:
-            self._unheard[source] = 0, heard.seq - 1, BEFORE
-        first, last, reason = self._unheard.get(source, _NEVER)
-        begins_anew = bool(heard.batch.events) and isinstance(heard.batch.events[0], AllBlocksCleared)
-        if last >= first and not begins_anew:
+        if source not in self._losses and is_first and report.seq and not report.replayed:
+            self._losses[source] = 0, report.seq - 1, BEFORE
+        first, last, reason = self._losses.get(source, _NEVER)
+        begins_with_clear = bool(report.batch.events) and isinstance(report.batch.events[0], AllBlocksCleared)
+        if last >= first and not begins_with_clear:
             yield FeedGap(worker=worker, first=first, last=last, reason=reason)
 
     def _lose(self, source: str, missed: Missed) -> None:
         workers = self._sources.get(source, {})
-        first, last, _ = self._unheard.get(source, _NEVER)
+        first, last, _ = self._losses.get(source, _NEVER)
         start = missed.first if last < first else min(first, missed.first)
-        self._unheard[source] = (start, max(last, missed.last), missed.reason)
+        self._losses[source] = (start, max(last, missed.last), missed.reason)
         self._append(
             [
                 FeedGap(worker=worker, first=missed.first, last=missed.last, reason=missed.reason)
@@ -328,7 +330,7 @@ class FeedRecorder:
         events: list[AnyEvent] = []
         for worker in self._before.pop(source, ()):
             if not worker.complete and worker.number is not None:
-                self._unheard[source] = 0, worker.number, BEFORE
+                self._losses[source] = 0, worker.number, BEFORE
             self._sources.setdefault(source, {})[worker.seen.rank] = worker.seen.worker
             events += _all_of(worker)
         self._append(events)
@@ -391,7 +393,7 @@ class Tap:
             before = state_of(Path(log)) if resume else None
             self.recorder = FeedRecorder(self._log, tuple(each.address for each in endpoints), before)
             """Recorder, with its counts."""
-            last = self.recorder.last_heard()
+            last = self.recorder.last_received()
             for endpoint in endpoints:
                 is_file = endpoint.address.startswith(SCHEME)
                 self._listeners.append(
@@ -404,7 +406,7 @@ class Tap:
             raise
         self.endpoints = tuple(listener.address for listener in self._listeners)
         self._silent = {*self.endpoints}
-        self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
+        self._queue: queue.Queue[tuple[str, TapReport] | BaseException] = queue.Queue(_MOST_QUEUED)
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(
@@ -445,14 +447,14 @@ class Tap:
         """Record what is received, for `seconds`. Raises what listeners do; LogWriteFailed if the log has ended."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            heard = None
+            report = None
             with suppress(queue.Empty):
-                heard = self._queue.get(timeout=min(left, 0.05))
-            if isinstance(heard, BaseException):
-                raise heard
+                report = self._queue.get(timeout=min(left, 0.05))
+            if isinstance(report, BaseException):
+                raise report
             self.recorder.catch_up()
-            if heard is not None:
-                self.recorder.hear(*heard)
+            if report is not None:
+                self.recorder.record(*report)
 
     def close(self) -> None:
         """Stop listening, and close the log in order. Raises LogWriteFailed if the disk refuses its end."""
@@ -467,18 +469,18 @@ class Tap:
     def _listen(self, listener: EndpointListener | LineListener) -> None:
         try:
             while not self._stopping.is_set():
-                for heard in listener.poll():
+                for report in listener.poll():
                     self._silent.discard(listener.address)
-                    self._put(heard)
+                    self._put(report)
         except BaseException as error:  # noqa: BLE001  `work` raises it
             self._put(error)
         finally:
             listener.close()
 
-    def _put(self, heard: tuple[str, Heard] | BaseException) -> None:
+    def _put(self, report: tuple[str, TapReport] | BaseException) -> None:
         while not self._stopping.is_set():
             with suppress(queue.Full):
-                self._queue.put(heard, timeout=_POLL_MS / 1000)
+                self._queue.put(report, timeout=_POLL_MS / 1000)
                 return
 
 

@@ -204,9 +204,9 @@ class Playback:
         *,
         named: bool = False,
         foresee: Callable[[int, bool], None] = lambda handle, admitted: None,
-        hear: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self._settings, self._order, self._named, self._hear = settings, order, named, hear
+        self._settings, self._order, self._named, self._on_event = settings, order, named, on_event
         self._foresee = foresee
         self.tally = Tally()
         self._manager: KVCacheManager | None = None
@@ -302,8 +302,8 @@ class Playback:
             substitutes=Substitutes(eviction_order=self._order, monotonic_ns=lambda: self._clock),
         )
         manager.bus.subscribe(self.tally.follow, SequenceAdded, SequenceRemoved, BlocksMoved, BlocksRemoved)
-        if self._hear is not None:
-            manager.bus.subscribe(self._hear)
+        if self._on_event is not None:
+            manager.bus.subscribe(self._on_event)
 
     def _put_off(self, handle: int, step: Step) -> None:
         """Defer a step of a request that is delayed or waits; drop it if the request is gone for good."""

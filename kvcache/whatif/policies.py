@@ -147,7 +147,7 @@ class ByBlock(LeastRecentlyUsed):
             rank = ranks[slot] = self.rank(run, len(run.slots) - 1)
         return (run.priority, rank, run.released_at, -run.end)
 
-    def _key_behind(self, run: Run, gone: int) -> Any:
+    def _key_after(self, run: Run, gone: int) -> Any:
         """Return the key of a run after `gone` of its blocks are gone."""
         rank = self.rank(run, len(run.slots) - 1 - gone)
         return (run.priority, rank, run.released_at, gone - run.end)
@@ -193,7 +193,7 @@ class ByBlock(LeastRecentlyUsed):
             limits.append(heap[0][0])
         heappush(heap, entry)
         limit, take = min(limits, default=None), 1
-        while take < count and (limit is None or self._key_behind(run, take) < limit):
+        while take < count and (limit is None or self._key_after(run, take) < limit):
             take += 1
         return take
 
@@ -487,8 +487,8 @@ class AdaptiveReplacement(EvictionOrder):
         self._lists.check({self._name(run, at) for run in runs for at in range(len(run.slots))})
         for level in range(len(self._group.levels)):
             leaves = [run for run in runs if run.level == level and run.is_leaf]
-            heard = self._once.heard_of(level) | self._again.heard_of(level)
-            invariant({run.id for run in leaves} == heard, "a block cannot be evicted: unheard of")
+            tracked = self._once.known_blocks(level) | self._again.known_blocks(level)
+            invariant({run.id for run in leaves} == tracked, "a block cannot be evicted: unheard of")
             invariant(
                 self.next(level) is min(leaves, default=None, key=self._turn),
                 "another block would be evicted than the lowest in order",
@@ -506,7 +506,7 @@ class _Leaves(LeastRecentlyUsed):
         run = super()._described(entry, level)
         return run if run is not None and self._order.used_again(run) == self._used_again else None
 
-    def heard_of(self, level: int) -> set[int]:
+    def known_blocks(self, level: int) -> set[int]:
         """Return the ids of its runs."""
         found = (self._described(entry, level) for entry in self._heaps[level])
         return {run.id for run in found if run is not None}

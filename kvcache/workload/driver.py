@@ -32,12 +32,12 @@ from kvcache.manager import KVCacheManager
 from kvcache.results import Admission, BlockTable
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
+from kvcache.workload.observed_steps import ObservedStep, StepCallback
 from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
 from kvcache.workload.traces import TraceRequest
 from kvcache.workload.waiting import Line, Waiting, WaitingLimits, WaitingLine
-from kvcache.workload.watching import Watch, WatchedStep
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -130,7 +130,7 @@ class Engine:
         pools: Pools | None = None,
         copies: TimedCopier | None = None,
         clock: StepClock | None = None,
-        watch: Watch | None = None,
+        watch: StepCallback | None = None,
     ) -> None:
         if manager.num_sequences:
             raise UsageError("the manager is serving requests: a trace needs one of its own")
@@ -173,7 +173,7 @@ class Engine:
         self._check_reused(admitted)
         self._note_held()
         chunks = self._plan()
-        step = WatchedStep({running.request_id: running.admission for running in admitted})
+        step = ObservedStep({running.request_id: running.admission for running in admitted})
         for chunk in chunks:
             step.note(chunk.begin, chunk.end, decoding=bool(chunk.running.sampled))
         self._compute(chunks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.traces import TraceRequest
-from kvcache.workload.watching import WatchedStep
 
 HOUR_MS = 3_600_000
 
@@ -58,7 +58,7 @@ class ReportedReuse:
             hour.unlimited += unlimited
         return len(self._hour_of)
 
-    def watch(self, step: WatchedStep) -> None:
+    def watch(self, step: ObservedStep) -> None:
         """Count the reused tokens of the requests of a step."""
         for place, admission in step.admitted.items():
             if (number := self._hour_of[place]) >= 0:

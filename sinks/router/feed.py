@@ -209,7 +209,7 @@ class RouterFeed(Sink):
         self._feed: StreamFold[AnyChange] = Feed() if feed is None else feed
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
-        self._restate = True
+        self._resync_due = True
         """Routers' copies may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
@@ -231,7 +231,7 @@ class RouterFeed(Sink):
     @property
     def is_settled(self) -> bool:
         """True if all written batches have been sent. For any thread."""
-        return not self._pending and not self._restate
+        return not self._pending and not self._resync_due
 
     @property
     def refused_peers(self) -> int:
@@ -266,7 +266,7 @@ class RouterFeed(Sink):
             self._numbers.close()
             raise
         # If it was open before, it is unknown what has arrived.
-        self._restate, self._sent_at = True, float("-inf")
+        self._resync_due, self._sent_at = True, float("-inf")
 
     def write(self, batch: EventBatch) -> None:
         """Fold a batch. Its changes go out with one of the next ticks."""
@@ -275,7 +275,7 @@ class RouterFeed(Sink):
             self.resync_after_seq = None
         elif self.resync_after_seq is None or any(isinstance(event, Gap) for event in batch.events):
             self.resync_after_seq = batch.seq
-        if changes and not self._restate:
+        if changes and not self._resync_due:
             self._pending += changes
             self._pending_bytes += sum(map(change_bytes, changes))
 
@@ -298,37 +298,37 @@ class RouterFeed(Sink):
             last.callback(self.transport.close)
             self._flush()
 
-    def restate(self) -> None:
+    def resync(self) -> None:
         """Send the whole state next: readers' copies may be wrong. Only "cleared" while batches are missing.
 
         To be called on the thread that calls `write`.
         """
-        self._restate = True
+        self._resync_due = True
         self._pending, self._pending_bytes = [], 0
 
     # --- on the way out ---------------------------------------------------------------------------------
 
     def _is_due(self, now: float) -> bool:
-        if not self._pending and not self._restate:
+        if not self._pending and not self._resync_due:
             return False
         return now - self._sent_at >= self._coalesce or self._pending_bytes >= self._max_bytes
 
     def _flush(self) -> None:
         """Send everything that was held back."""
         changes, size = self._pending, self._pending_bytes + BATCH_BYTES
-        if self._restate:
+        if self._resync_due:
             changes, size = [*self._whole()], self._max_bytes + 1
         if changes:
-            self.restate()  # until it is out
+            self.resync()  # until it is out
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
     def _send(self, batches: Iterable[Sequence[AnyChange]]) -> None:
         # Until all of it is sent, readers' copies are not to be trusted.
-        self._restate = True
+        self._resync_due = True
         for changes in batches:
             self._last_ts = self._wall()
             self.transport.send(FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups))
-        self._restate = False
+        self._resync_due = False
         self._sent_at = self._monotonic()
 
     def _whole(self) -> Iterable[AnyChange]:

@@ -48,12 +48,12 @@ class NativeFold(StreamFold[Batched]):
         batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
         whole, last = origin_of_state(batch) is not None, -1 if self.last_seq is None else self.last_seq
         missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
-        told = any(isinstance(event, StateExported) for event in batch.events) and bool(
+        has_state = any(isinstance(event, StateExported) for event in batch.events) and bool(
             self._beginning_events
         )
         was_lost, self.lost = (
             self.lost,
-            not whole and ((missed and not told) or has_unhealed_gap(batch, last)),
+            not whole and ((missed and not has_state) or has_unhealed_gap(batch, last)),
         )
         self.last_seq, self._last_ts = batch.seq, batch.ts
         if self.lost:
@@ -109,8 +109,8 @@ class NativeFold(StreamFold[Batched]):
 
     def _recovered(self, batch: EventBatch) -> EventBatch:
         """Return the usable part of a batch with the state, as a batch to begin with."""
-        told = dropwhile(lambda event: not isinstance(event, StateExported), batch.events)
-        return EventBatch(batch.seq, batch.ts, (*self._beginning_events, *told))
+        from_state = dropwhile(lambda event: not isinstance(event, StateExported), batch.events)
+        return EventBatch(batch.seq, batch.ts, (*self._beginning_events, *from_state))
 
     def _gap(self, first: int) -> Batched:
         assert self.last_seq is not None

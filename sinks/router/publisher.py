@@ -52,25 +52,25 @@ _READABLE = int(zmq.POLLIN)
 _log = get_logger("sinks")
 
 
-class Complaints:
+class PeerWarnings:
     """Rate-limited warnings about the peers of one socket, which could otherwise fill the log."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
-        self._untold: dict[str, int] = {}
+        self._logged_at: dict[str, float] = {}
+        self._num_suppressed: dict[str, int] = {}
 
-    def tell(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
+    def warn(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
         """Log a warning, unless one was logged lately; then count it for the next one.
 
         - `endpoint`: the socket's own; `peer`: the peer's address, if known.
         """
         now = time.monotonic()
-        if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
-            self._untold[event] = self._untold.get(event, 0) + 1
+        if now - self._logged_at.get(event, float("-inf")) < SILENCE_SECONDS:
+            self._num_suppressed[event] = self._num_suppressed.get(event, 0) + 1
             return
-        self._told[event] = now
+        self._logged_at[event] = now
         about = {"endpoint": endpoint} if peer is None else {"endpoint": endpoint, "peer": peer}
-        _log.warning(event, **about, reason=reason, times_since_last=self._untold.pop(event, 0))
+        _log.warning(event, **about, reason=reason, times_since_last=self._num_suppressed.pop(event, 0))
 
 
 class Peers:
@@ -82,12 +82,12 @@ class Peers:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        complaints: Complaints,
+        warnings: PeerWarnings,
         *,
         refusals: int = 0,
     ) -> None:
         self._socket = socket
-        self._complaints = complaints
+        self._warnings = warnings
         events = _BEGIN | zmq.Event.DISCONNECTED
         self._monitor = socket.get_monitor_socket(int(events) | refusals)
         self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -125,14 +125,14 @@ class Peers:
 
     def cut_off(self, connection: int | None, reason: str) -> None:
         """Close a connection; a descriptor reused for something else is left alone."""
-        self.complain("peer_cut_off", reason, connection)
+        self.warn_about("peer_cut_off", reason, connection)
         if connection is not None:
             _hang_up(connection, port_of(endpoint_of(self._socket)))
 
-    def complain(self, event: str, reason: str, connection: int | None = None) -> None:
+    def warn_about(self, event: str, reason: str, connection: int | None = None) -> None:
         """Log a warning about a connection, with its address."""
         peer = None if connection is None else self._addresses.get(connection)
-        self._complaints.tell(event, reason, endpoint_of(self._socket), peer)
+        self._warnings.warn(event, reason, endpoint_of(self._socket), peer)
 
     def _end(self, connection: int) -> None:
         since = self.connected.pop(connection, None)
@@ -142,7 +142,7 @@ class Peers:
             and since is not None
             and time.monotonic() - since < 2 * HANDSHAKE_SECONDS
         ):
-            self.complain("peer_refused", self._refusal, connection)
+            self.warn_about("peer_refused", self._refusal, connection)
             self._refusal = None
         self._addresses.pop(connection, None)
 
@@ -246,12 +246,12 @@ def pod_at(endpoint: str) -> str:
 
 READ_AT_ONCE, READ_SECONDS = 1000, 0.003
 """Limits of one round of reading subscribers' messages, so that they cannot keep the feed from its work."""
-BEHIND_SECONDS = 1.0
+BACKLOG_SECONDS = 1.0
 """Time for which messages may exceed these limits before all connections are closed."""
 MAX_PREFIX_BYTES = 256
 MAX_PREFIXES = 64
 """Different subscriptions of one connection, which are kept here and by ZeroMQ; a router has one or two."""
-TOLD_AT_ONCE = 4
+SNAPSHOTS_AT_ONCE = 4
 """Different large first messages that may be in flight; further subscribers wait until one has been received."""
 TAKING_SECONDS = 10.0
 """While others wait, a subscriber that has not received its first message in this time is disconnected."""
@@ -263,12 +263,12 @@ CALL_AGAIN_SECONDS = 1.0
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """Flags of a message's last frame and of the others, as plain numbers: combining flags of the enumeration takes longer
 than sending."""
-_COME, _GO = b"\x01", b"\x00"
+SUBSCRIBE_BYTE, UNSUBSCRIBE_BYTE = b"\x01", b"\x00"
 """First byte of a subscriber's message; the prefix of a topic follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Newcomer:
+class _PendingSubscriber:
     prefix: bytes
     connection: int | None
 
@@ -286,8 +286,8 @@ class FirstMessage:
 class FeedSocket:
     """An XPUB at a place. For one thread.
 
-    `newcomer_waits` returns True if there is a subscriber to `admit`; until then it receives nothing. `make` makes the
-    socket, with all its options, but neither bound nor connected. `keyed`: True if it is encrypted.
+    `has_pending_subscriber` returns True if a subscriber waits for `admit`; until then it receives nothing. `make`
+    makes the socket, with all its options, but neither bound nor connected. `keyed`: True if it is encrypted.
     """
 
     def __init__(
@@ -299,19 +299,19 @@ class FeedSocket:
     ) -> None:
         self._make, self._place = make, place
         self._keyed = keyed
-        self._complaints = Complaints()
+        self._warnings = PeerWarnings()
         self._refused_before = 0
         self.topic = b""
         self._open()
 
     def _open(self) -> None:
         self._socket = self._make()
-        _address_newcomers(self._socket, False)
+        _address_last_subscriber(self._socket, False)
         self._socket.copy_threshold = LARGE_BYTES
         place = self._place
         refusals = SEEN_BY_CLIENT if place.connects else SEEN_BY_SERVER if self._keyed else 0
         # Events before the connections are read would belong to none, so this comes first.
-        self.peers = Peers(self._socket, self._complaints, refusals=refusals)
+        self.peers = Peers(self._socket, self._warnings, refusals=refusals)
         try:
             place.take(self._socket)
         except BaseException:
@@ -321,14 +321,14 @@ class FeedSocket:
         self.endpoint = place.address if place.connects else endpoint_of(self._socket)
         self._place = replace(place, port=port_of(self.endpoint))
         self._turned_away_at: float | None = None
-        self._newcomer: _Newcomer | None = None
+        self._pending_subscriber: _PendingSubscriber | None = None
         self.topics: dict[int, set[bytes]] = {}
         """The subscriptions per connection."""
-        self._told: set[int] = set()
+        self._admitted: set[int] = set()
         """Connections that have the state and everything since; further subscriptions need no first message."""
-        self.on_their_way: list[FirstMessage] = []
+        self.in_flight: list[FirstMessage] = []
         """Large first messages that subscribers may not have received yet."""
-        self._behind_since: float | None = None
+        self._backlog_since: float | None = None
         """Time since which there has been more to read than was read."""
 
     @property
@@ -349,47 +349,47 @@ class FeedSocket:
         send(encode_seq(seq), _MORE)
         send(payload, _LAST)
 
-    def look_around(self) -> None:
+    def poll_connections(self) -> None:
         """Process connections, and close those over their limits; call often."""
-        self._forget_who_left()
+        self._forget_disconnected()
         if self._place.connects and self.peers.turned_away:
             self._call_again()
 
-    def newcomer_waits(self) -> bool:
+    def has_pending_subscriber(self) -> bool:
         """Read subscribers' messages, up to one that waits to be admitted, or up to the limits; True if one waits."""
         deadline = time.monotonic() + READ_SECONDS
         for _ in range(READ_AT_ONCE):
-            if self._newcomer is not None:
-                return self._may_tell()
+            if self._pending_subscriber is not None:
+                return self._has_room()
             try:
                 message = self._socket.recv(_LAST, copy=False)
             except zmq.Again:
-                self._behind_since = None
+                self._backlog_since = None
                 return False
-            self._hear(message)
+            self._take_message(message)
             if time.monotonic() > deadline:
                 break
-        self._fall_behind()
+        self._check_backlog()
         return False
 
     def admit(self, first: tuple[int, bytes] | None) -> None:
         """Send the new subscriber `first`, a number and a payload for it alone, then everything from now on."""
-        newcomer, self._newcomer = self._newcomer, None
-        assert newcomer is not None
-        self._socket.setsockopt(zmq.SUBSCRIBE, newcomer.prefix)
-        if newcomer.connection is None or newcomer.connection not in self.peers.connected:
+        subscriber, self._pending_subscriber = self._pending_subscriber, None
+        assert subscriber is not None
+        self._socket.setsockopt(zmq.SUBSCRIBE, subscriber.prefix)
+        if subscriber.connection is None or subscriber.connection not in self.peers.connected:
             return  # without a recipient, it would go to all
-        self._told.add(newcomer.connection)
+        self._admitted.add(subscriber.connection)
         if first is None:
             return
         seq, payload = first
-        _address_newcomers(self._socket, True)
+        _address_last_subscriber(self._socket, True)
         self._socket.send(self.topic, _MORE)
         self._socket.send(encode_seq(seq), _MORE)
         tracker = self._socket.send(payload, _LAST, copy=False, track=True)
-        _address_newcomers(self._socket, False)
+        _address_last_subscriber(self._socket, False)
         if not tracker.done:
-            self.on_their_way.append(FirstMessage(tracker, payload, newcomer.connection, time.monotonic()))
+            self.in_flight.append(FirstMessage(tracker, payload, subscriber.connection, time.monotonic()))
 
     def close(self) -> None:
         """Close the socket; sent messages are still delivered during its linger time."""
@@ -398,24 +398,24 @@ class FeedSocket:
 
     # --- subscribers' messages ----------------------------------------------------------------------------
 
-    def _hear(self, message: zmq.Frame) -> None:
+    def _take_message(self, message: zmq.Frame) -> None:
         text, connection = message.bytes, connection_of(message)
         word, prefix = text[:1], text[1:]
-        self._forget_who_left()
+        self._forget_disconnected()
         if len(prefix) > MAX_PREFIX_BYTES:
             self.peers.cut_off(connection, "it subscribes to what cannot be a topic")
-        elif word == _COME:
-            self._come(prefix, connection)
-        elif word == _GO and connection is None:
+        elif word == SUBSCRIBE_BYTE:
+            self._subscribe(prefix, connection)
+        elif word == UNSUBSCRIBE_BYTE and connection is None:
             # A connection was closed, and its number may be another one's by now.
-            self._told.clear()
-        elif word == _GO:
+            self._admitted.clear()
+        elif word == UNSUBSCRIBE_BYTE:
             self._socket.setsockopt(zmq.UNSUBSCRIBE, prefix)
-            self._go(prefix, connection)
+            self._unsubscribe(prefix, connection)
         else:
-            self._meet_stranger(connection)
+            self._reject_non_subscriber(connection)
 
-    def _come(self, prefix: bytes, connection: int | None) -> None:
+    def _subscribe(self, prefix: bytes, connection: int | None) -> None:
         if connection in self.peers.connected:
             topics = self.topics.setdefault(connection, set())
             if len(topics) >= MAX_PREFIXES and prefix not in topics:
@@ -424,32 +424,32 @@ class FeedSocket:
             topics.add(prefix)
         if not self.topic.startswith(prefix):
             return  # nothing is published that matches
-        if connection in self._told:
+        if connection in self._admitted:
             self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
         else:
-            self._newcomer = _Newcomer(prefix, connection)
+            self._pending_subscriber = _PendingSubscriber(prefix, connection)
 
-    def _go(self, prefix: bytes, connection: int | None) -> None:
+    def _unsubscribe(self, prefix: bytes, connection: int | None) -> None:
         topics = self.topics.get(connection, set()) if connection is not None else set()
         topics.discard(prefix)
         if connection is not None and not any(self.topic.startswith(each) for each in topics):
-            self._told.discard(connection)  # it no longer receives everything
+            self._admitted.discard(connection)  # it no longer receives everything
         if not topics:
             self.topics.pop(connection, None)  # type: ignore[arg-type]  # None is not in it
 
-    def _forget_who_left(self) -> None:
+    def _forget_disconnected(self) -> None:
         for connection in self.peers.refresh():
             self.topics.pop(connection, None)
-            self._told.discard(connection)
+            self._admitted.discard(connection)
 
-    def _fall_behind(self) -> None:
+    def _check_backlog(self) -> None:
         now = time.monotonic()
-        if self._behind_since is None:
-            self._behind_since = now
-        elif now - self._behind_since > BEHIND_SECONDS:
+        if self._backlog_since is None:
+            self._backlog_since = now
+        elif now - self._backlog_since > BACKLOG_SECONDS:
             self._reopen("peers say more than can be read")
 
-    def _meet_stranger(self, connection: int | None) -> None:
+    def _reject_non_subscriber(self, connection: int | None) -> None:
         """Handle a message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
         self.peers.cut_off(connection, "it sends what is no subscription")
         if self._socket.poll(0):
@@ -461,13 +461,13 @@ class FeedSocket:
         if self._turned_away_at is None:
             self._turned_away_at = now
         elif now - self._turned_away_at >= CALL_AGAIN_SECONDS:
-            self._open_anew()
+            self._reconnect()
 
     def _reopen(self, reason: str) -> None:
-        self._complaints.tell("feed_reopened", reason, self.endpoint)
-        self._open_anew()
+        self._warnings.warn("feed_reopened", reason, self.endpoint)
+        self._reconnect()
 
-    def _open_anew(self) -> None:
+    def _reconnect(self) -> None:
         """Close the socket and bind or connect again, once ZeroMQ has released the address, which takes a while."""
         self._refused_before += self.peers.refused
         self.close()
@@ -481,19 +481,19 @@ class FeedSocket:
             else:
                 return
 
-    def _may_tell(self) -> bool:
+    def _has_room(self) -> bool:
         """Return True if there is room for another large message; disconnect receivers that do not take theirs."""
-        self.on_their_way = [told for told in self.on_their_way if not told.tracker.done]
-        if len({id(told.payload) for told in self.on_their_way}) < TOLD_AT_ONCE:
+        self.in_flight = [message for message in self.in_flight if not message.tracker.done]
+        if len({id(message.payload) for message in self.in_flight}) < SNAPSHOTS_AT_ONCE:
             return True
         now = time.monotonic()
-        for told in self.on_their_way:
-            if now - told.sent_at > TAKING_SECONDS:
-                self.peers.cut_off(told.connection, "it takes nothing of what it is told")
+        for message in self.in_flight:
+            if now - message.sent_at > TAKING_SECONDS:
+                self.peers.cut_off(message.connection, "it takes nothing of what it is told")
         return False
 
 
-def _address_newcomers(socket: zmq.Socket[bytes], alone: bool) -> None:
+def _address_last_subscriber(socket: zmq.Socket[bytes], alone: bool) -> None:
     """Direct the next message to the last subscriber alone, or to all admitted ones."""
     socket.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, int(alone))
     socket.setsockopt(zmq.XPUB_MANUAL, 1)  # which the option before has reset as well

@@ -35,7 +35,7 @@ from events.subscribe.sockets import SEEN_BY_SERVER
 from events.types import GroupCreated
 from sinks.router.feed import FeedSnapshot, in_batches
 from sinks.router.options import PayloadWriter
-from sinks.router.publisher import Complaints, Peers, connection_of
+from sinks.router.publisher import Peers, PeerWarnings, connection_of
 
 ENTRY_BYTES = 100
 """Size counted per batch in addition to its payload, so that a ring of heartbeats is bounded too."""
@@ -195,7 +195,7 @@ class ReplayServer:
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
-        self._peers = Peers(socket, Complaints(), refusals=SEEN_BY_SERVER if keyed else 0)
+        self._peers = Peers(socket, PeerWarnings(), refusals=SEEN_BY_SERVER if keyed else 0)
         self._ring, self._topic, self._writer = ring, topic, writer
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds

@@ -34,7 +34,7 @@ REPLAY_HWM = 256
 """Messages of an answer that wait in the socket; each may be as large as a piece of the state, so not more of them."""
 INBOUND_HWM = 100
 """Peers' messages wait at their end, not here: a socket accepts all that its connections have room for."""
-NEWCOMERS_AT_ONCE = 100
+ADMITTED_AT_ONCE = 100
 ENCODE_SECONDS = 0.02
 """Time that the feed works on the state for late readers before it checks for live batches again."""
 
@@ -141,13 +141,13 @@ class ZMQTransport:
     def tick(self, take_state: Callable[[], FeedSnapshot]) -> None:
         """Send new subscribers the state, and make the state that readers of replays need."""
         replay = self.replay
-        self.publisher.look_around()
-        for _ in range(NEWCOMERS_AT_ONCE):
-            if not self.publisher.newcomer_waits():
+        self.publisher.poll_connections()
+        for _ in range(ADMITTED_AT_ONCE):
+            if not self.publisher.has_pending_subscriber():
                 break
             if self._last is not None and not self._has_snapshot(take_state):
                 return
-            self.publisher.admit(self._state_for_newcomer())
+            self.publisher.admit(self._state_for_subscriber())
         if replay is not None and replay.wants_snapshot and self._has_snapshot(take_state):
             replay.wants_snapshot = False
 
@@ -174,7 +174,7 @@ class ZMQTransport:
             self.replay.snapshot = self.snapshot
         return self.snapshot.ready
 
-    def _state_for_newcomer(self) -> tuple[int, bytes] | None:
+    def _state_for_subscriber(self) -> tuple[int, bytes] | None:
         """Return the state as of the last batch, under its number: nothing new for one that has received it."""
         if self._last is None:
             return None

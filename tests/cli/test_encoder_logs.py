@@ -25,7 +25,7 @@ from kvcache.fold.state import resident_names
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.replay import replay
-from sinks.render import Known, render_event
+from sinks.render import StreamNames, render_event
 from tests.support.commands import Kvcache
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
@@ -239,7 +239,7 @@ def test_lines_name_who_reads_an_input(tmp_path: Path) -> None:
         manager.store_encoder_blocks("a")
         manager.flush()
         manager.remove_sequence("a")
-    known, lines = Known(), []
+    known, lines = StreamNames(), []
     for batch in LogReader(tmp_path):
         for event in batch.events:
             known.see(event)

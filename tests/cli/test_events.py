@@ -39,7 +39,7 @@ from events.types import (
 )
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
-from sinks.render import Known, render_batch
+from sinks.render import StreamNames, render_batch
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 from tests.support.commands import Kvcache, Start, run_log
 from tests.support.engines import strategies
@@ -67,7 +67,7 @@ class TestForms:
     def test_lines(self, kvcache: Kvcache, log: Path) -> None:
         """People get one line per event, with its time, without colors in a pipe, and without any token id."""
         done = kvcache("events", log)
-        known, expected = Known(), []
+        known, expected = StreamNames(), []
         batches = list(LogReader(log))
         for batch in batches:
             time = f"+{(batch.ts - batches[0].ts) / 1e9:.3f}s"  # of whole milliseconds

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.cli.process import StopSignals
-from kvcache.cli.subscribe.sources import heard
+from kvcache.cli.subscribe.sources import receive
 from sinks import open_sink
 from sinks.router.feed import RouterFeed
 from tests.support.commands import Kvcache, RunPython, Start
@@ -191,12 +191,12 @@ class TestLines:
     def test_a_silent_replay_is_told_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long it is waited for."""
         monkeypatch.setattr("kvcache.cli.subscribe.sources.SILENCE_SECONDS", math.inf)
-        listening, out = Mock(endpoints=["tcp://a:1"]), Mock()
-        listening.poll.return_value = []
-        listening.unanswered.side_effect = [("tcp://a:2", seconds) for seconds in (0, 1, 2, 3, 100)]
-        listening.unavailable.return_value = None
-        listening.counts.return_value = {"refused": 0}
-        turns = heard(listening, StopSignals(), Namespace(count=None), out)
+        subscriptions, out = Mock(endpoints=["tcp://a:1"]), Mock()
+        subscriptions.poll.return_value = []
+        subscriptions.unanswered.side_effect = [("tcp://a:2", seconds) for seconds in (0, 1, 2, 3, 100)]
+        subscriptions.unavailable.return_value = None
+        subscriptions.counts.return_value = {"refused": 0}
+        turns = receive(subscriptions, StopSignals(), Namespace(count=None), out)
         assert [next(turns) for _ in range(5)] == [None] * 5
         [[first], [second]] = [call.args for call in out.note.call_args_list]
         assert first == "listening to tcp://a:1"

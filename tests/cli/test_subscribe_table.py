@@ -24,7 +24,7 @@ from events.formats.vllm import decode_batch
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.gathering import Worker
 from kvcache.cli.output import Output
-from kvcache.cli.subscribe.sources import GivenEndpoint, Speaker
+from kvcache.cli.subscribe.sources import GivenEndpoint, Sender
 from kvcache.cli.subscribe.workers import Held, Prompt, WorkerRow, Workers
 from kvcache.errors import UsageError
 from tests.support.answers import keys_of
@@ -251,7 +251,7 @@ def received(
     return Received(seq, "kv@pod@m", decode_batch(batch(*happened, ts=ts, rank=rank)), replayed)
 
 
-ONE = Speaker("tcp://10.0.0.1:5557")
+ONE = Sender("tcp://10.0.0.1:5557")
 
 
 def workers_of(*reports: Report, prompt: Prompt | None = None, clock: Clock | None = None) -> Workers:
@@ -343,12 +343,12 @@ class TestWorkers:
 
     def test_ties(self) -> None:
         """Of those that hold equally much, who holds more of it on the GPU is ahead; equals are all named."""
-        others = [Speaker(f"tcp://10.0.0.{number}:1") for number in (2, 3)]
+        others = [Sender(f"tcp://10.0.0.{number}:1") for number in (2, 3)]
         workers = Workers(Prompt((1, 2, 2, 3)))
-        for speaker, medium in ((ONE, "CPU"), (others[0], "GPU"), (others[1], "GPU")):
-            workers.fold(speaker, received(0, stored(1, 2, medium=medium)))
+        for sender, medium in ((ONE, "CPU"), (others[0], "GPU"), (others[1], "GPU")):
+            workers.fold(sender, received(0, stored(1, 2, medium=medium)))
         workers.look()
-        assert [row.speaker for row in workers.longest()] == others
+        assert [row.sender for row in workers.longest()] == others
 
 
 def held_of(prompt: Prompt, *happened: Any) -> Held:
@@ -428,21 +428,21 @@ class TestView:
     def full(self) -> Workers:
         workers = Workers(
             Prompt(tuple(range(1, 101))),
-            connected=lambda speaker: "nobody" not in speaker.endpoint,
+            connected=lambda sender: "nobody" not in sender.endpoint,
             clock=(clock := Clock()),
             wall=lambda: 500.0,
         )
         for number in range(3):
             where = f"tcp://kv-worker-{number}.engines.svc.cluster.local:5557"
-            workers.fold(Speaker(where), received(0, *[stored(n) for n in range(1, 2000)], ts=499.0 - number))
+            workers.fold(Sender(where), received(0, *[stored(n) for n in range(1, 2000)], ts=499.0 - number))
             workers.fold(
-                Speaker(where), received(1, stored(9, medium="CPU"), stored(8, medium="DISK"), rank=0)
+                Sender(where), received(1, stored(9, medium="CPU"), stored(8, medium="DISK"), rank=0)
             )
-            workers.fold(Speaker(where), Missed(2, 1234, recovered=False))
-            workers.fold(Speaker(where), received(1235, ts=0.25))
+            workers.fold(Sender(where), Missed(2, 1234, recovered=False))
+            workers.fold(Sender(where), received(1235, ts=0.25))
         worker = Worker("kv@10.0.0.1:8000@organization/model", "KEY12345")
-        workers.fold(Speaker("tcp://*:5557", worker), received(0, rank=7))
-        workers.expect([Speaker("tcp://nobody:1")])
+        workers.fold(Sender("tcp://*:5557", worker), received(0, rank=7))
+        workers.expect([Sender("tcp://nobody:1")])
         clock.now += 3
         return workers
 
@@ -482,7 +482,7 @@ class TestView:
         """By what was lost, and above, from when it is first heard in the middle until it tells its whole state."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
         for report in reports:
-            workers.fold(Speaker("tcp://a:1"), report)
+            workers.fold(Sender("tcp://a:1"), report)
         said, cells, styles = shown_of(workers)
         assert cells[-1]["lost"] == lost
         assert any("only a part is known of" in line for line in said) == (lost != "0")
@@ -491,10 +491,10 @@ class TestView:
     def test_a_state_told_anew_has_a_column(self) -> None:
         """Beside restarts, which it is none of."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
-        speaker = Speaker("tcp://a:1")
-        workers.fold(speaker, received(3, CLEARED, stored(1)))
-        workers.fold(speaker, Restated(4, 4095))
-        workers.fold(speaker, received(4096, CLEARED, stored(1)))
+        sender = Sender("tcp://a:1")
+        workers.fold(sender, received(3, CLEARED, stored(1)))
+        workers.fold(sender, Restated(4, 4095))
+        workers.fold(sender, received(4096, CLEARED, stored(1)))
         _, [cells], _ = shown_of(workers)
         assert (cells["anew"], cells["restarts"]) == ("1", "0")
 
@@ -502,7 +502,7 @@ class TestView:
         """Rows are a hundred at most; what claims to be of a rank that nobody has takes no memory."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
         for rank in [*range(3000), -1]:
-            workers.fold(Speaker("tcp://a:1"), received(0, rank=rank))
+            workers.fold(Sender("tcp://a:1"), received(0, rank=rank))
         said, cells, styles = shown_of(workers)
         assert (len(cells), len(styles)) == (100, 100)
         assert said[0].endswith("  1,024 workers")
@@ -512,10 +512,10 @@ class TestView:
     def test_what_it_says(self) -> None:
         """Each cell; nothing that a publisher calls itself drives the terminal."""
         workers = Workers(clock=(clock := Clock()), wall=lambda: 500.0)
-        speaker = Speaker("tcp://*:5557", Worker("kv@\x1b[2J"))
-        workers.fold(speaker, received(0, stored(1, 2), ts=497.5))
-        workers.fold(speaker, Missed(1, 2, recovered=True))
-        workers.fold(speaker, received(3, ts=497.5))
+        sender = Sender("tcp://*:5557", Worker("kv@\x1b[2J"))
+        workers.fold(sender, received(0, stored(1, 2), ts=497.5))
+        workers.fold(sender, Missed(1, 2, recovered=True))
+        workers.fold(sender, received(3, ts=497.5))
         clock.now += 1
         _, [cells], _ = shown_of(workers)
         assert cells == {

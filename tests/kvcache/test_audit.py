@@ -15,7 +15,7 @@ from kvcache.audit import open_log
 from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Columns
 from kvcache.audit.diff import compare_reuse
-from kvcache.audit.explanation import explain_request, tell
+from kvcache.audit.explanation import explain_request, views_of
 from kvcache.audit.histogram import Ages
 from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.reasons import IN_WORDS, Reason
@@ -155,7 +155,7 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
                 end.num_tokens,
                 end.computed,
             )
-            [words] = tell(found, str)
+            [words] = views_of(found, str)
             assert f"ran already in batch {since:,} (" in words.heading
             assert words.facts[1][1].startswith(f"in batch {seq:,} (")
     with pytest.raises(UsageError, match="was admitted or refused in the log, or ran in it"):

@@ -36,7 +36,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.group import Level
 from kvcache.fold.life import SlotState
 from kvcache.replay import replay
-from sinks.render import Known, render_event
+from sinks.render import StreamNames, render_event
 from tests.oracles.naive_audit import NaiveAudit
 from tests.support.commands import Kvcache
 from tests.support.engines.foreign_engine import ForeignEngine
@@ -687,7 +687,7 @@ def test_each_call_becomes_its_events() -> None:
     recorder = Recorder(config, engine="toy 1", first_block_id=3)
     told: list[AnyEvent] = []
     recorder.bus.subscribe(told.append, *typing.get_args(AnyEvent))
-    known = Known(recorder.state.hashing.key_bytes)
+    known = StreamNames(recorder.state.hashing.key_bytes)
     for number, (call, parts) in enumerate(STORY):
         call(recorder)
         lines = []

@@ -82,7 +82,7 @@ class Engine:
             self.publisher.send(self.seq, payload)
         self.seq += 1
 
-    def wait_heard(self) -> None:
+    def wait_received(self) -> None:
         """Wait until somebody listens; who has gone may be told of before."""
         wait_until(lambda: self.publisher.subscribed(100), "nobody listens")
 
@@ -102,7 +102,7 @@ def test_log_has_what_is_told(engine: Engine, tmp_path: Path) -> None:
     """What was said before, live, and missed in between is in the log, whose fold is what is resident."""
     engine.say(stored(10, 20))
     with tapping(tmp_path, engine.endpoint) as tap:
-        engine.wait_heard()
+        engine.wait_received()
         work_until(tap, lambda: names(tap) == [{10, 20}])
         engine.say(stored(30, parent=20, medium="CPU"))
         engine.say(removed(20), live=False)
@@ -118,7 +118,7 @@ def test_what_cannot_be_replayed_is_a_loss(engine: Engine, tmp_path: Path) -> No
     """Behind batches that are lost for good only what is told afterwards is known, until all is cleared."""
     engine.kept = 1
     with tapping(tmp_path, engine.endpoint) as tap:
-        engine.wait_heard()
+        engine.wait_received()
         engine.say(stored(10))
         work_until(tap, lambda: names(tap) == [{10}])
         for name in (20, 30, 40):
@@ -157,7 +157,7 @@ def test_without_a_replay_what_was_before_is_unknown(tmp_path: Path) -> None:
 def test_a_restarted_engine_is_known_by_its_numbers(engine: Engine, tmp_path: Path) -> None:
     """When numbers go back, nothing holds that was said before."""
     with tapping(tmp_path, engine.endpoint) as tap:
-        engine.wait_heard()
+        engine.wait_received()
         for name in (10, 20, 30):
             engine.say(stored(name))
         work_until(tap, lambda: names(tap) == [{10, 20, 30}])
@@ -194,7 +194,7 @@ class TestGoingOn:
 
     def first(self, engine: Engine, log: Path) -> None:
         with tapping(log, engine.endpoint) as tap:
-            engine.wait_heard()
+            engine.wait_received()
             for name in (10, 20, 30):
                 engine.say(stored(name), stored(7))
             work_until(tap, lambda: names(tap) == [{10, 20, 30, 7}])
@@ -228,7 +228,7 @@ class TestGoingOn:
         engine.restart()
         engine.say(stored(50), live=False)
         with tapping(tmp_path, engine.endpoint, resume=True) as tap:
-            engine.wait_heard()
+            engine.wait_received()
             tap.work(0.3)
             assert names(tap) == []
             engine.say(stored(60))
@@ -332,7 +332,7 @@ def test_a_disk_that_refuses(
     monkeypatch.setattr("kvcache.tap.tap.LogWriter", open_writer)
     with tapping(log, engine.endpoint) as tap:
         [writer] = writers
-        engine.wait_heard()
+        engine.wait_received()
         engine.say(stored(1))
         work_until(tap, lambda: names(tap) == [{1}])
         writer.flush()
@@ -373,7 +373,7 @@ class TestKinds:
 def test_without_tokens(engine: Engine, tmp_path: Path) -> None:
     """No token, salt, or anything else that may tell of a prompt goes to disk then."""
     with tapping(tmp_path, engine.endpoint, record_tokens=False) as tap:
-        engine.wait_heard()
+        engine.wait_received()
         engine.say(stored(1_234_567, extra_keys=[["my-salt"]], cache_salt="my-salt", kv_cache_spec_kind="x"))
         work_until(tap, lambda: names(tap) == [{1_234_567}])
     data = b"".join(path.read_bytes() for path in tmp_path.glob("*.kvlog"))

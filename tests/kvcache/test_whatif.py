@@ -212,7 +212,7 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
     then: list[Any] = []
     now: list[Any] = []
     tally = Tally()
-    playback = Playback(hear=lambda event: now.append(told(event)))
+    playback = Playback(on_event=lambda event: now.append(told(event)))
     for batch in recorded(log):
         then += map(told, batch.events)
         for event in batch.events:
@@ -259,7 +259,7 @@ def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConf
                 manager.flush()  # at the time of the end, which is in the log, too
         now: list[Any] = []
         trial = Trial({"stop_retention": RULES})
-        playback = Playback(trial.settings, hear=lambda event: now.append(told(event)))
+        playback = Playback(trial.settings, on_event=lambda event: now.append(told(event)))
         for batch in recorded(log):
             playback.play(batch)
         playback.finish()
@@ -408,7 +408,7 @@ class TestLack:
         log = log_of(tmp_path, strategies.config(primary_blocks=10), self.both)
         ended: list[Any] = []
         trial = Trial({"primary_blocks": 6})
-        playback = Playback(trial.settings, hear=ended.append)
+        playback = Playback(trial.settings, on_event=ended.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
@@ -512,7 +512,7 @@ class TestBranches:
         log = log_of(tmp_path, strategies.config(primary_blocks=20), self.rewinding)
         trial = Trial({"max_attention_window": (3,)})
         heard: list[Any] = []
-        playback = Playback(trial.settings, hear=heard.append)
+        playback = Playback(trial.settings, on_event=heard.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
@@ -538,7 +538,7 @@ class TestBranches:
 
         log = log_of(tmp_path, strategies.config(primary_blocks=20), program)
         heard: list[Any] = []
-        playback = Playback(Trial({"primary_blocks": 6}).settings, hear=heard.append)
+        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=heard.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
@@ -581,7 +581,7 @@ class TestChunks:
 
         log = log_of(tmp_path, strategies.config(primary_blocks=12, enable_partial_reuse=False), program)
         heard: list[Any] = []
-        playback, given = Playback(Trial({"primary_blocks": 40}).settings, hear=heard.append), []
+        playback, given = Playback(Trial({"primary_blocks": 40}).settings, on_event=heard.append), []
         for batch in recorded(log):
             playback.play(batch)
             slots = [
@@ -597,7 +597,7 @@ class TestChunks:
         """There was room for all of the second prompt when it came; where there is none, it does not begin."""
         log = log_of(tmp_path, strategies.config(primary_blocks=12), self.two)
         heard: list[Any] = []
-        playback = Playback(Trial({"primary_blocks": 6}).settings, hear=heard.append)
+        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=heard.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
@@ -1031,7 +1031,7 @@ def test_arc_evicts_several_as_one_by_one(
 
     def evicted(log: Path, order: type[AdaptiveReplacement]) -> list[Any]:
         heard: list[Any] = []
-        playback = Playback(trial.settings, order, hear=heard.append, named=True)
+        playback = Playback(trial.settings, order, on_event=heard.append, named=True)
         for batch in recorded(log):
             playback.play(batch)
         playback.finish()

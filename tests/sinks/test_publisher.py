@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE, SocketPlace
+from sinks.router.publisher import MAX_PREFIXES, SNAPSHOTS_AT_ONCE, SocketPlace
 from sinks.router.replay import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source, State
@@ -197,8 +197,8 @@ class TestNewcomers:
             assert live.poll(int(WAIT * 1000))
             router.reader.take_payload(live.recv_multipart()[2])
             assert len(router.reader.state) >= 55_000
-            on_their_way = worker.transport.publisher.on_their_way
-            assert len({id(told.payload) for told in on_their_way}) <= TOLD_AT_ONCE
+            in_flight = worker.transport.publisher.in_flight
+            assert len({id(resident.payload) for resident in in_flight}) <= SNAPSHOTS_AT_ONCE
 
 
 class TestHarm:

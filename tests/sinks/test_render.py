@@ -29,7 +29,7 @@ from events.types import (
     StateExported,
     TokensAppended,
 )
-from sinks.render import Known, render_batch, render_event, text
+from sinks.render import StreamNames, render_batch, render_event, text
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 from tests.support.feeds.sinks import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
@@ -90,33 +90,36 @@ LINES = [
 @pytest.mark.parametrize(("event", "line"), list(zip(SAMPLES, LINES, strict=True)))
 def test_each_event_type_has_its_line(event: AnyEvent, line: str) -> None:
     """Every type of event is one line with its counts, names and reasons."""
-    assert render_event(event, Known(KEY_BYTES)) == line
+    assert render_event(event, StreamNames(KEY_BYTES)) == line
 
 
 def test_no_line_has_token_ids() -> None:
     """A token id that is in the events is in no line."""
-    lines = list(render_batch(EventBatch(3, 4, SAMPLES), Known(KEY_BYTES)))
+    lines = list(render_batch(EventBatch(3, 4, SAMPLES), StreamNames(KEY_BYTES)))
     assert len(lines) == len(SAMPLES)
     assert str(PLANTED) not in "\n".join(lines)
 
 
 def test_a_line_starts_with_the_events_address() -> None:
     """Batch seq and index lead back to the event in the log."""
-    lines = list(render_batch(EventBatch(12, 0, SAMPLES[:2]), Known(KEY_BYTES)))
+    lines = list(render_batch(EventBatch(12, 0, SAMPLES[:2]), StreamNames(KEY_BYTES)))
     assert [line.split()[0] for line in lines] == ["12.0", "12.1"]
 
 
 def test_a_step_of_one_sequence_shows_its_handle() -> None:
     """A single sequence is named, with its epoch if that is not the first; several are counted."""
-    line = render_event(TokensAppended(pack_i64([7]), b"", pack_i32([1])), Known(KEY_BYTES))
+    line = render_event(TokensAppended(pack_i64([7]), b"", pack_i32([1])), StreamNames(KEY_BYTES))
     assert line.split() == ["TokensAppended", "#7", "tokens=1"]
-    line = render_event(TokensAppended(pack_i64([2 * 2**40 + 7]), b"", pack_i32([1])), Known(KEY_BYTES))
+    line = render_event(TokensAppended(pack_i64([2 * 2**40 + 7]), b"", pack_i32([1])), StreamNames(KEY_BYTES))
     assert line.split() == ["TokensAppended", "#2.7", "tokens=1"]
     line = render_event(
-        BlocksAllocated(pack_i64([7, 8]), b"", GroupIndex(0), TWO, AllocateReason.DECODE), Known(KEY_BYTES)
+        BlocksAllocated(pack_i64([7, 8]), b"", GroupIndex(0), TWO, AllocateReason.DECODE),
+        StreamNames(KEY_BYTES),
     )
     assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
-    line = render_event(BlocksDetached(pack_i64([7]), b"", GroupIndex(1), TWO[:4], b""), Known(KEY_BYTES))
+    line = render_event(
+        BlocksDetached(pack_i64([7]), b"", GroupIndex(1), TWO[:4], b""), StreamNames(KEY_BYTES)
+    )
     assert line.split() == ["BlocksDetached", "#7", "group=1", "blocks=1", "freed=0"]
 
 
@@ -126,7 +129,7 @@ def test_a_sequence_is_named_by_its_request() -> None:
     removed = BlocksRemoved(GroupIndex(0), SECONDARY, TWO, NAMES, RemoveReason.CAPACITY, Handle(7))
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
     story = (removed, added, removed, TokensAppended(pack_i64([7]), b"", pack_i32([1])), ended, removed)
-    lines = list(render_batch(EventBatch(0, 0, story), Known(KEY_BYTES)))
+    lines = list(render_batch(EventBatch(0, 0, story), StreamNames(KEY_BYTES)))
     assert [line.split(maxsplit=2)[2] for line in lines] == [
         "group=0 secondary blocks=2 1f2e3d4c..9a8b7c6d why=capacity for #7",
         "#7 request='chat 1' tokens=9 reused=0+0+0",
@@ -139,7 +142,7 @@ def test_a_sequence_is_named_by_its_request() -> None:
 
 def test_requests_are_known_from_the_state() -> None:
     """Whoever begins behind a gap learns from the whole state which requests run, and that the others do not."""
-    known = Known(KEY_BYTES)
+    known = StreamNames(KEY_BYTES)
     known.see(SequenceAdded(Handle(6), "lost", Namespace(), 9, b"", 0, (0,), (0,), 0))
     running = SequenceExported(Handle(7), 1234, Namespace(), 3, b"", 3, 0, (0,), (b"",), b"")
     known.see(StateExported((), (running,), (), 8, 1, 0, 0))
@@ -154,7 +157,7 @@ def test_requests_are_known_from_the_state() -> None:
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ends of sequences are lost, the oldest requests are forgotten."""
     monkeypatch.setattr("sinks.render.MAX_REQUESTS", 2)
-    known = Known()
+    known = StreamNames()
     for handle in (1, 2, 3):
         known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", 0, (0,), (0,), 0))
     assert [known.requests.get(handle) for handle in (1, 2, 3)] == [None, "r2", "r3"]
@@ -165,7 +168,7 @@ def test_a_block_filled_alone_shows_its_place() -> None:
     event = BlocksFilled(
         pack_i64([7]), GroupIndex(0), pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36
     )
-    assert render_event(event, Known(KEY_BYTES)).split(maxsplit=1)[1] == (
+    assert render_event(event, StreamNames(KEY_BYTES)).split(maxsplit=1)[1] == (
         "#7 group=0 primary blocks=1 first=35 1f2e3d4c after 9a8b7c6d priority=36"
     )
 
@@ -173,40 +176,43 @@ def test_a_block_filled_alone_shows_its_place() -> None:
 def test_tokens_are_counted_when_they_were_taken_out() -> None:
     """A log without tokens shows the same number of tokens."""
     event = TokensAppended(pack_i64([7, 8]), b"", pack_i32([PLANTED, PLANTED]))
-    assert render_event(without_tokens(event), Known(KEY_BYTES)) == render_event(event, Known(KEY_BYTES))
+    assert render_event(without_tokens(event), StreamNames(KEY_BYTES)) == render_event(
+        event, StreamNames(KEY_BYTES)
+    )
 
 
 def test_blocks_without_names_are_counted() -> None:
     """A cache without block hashes still shows how many blocks were stored."""
     assert "blocks=2 first=0 priority=35" in render_event(
-        BlocksStored(Handle(1), GroupIndex(0), BlockIndex(0), b"", b"", TWO, LevelIndex(0), 35, 4), Known()
+        BlocksStored(Handle(1), GroupIndex(0), BlockIndex(0), b"", b"", TWO, LevelIndex(0), 35, 4),
+        StreamNames(),
     )
 
 
 def test_names_of_blocks_before_are_not_shown() -> None:
     """A line has the names of its own blocks; what an event gives of those before is for those who need it."""
     reused = BlocksReused(Handle(1), GroupIndex(0), LevelIndex(0), BlockIndex(1), TWO[:4], NAMES)
-    line = render_event(reused, Known(KEY_BYTES))
+    line = render_event(reused, StreamNames(KEY_BYTES))
     assert line.split(maxsplit=1)[1] == "#1 group=0 primary blocks=1 first=1 9a8b7c6d"
     before = NAMES[:8]
     alone = BlocksStored(Handle(1), GroupIndex(0), BlockIndex(1), before, KEYS, TWO[:4], LevelIndex(0), 35, 4)
-    assert "blocks=1 first=1 9a8b7c6d after 1f2e3d4c" in render_event(alone, Known(KEY_BYTES))
+    assert "blocks=1 first=1 9a8b7c6d after 1f2e3d4c" in render_event(alone, StreamNames(KEY_BYTES))
 
 
 def test_what_is_reused_is_told_as_all_windows_have_it() -> None:
     """Of tokens that one window has in primary and another one must bring back, the line says the latter."""
     event = SequenceAdded(Handle(7), "r", Namespace(), 100, b"", 67, (64, 16), (0, 8), 3)
-    assert render_event(event, Known(KEY_BYTES)).endswith("tokens=100 reused=56+8+3")
+    assert render_event(event, StreamNames(KEY_BYTES)).endswith("tokens=100 reused=56+8+3")
     again = msgspec.structs.replace(event, resumed=True)
-    assert render_event(again, Known(KEY_BYTES)).endswith("tokens=100 reused=56+8+3 resumed=yes")
+    assert render_event(again, StreamNames(KEY_BYTES)).endswith("tokens=100 reused=56+8+3 resumed=yes")
 
 
 def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
     """A preempted or aborted one says so; of the usual end nothing needs saying."""
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
-    assert "why" not in render_event(ended, Known(KEY_BYTES))
+    assert "why" not in render_event(ended, StreamNames(KEY_BYTES))
     preempted = msgspec.structs.replace(ended, why=EndReason.PREEMPTED)
-    assert render_event(preempted, Known(KEY_BYTES)).endswith("freed=0 why=preempted")
+    assert render_event(preempted, StreamNames(KEY_BYTES)).endswith("freed=0 why=preempted")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,7 @@ def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
 def test_why_an_output_ended_is_told_if_it_is_known(stop: str, shown: str) -> None:
     """In the engine's words, of which none reaches a terminal that would do something there."""
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8, stop=stop)
-    assert render_event(ended, Known(KEY_BYTES)).endswith(f"freed=0 stop={shown}")
+    assert render_event(ended, StreamNames(KEY_BYTES)).endswith(f"freed=0 stop={shown}")
 
 
 def test_a_single_name_is_shown_once() -> None:
@@ -224,7 +230,7 @@ def test_a_single_name_is_shown_once() -> None:
         BlocksStored(
             Handle(1), GroupIndex(0), BlockIndex(0), b"", KEYS[:KEY_BYTES], TWO[:4], LevelIndex(0), 35, 4
         ),
-        Known(KEY_BYTES),
+        StreamNames(KEY_BYTES),
     )
     assert "blocks=1 first=0 1f2e3d4c priority=35" in line
 
@@ -237,7 +243,7 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
         AdmissionRefused(hostile, (1,), (0,)),
         SequenceAdded(Handle(1), hostile, space, 1, b"", 0, (0,), (0,), 0),
     ):
-        line = render_event(event, Known(KEY_BYTES))
+        line = render_event(event, StreamNames(KEY_BYTES))
         assert line.isprintable()
         assert line.isascii()
         assert len(line) < 250
@@ -247,7 +253,7 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
 def test_extra_ids_are_mentioned() -> None:
     """That a request uses extra ids is shown as part of its namespace."""
     event = SequenceAdded(Handle(1), "r", Namespace(uses_extra_ids=True), 1, b"", 0, (0,), (0,), 0)
-    assert render_event(event, Known(KEY_BYTES)).endswith("reused=0+0+0 extra_ids=yes")
+    assert render_event(event, StreamNames(KEY_BYTES)).endswith("reused=0+0+0 extra_ids=yes")
 
 
 def test_plain_texts_are_left_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from events.types import EventBatch
 from sinks import SinkContext, SinkError, SinkURLError, open_sink
-from sinks.render import Known, render_batch
+from sinks.render import StreamNames, render_batch
 from tests.oracles.json_reader import from_json
 from tests.support.feeds.sinks import KEY_BYTES, PLANTED, SAMPLES
 
@@ -31,7 +31,7 @@ def printed(url: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_prints_a_line_per_event(capfd: pytest.CaptureFixture[str]) -> None:
     """Without options it shows what people read."""
-    assert printed("stdout:", capfd).splitlines() == list(render_batch(BATCH, Known(KEY_BYTES)))
+    assert printed("stdout:", capfd).splitlines() == list(render_batch(BATCH, StreamNames(KEY_BYTES)))
 
 
 def test_prints_json_without_tokens(capfd: pytest.CaptureFixture[str]) -> None:

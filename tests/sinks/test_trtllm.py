@@ -227,7 +227,7 @@ def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequ
         assert held_in(read(lines.lines)[0]) == held_by(manager)
         lost = [next(batches).seq for _ in range(3)]
         feed.write(EventBatch(lost[-1], 0, (Gap(lost[0], lost[-1], "overflow"),)))
-        feed.restate()
+        feed.resync()
         feed.tick()
         assert feed.resync_after_seq == lost[-1]
         assert held_in(read(lines.lines)[0]) == {}

@@ -17,7 +17,7 @@ from kvcache.cli.options import (
 from kvcache.cli.output import Output, Paced
 from kvcache.cli.process import StopSignals
 from kvcache.cli.subscribe.lines import NativeLines, RouterLines
-from kvcache.cli.subscribe.sources import IN_TOPIC, Listening, add_connection_options, heard
+from kvcache.cli.subscribe.sources import IN_TOPIC, Subscriptions, add_connection_options, receive
 from kvcache.cli.subscribe.workers import Prompt, Workers
 from kvcache.errors import UsageError
 
@@ -87,17 +87,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(
             "--format native prints the events of one ENDPOINT: leave --table, --prompt and others out"
         )
-    with StopSignals() as stop, Listening(args) as listening:
+    with StopSignals() as stop, Subscriptions(args) as subscriptions:
         if as_table:
-            _show_table(listening, stop, args, out)
+            _show_table(subscriptions, stop, args, out)
         else:
-            _print_lines(listening, stop, args, out)
+            _print_lines(subscriptions, stop, args, out)
     return stop.exit_code
 
 
-def _print_lines(listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output) -> None:
+def _print_lines(
+    subscriptions: Subscriptions, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> None:
     lines = NativeLines() if args.format == "native" else RouterLines()
-    for each in heard(listening, stop, args, out):
+    for each in receive(subscriptions, stop, args, out):
         if each is not None:
             (_, worker), report = each
             for line in (lines.json if args.json else lines.text)(report, worker):
@@ -106,14 +108,16 @@ def _print_lines(listening: Listening, stop: StopSignals, args: argparse.Namespa
         out.note(line)
 
 
-def _show_table(listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output) -> None:
-    workers = Workers(_read_prompt(args), connected=listening.connected)
-    workers.expect(listening.expected)
-    as_json = (lambda: workers.to_json(listening.counts)) if args.json else None
+def _show_table(
+    subscriptions: Subscriptions, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> None:
+    workers = Workers(_read_prompt(args), connected=subscriptions.connected)
+    workers.expect(subscriptions.expected)
+    as_json = (lambda: workers.to_json(subscriptions.counts)) if args.json else None
     with out.live(lambda: workers.show(out), as_json) as (show, in_place):
         every = _LIVE_SECONDS if in_place else _EVERY_SECONDS if args.every is None else args.every
         paced = Paced(show, every, first=0.0 if in_place else every)
-        for each in heard(listening, stop, args, out):
+        for each in receive(subscriptions, stop, args, out):
             if each is None:
                 paced.show_if_due()
             else:

@@ -14,7 +14,7 @@ from events.subscribe.index import GPU, HOST, STORAGE, Index
 from kvcache.cli.events import event_lines
 from kvcache.cli.output import paint, stamp
 from kvcache.phrases import count
-from sinks.render import NAME_DIGITS, Known, text
+from sinks.render import NAME_DIGITS, StreamNames, text
 
 if TYPE_CHECKING:
     from events.subscribe.gathering import Worker
@@ -68,7 +68,7 @@ class NativeLines:
     """All events of caches, as `kvcache events` shows those of a log."""
 
     def __init__(self) -> None:
-        self._known: dict[Worker | None, Known] = {}
+        self._known: dict[Worker | None, StreamNames] = {}
         self._batches = self._events = 0
 
     def text(self, report: Any, worker: Worker | None) -> Iterator[str]:
@@ -97,9 +97,9 @@ class NativeLines:
         """Yield what was received."""
         yield f"{count(self._batches, 'batch', 'batches')}, {count(self._events, 'event')}"
 
-    def _take(self, report: ReceivedBatch, worker: Worker | None) -> Known:
+    def _take(self, report: ReceivedBatch, worker: Worker | None) -> StreamNames:
         self._batches, self._events = self._batches + 1, self._events + len(report.batch.events)
-        return self._known.setdefault(worker, Known())
+        return self._known.setdefault(worker, StreamNames())
 
 
 def _interruption(report: Missed | Restated | Restarted, said_by: list[str]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IN_TOPIC = "topic"
 """Value in place of a replay endpoint: the one in the worker's topic."""
 SILENCE_SECONDS = 5.0
-NOTHING_HEARD = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
+NOTHING_RECEIVED = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
 """Seconds before a replay endpoint is reported; a working one answers at once."""
@@ -55,7 +55,7 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     add("--insecure", "with --bind: let anybody who reaches ENDPOINT be a publisher")
 
 
-class Speaker(NamedTuple):
+class Sender(NamedTuple):
     """Sender of a report."""
 
     endpoint: str
@@ -164,7 +164,7 @@ class _Source(NamedTuple):
     replay: str | None = None
 
 
-class Listening:
+class Subscriptions:
     """Reports of all sources, each with its sender."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -219,15 +219,15 @@ class Listening:
         return tuple(self._sources)
 
     @property
-    def expected(self) -> list[Speaker]:
+    def expected(self) -> list[Sender]:
         """Senders that it connects to and that can be known by name."""
-        return [Speaker(endpoint) for endpoint, each in self._sources.items() if each.kind == "publisher"]
+        return [Sender(endpoint) for endpoint, each in self._sources.items() if each.kind == "publisher"]
 
-    def poll(self, timeout_ms: int) -> Sequence[tuple[Speaker, Any]]:
+    def poll(self, timeout_ms: int) -> Sequence[tuple[Sender, Any]]:
         """Return reports, after at most `timeout_ms`."""
         from events.subscribe.subscriber import Readable, poll_until, shortest
 
-        def take() -> list[tuple[Speaker, Any]]:
+        def take() -> list[tuple[Sender, Any]]:
             return [each for endpoint in self._sources for each in self._poll(endpoint, timeout_ms)]
 
         def wait(poller: Readable) -> float | None:
@@ -236,17 +236,17 @@ class Listening:
 
         return poll_until(take, wait, timeout_ms)
 
-    def _poll(self, endpoint: str, timeout_ms: int) -> list[tuple[Speaker, Any]]:
+    def _poll(self, endpoint: str, timeout_ms: int) -> list[tuple[Sender, Any]]:
         kind, subscriber, _ = self._sources[endpoint]
         if kind == "publisher":
-            return [(Speaker(endpoint), report) for report in subscriber.poll(0)]
+            return [(Sender(endpoint), report) for report in subscriber.poll(0)]
         # A broker's stream is the only source, and waits by itself.
         found = subscriber.poll(timeout_ms if kind == "broker" else 0)
-        return [(Speaker(endpoint, worker), report) for worker, report in found]
+        return [(Sender(endpoint, worker), report) for worker, report in found]
 
-    def connected(self, speaker: Speaker) -> bool | None:
+    def connected(self, sender: Sender) -> bool | None:
         """Return True if the sender is connected; None if it connects by itself, so that this is unknown."""
-        kind, subscriber, _ = self._sources[speaker.endpoint]
+        kind, subscriber, _ = self._sources[sender.endpoint]
         return bool(subscriber.connected) if kind == "publisher" else None
 
     def counts(self, endpoint: str) -> dict[str, int]:
@@ -288,19 +288,19 @@ def _source(
     return _Source("publisher", subscriber, replay)
 
 
-def heard(
-    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
-) -> Iterator[tuple[Speaker, Any] | None]:
+def receive(
+    subscriptions: Subscriptions, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> Iterator[tuple[Sender, Any] | None]:
     """Yield reports until a signal or the last requested batch; also None several times a second."""
     batches = 0
-    troubles = _Troubles(listening, out)
-    for endpoint in listening.endpoints:
+    troubles = _Troubles(subscriptions, out)
+    for endpoint in subscriptions.endpoints:
         out.note(f"listening to {endpoint}")
     while not stop.is_set():
-        troubles.tell()
-        for speaker, report in listening.poll(_POLL_MS):
-            troubles.silent.discard(speaker.endpoint)
-            yield speaker, report
+        troubles.report()
+        for sender, report in subscriptions.poll(_POLL_MS):
+            troubles.silent.discard(sender.endpoint)
+            yield sender, report
             batches += isinstance(report, Received | ReceivedBatch) and bool(report.batch.events)
             if batches == args.count:
                 return
@@ -310,30 +310,30 @@ def heard(
 class _Troubles:
     """Reporter of problems, each once."""
 
-    def __init__(self, listening: Listening, out: Output) -> None:
-        self._listening, self._out = listening, out
+    def __init__(self, subscriptions: Subscriptions, out: Output) -> None:
+        self._subscriptions, self._out = subscriptions, out
         self._unanswered: set[str] = set()
         self._refused: set[str] = set()
-        self.silent, self._begun = set(listening.endpoints), time.monotonic()
+        self.silent, self._begun = set(subscriptions.endpoints), time.monotonic()
         """Endpoints at which nothing was received yet."""
         self._absent: dict[str, str | None] = {}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report current problems."""
         if self.silent and time.monotonic() - self._begun >= SILENCE_SECONDS:
             for endpoint in sorted(self.silent):
-                self._out.note(NOTHING_HEARD.format(endpoint))
+                self._out.note(NOTHING_RECEIVED.format(endpoint))
             self.silent.clear()
-        for endpoint in self._listening.endpoints:
-            replay, waited = self._listening.unanswered(endpoint)
+        for endpoint in self._subscriptions.endpoints:
+            replay, waited = self._subscriptions.unanswered(endpoint)
             if endpoint not in self._unanswered and waited >= _PATIENCE_SECONDS:
                 # Nothing is shown before the replay endpoint answers.
                 self._unanswered.add(endpoint)
                 self._out.note(f"no answer from the replay endpoint {replay} yet")
-            absent = self._listening.unavailable(endpoint)
+            absent = self._subscriptions.unavailable(endpoint)
             if absent is not None and absent != self._absent.get(endpoint):
                 self._out.note(f"{endpoint}: {absent}; it is tried again")
             self._absent[endpoint] = absent
-            if endpoint not in self._refused and self._listening.counts(endpoint)["refused"] > 1:
+            if endpoint not in self._refused and self._subscriptions.counts(endpoint)["refused"] > 1:
                 self._refused.add(endpoint)
                 self._out.warning(f"{endpoint}: {_REFUSED}")

@@ -13,7 +13,7 @@ from events.formats.vllm import AllBlocksCleared
 from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.index import GPU, HOST, STORAGE, Index
 from kvcache.cli.output import Output, pick
-from kvcache.cli.subscribe.sources import Speaker
+from kvcache.cli.subscribe.sources import Sender
 from kvcache.phrases import count, iso, printable, span
 from kvcache.prefixes.index import PrefixIndex
 from kvcache.prefixes.publisher import RANKS_MAX
@@ -48,11 +48,11 @@ class Prompt(NamedTuple):
         """Return, for each worker and rank, the longest prefix of which all blocks are there in all groups."""
         found = {(each.worker, each.rank): NOTHING for each in index.publishers}
         for adapter, salt in self._spellings():
-            for whose, (primary, secondary, storage) in index.match(
+            for publisher, (primary, secondary, storage) in index.match(
                 self.tokens, lora=adapter, salt=salt
             ).items():
                 held = (primary, secondary - primary, storage - secondary)
-                key = (whose.worker, whose.rank)
+                key = (publisher.worker, publisher.rank)
                 found[key] = max(found.get(key, NOTHING), held, key=sum)
         return found
 
@@ -90,10 +90,10 @@ class EventRate:
 class WorkerRow:
     """One worker: a publisher's batches of one rank."""
 
-    def __init__(self, speaker: Speaker, rank: int | None, started: float) -> None:
-        self.speaker = speaker
+    def __init__(self, sender: Sender, rank: int | None, started: float) -> None:
+        self.sender = sender
         self.rank = rank
-        self.topic = "" if speaker.worker is None else speaker.worker.topic
+        self.topic = "" if sender.worker is None else sender.worker.topic
         self.index = Index()
         self.rate = EventRate(started)
         self.seq: int | None = None
@@ -103,9 +103,9 @@ class WorkerRow:
         its whole state was not sent since."""
         self.lag: float | None = None
         """Delay of the last live batch after its time, in seconds; negative if clocks differ."""
-        self.heard_at: float | None = None
+        self.last_received_at: float | None = None
         """Time of the last live batch, of `time.monotonic`."""
-        self.heartbeat_at: float | None = None
+        self.last_heartbeat_at: float | None = None
         """Time of the last live batch without events; None if there was none."""
         self._longest_pause = 0.0
 
@@ -120,11 +120,11 @@ class WorkerRow:
             return
         ts = report.batch.ts
         self.lag = wall - ts if math.isfinite(ts) and abs(ts) < _LAST_SECOND else None
-        if self.heard_at is not None:
-            self._longest_pause = max(self._longest_pause, now - self.heard_at)
-        self.heard_at = now
+        if self.last_received_at is not None:
+            self._longest_pause = max(self._longest_pause, now - self.last_received_at)
+        self.last_received_at = now
         if not report.batch.events:
-            self.heartbeat_at = now
+            self.last_heartbeat_at = now
 
     def interrupt(self, report: Report) -> None:
         """Handle missed batches, a state sent anew, or a restart of the publisher."""
@@ -137,9 +137,9 @@ class WorkerRow:
     @property
     def name(self) -> str:
         """Name: its endpoint, or its topic if many publishers connect."""
-        worker = self.speaker.worker
+        worker = self.sender.worker
         if worker is None:
-            return printable(self.speaker.endpoint.removeprefix("tcp://"))
+            return printable(self.sender.endpoint.removeprefix("tcp://"))
         return printable(worker.topic) + (f" {printable(worker.key[:6])}" if worker.key else "")
 
     @property
@@ -153,9 +153,9 @@ class WorkerRow:
             return "connected" if connected else "waiting"
         if connected is False:
             return "gone"
-        if self.heartbeat_at is None or self.heard_at is None:
+        if self.last_heartbeat_at is None or self.last_received_at is None:
             return "live"  # without heartbeats this is unknown
-        silent = now - self.heard_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
+        silent = now - self.last_received_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
         return "silent" if silent else "live"
 
 
@@ -166,7 +166,7 @@ class Workers:
         self,
         prompt: Prompt | None = None,
         *,
-        connected: Callable[[Speaker], bool | None] = lambda _: None,
+        connected: Callable[[Sender], bool | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -175,27 +175,27 @@ class Workers:
         """Index for a prompt only."""
         self._held: dict[tuple[Hashable, int], Held] = {}
         self._connected, self._clock, self._wall = connected, clock, wall
-        self._rows: dict[Speaker, dict[int | None, WorkerRow]] = {}
-        self._begun: set[Speaker] = set()
+        self._rows: dict[Sender, dict[int | None, WorkerRow]] = {}
+        self._begun: set[Sender] = set()
         """Publishers received since their numbers began."""
         self.ignored_batches = 0
         """Batches of invalid ranks (`RANKS_MAX`)."""
 
-    def expect(self, speakers: Iterable[Speaker]) -> None:
+    def expect(self, senders: Iterable[Sender]) -> None:
         """Add workers that nothing was received from yet."""
-        for speaker in speakers:
-            self._of(speaker)
+        for sender in senders:
+            self._of(sender)
 
-    def fold(self, speaker: Speaker, report: Report) -> None:
+    def fold(self, sender: Sender, report: Report) -> None:
         """Apply a report of a worker, or an interruption."""
         if self.prompt is not None:
-            self._prefixes.fold(speaker, report)
-        rows = self._of(speaker)
+            self._prefixes.fold(sender, report)
+        rows = self._of(sender)
         if not isinstance(report, Received):
             for row in rows.values():
                 row.interrupt(report)
             if isinstance(report, Restarted):
-                self._begun.discard(speaker)
+                self._begun.discard(sender)
             return
         rank = report.batch.rank
         if rank is not None and not 0 <= rank < RANKS_MAX:
@@ -206,10 +206,10 @@ class Workers:
             rows[rank] = rows.pop(None)
             rows[rank].rank = rank
         if rank not in rows:
-            rows[rank] = WorkerRow(speaker, rank, self._clock())
+            rows[rank] = WorkerRow(sender, rank, self._clock())
             rows[rank].partial = any(row.partial for row in rows.values())
-        if speaker not in self._begun:
-            self._begun.add(speaker)
+        if sender not in self._begun:
+            self._begun.add(sender)
             for row in rows.values():
                 row.partial = report.seq > 0
         rows[rank].take(report, self._clock(), self._wall())
@@ -225,7 +225,7 @@ class Workers:
 
     def held(self, row: WorkerRow) -> Held:
         """Return how much of the prompt a worker held at the last `look`."""
-        return self._held.get((row.speaker, row.rank or 0), NOTHING)
+        return self._held.get((row.sender, row.rank or 0), NOTHING)
 
     def longest(self) -> list[WorkerRow]:
         """Return the workers with the longest prefix of the prompt, and most of it in the fastest level; or none."""
@@ -233,10 +233,10 @@ class Workers:
         best = max((amount[:2] for amount in amounts), default=None)
         return [row for *amount, row in amounts if tuple(amount) == best]
 
-    def _of(self, speaker: Speaker) -> dict[int | None, WorkerRow]:
-        if speaker not in self._rows:
-            self._rows[speaker] = {None: WorkerRow(speaker, None, self._clock())}
-        return self._rows[speaker]
+    def _of(self, sender: Sender) -> dict[int | None, WorkerRow]:
+        if sender not in self._rows:
+            self._rows[sender] = {None: WorkerRow(sender, None, self._clock())}
+        return self._rows[sender]
 
     # -- for people
 
@@ -262,7 +262,7 @@ class Workers:
         gpu, host, storage = map(_number, row.blocks)
         return {
             "worker": row.name,
-            "topic": printable(row.topic) if row.speaker.worker is None else "",
+            "topic": printable(row.topic) if row.sender.worker is None else "",
             "rank": _NONE if row.rank is None else str(row.rank),
             "GPU": gpu if known else _NONE,
             "host": host if known else _NONE,
@@ -273,15 +273,18 @@ class Workers:
             "recovered": _number(index.recovered_batches),
             "restarts": _number(index.restarts),
             "anew": _number(index.restated) if index.restated else _NONE,
-            "heard": self._heard(row),
+            "heard": self._last_received(row),
             "prefix": "" if self.prompt is None else _levels(self.held(row)) if known else _NONE,
         }
 
     def _state(self, row: WorkerRow) -> str:
-        return row.state(self._connected(row.speaker), self._clock())
+        return row.state(self._connected(row.sender), self._clock())
 
-    def _heard(self, row: WorkerRow) -> str:
-        its, age = self._state(row), "" if row.heard_at is None else span(self._clock() - row.heard_at)
+    def _last_received(self, row: WorkerRow) -> str:
+        its, age = (
+            self._state(row),
+            "" if row.last_received_at is None else span(self._clock() - row.last_received_at),
+        )
         return age or its if its == "live" else f"{its} {age}".rstrip()
 
     def _style(self, row: WorkerRow, *, best: bool) -> str:
@@ -323,13 +326,13 @@ class Workers:
         self.look()
         longest, ts = self.longest(), time.time_ns()
         prompt = None if self.prompt is None else len(self.prompt.tokens)
-        workers = [self._row_json(row, longest) | counts(row.speaker.endpoint) for row in self.rows()]
+        workers = [self._row_json(row, longest) | counts(row.sender.endpoint) for row in self.rows()]
         return {"ts": ts, "time": iso(ts), "prompt_tokens": prompt, "workers": workers}
 
     def _row_json(self, row: WorkerRow, longest: list[WorkerRow]) -> dict[str, Any]:
-        worker, now = row.speaker.worker, self._clock()
+        worker, now = row.sender.worker, self._clock()
         return {
-            "endpoint": row.speaker.endpoint,
+            "endpoint": row.sender.endpoint,
             "key": worker.key if worker is not None and worker.key else None,
             "state": self._state(row),
             **pick(row, "topic", "rank", "seq", "partial", lag_seconds="lag"),
@@ -339,8 +342,8 @@ class Workers:
             ),
             **pick(row.index, "orphans", "unknown_removals"),
             "events_per_second": round(row.rate.per_second(now), 3),
-            "heard_seconds": None if row.heard_at is None else now - row.heard_at,
-            "heartbeat_seconds": None if row.heartbeat_at is None else now - row.heartbeat_at,
+            "heard_seconds": None if row.last_received_at is None else now - row.last_received_at,
+            "heartbeat_seconds": None if row.last_heartbeat_at is None else now - row.last_heartbeat_at,
             "prefix_tokens": None if self.prompt is None else _by_level(self.held(row)),
             "longest": None if self.prompt is None else row in longest,
         }

@@ -98,7 +98,7 @@ def differing(log: Path) -> list[int]:
         if isinstance(event, SequenceAdded):
             now[event.request_id] = event.reused
 
-    playback = Playback(hear=hear)
+    playback = Playback(on_event=hear)
     for batch in recorded(log):
         playback.play(batch)
     playback.finish()

@@ -9,10 +9,10 @@ from kvcache.config import KVCacheConfig
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.traces import read_trace
 from kvcache.workload.waiting import Line, Waiting
-from kvcache.workload.watching import WatchedStep
 from tests.support.places import ROOT
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
@@ -21,7 +21,7 @@ CONFIG = KVCacheConfig(max_sequence_length=4096, tokens_per_block=32, primary_bl
 
 def test_steps_add_up_to_the_requests() -> None:
     """Of each prompt what was not reused is computed once, each output is sampled once, and each request ends once."""
-    steps: list[WatchedStep] = []
+    steps: list[ObservedStep] = []
     with KVCacheManager(CONFIG) as manager:
         Engine(manager, CHATS, DriveOptions(concurrency=8, prefill_tokens=500), watch=steps.append).run()
         reused = manager.stats().reused_tokens
@@ -69,7 +69,7 @@ class OneByOne(Line):
 
 def test_requests_may_come_while_the_engine_runs() -> None:
     """A line that grows is served like a trace: here each request ends before the next one is there."""
-    steps: list[WatchedStep] = []
+    steps: list[ObservedStep] = []
     with KVCacheManager(CONFIG) as manager:
         result = Engine(manager, OneByOne(), watch=steps.append).run(threading.Event())
     assert result.requests == 5

@@ -9,7 +9,7 @@ from kvcache.results import Admission
 
 
 @dataclass(slots=True)
-class WatchedStep:
+class ObservedStep:
     """One step; requests by id."""
 
     admitted: dict[int, Admission]
@@ -32,4 +32,4 @@ class WatchedStep:
         self.prefill_tokens += 0 if decoding else end - begin
 
 
-Watch = Callable[[WatchedStep], None]
+StepCallback = Callable[[ObservedStep], None]
