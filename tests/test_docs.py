@@ -258,7 +258,8 @@ def test_the_changelog_tells_of_what_users_meet() -> None:
     assert [each for each in [*COMMANDS, *schemes, *features, *options] if each not in CHANGELOG] == []
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[bet]*/**/README.md")]
+LLMS = ROOT / "docs" / "llms.txt"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[bet]*/**/README.md"), LLMS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -266,6 +267,17 @@ def test_links_lead_to_files(page: Path) -> None:
     """Each relative link of a page leads to a file or directory of the project."""
     links = re.findall(r"\]\(((?!\w+:|#)[^)#\s]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_llms_txt_has_its_form() -> None:
+    """A title, a quoted summary, and sections whose every line begins with a link; all tutorials are named."""
+    title, *sections = re.split(r"^## ", LLMS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.match(r"# kvcache\n\n> ", title)
+    rows = [line for section in sections for line in section.splitlines()[1:] if line]
+    assert all(re.match(r"- \[[^\]]+\]\([^)]+\.md\)", line) for line in rows)
+    named = set(re.findall(r"\(([\w/-]+\.md)\)", LLMS.read_text(encoding="utf-8")))
+    tutorials = {f"tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md")}
+    assert tutorials <= named
 
 
 def test_every_oracle_is_on_its_page() -> None:
