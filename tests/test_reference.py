@@ -26,7 +26,7 @@ RAISING = {
     "events.brokers.address": "About brokers.",
     "sinks.base": "About sinks.",
     "sinks.router.kv_events": "About vLLM's configuration of a feed.",
-    "kvcache.keep.files": "About logs that are compressed, cut or copied.",
+    "kvcache.maintenance.files": "About logs that are compressed, cut or copied.",
     "kvcache.publish.errors": "Raised by `kvcache publish`.",
     "kvcache.workload.traces": "About traces.",
     "kvcache.audit.kv_shape": "About a model's configuration.",
