@@ -32,8 +32,10 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
-_added_fields = attrgetter(*SequenceAdded.__struct_fields__[:-2])
-"""Fields that are written for a request without `session` and `labels`: logs without these are no larger for them."""
+_added_fields = attrgetter(*SequenceAdded.__struct_fields__[:-3])
+_named_fields = attrgetter(*SequenceAdded.__struct_fields__[:-1])
+"""Fields that are written for a request without `session`, `labels` and `lookup`, or without `lookup`: logs without
+these are no larger for them."""
 
 
 def encode_batch(batch: EventBatch) -> bytes:
@@ -45,9 +47,10 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 def _shortened(event: AnyEvent) -> AnyEvent | tuple[Any, ...]:
     """Return the event, or its encoded form without the empty fields at its end."""
-    if type(event) is not SequenceAdded or event.session is not None or event.labels is not None:
+    if type(event) is not SequenceAdded or event.lookup is not None:
         return event
-    return ("SequenceAdded", *_added_fields(event))
+    plain = event.session is None and event.labels is None
+    return ("SequenceAdded", *(_added_fields if plain else _named_fields)(event))
 
 
 def decode_batch(data: bytes | memoryview) -> EventBatch:
@@ -135,9 +138,9 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
     checksums, because JSON readers round numbers of 64 bits. If there are keys, `names` holds the names that they
     begin with, and if there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
     "primary" and "secondary", and pairs of one value per level an object with these two. Omitted values are None:
-    tokens, counts of one each, names of blocks without any; the session and labels of a request without them are not
-    there at all. An event has its name under "type". With `tokens` False, token ids are removed as in `without_tokens`.
-    Raises EventDecodeError if a column is no whole number of entries.
+    tokens, counts of one each, names of blocks without any; the session, labels and lookup of a request without them
+    are not there at all. An event has its name under "type". With `tokens` False, token ids are removed as in
+    `without_tokens`. Raises EventDecodeError if a column is no whole number of entries.
     """
     if isinstance(item, EventBatch):
         events = [to_dict(event, key_bytes, tokens) for event in item.events]

@@ -30,6 +30,7 @@ JsonText = Annotated[str, Spelled("json")]
 
 
 Session = Annotated[str | None, Spelled("rare")]
+Lookup = Annotated[bool | None, Spelled("rare")]
 Labels = Annotated[dict[str, str] | None, Spelled("rare")]
 
 

@@ -26,7 +26,7 @@ from events.structs import Event as Event
 from events.structs import GroupCreated as GroupCreated
 from events.structs import GroupExported as GroupExported
 from events.structs import Inherited as Inherited
-from events.structs import JsonText, Labels, Level, Session, Spelled
+from events.structs import JsonText, Labels, Level, Lookup, Session, Spelled
 from events.structs import Namespace as Namespace
 from events.structs import Pages as Pages
 from events.structs import PinExported as PinExported
@@ -273,6 +273,8 @@ class SequenceAdded(Event, frozen=True):
     """The conversation or agent run to which the request belongs, as named by the engine."""
     labels: Labels = None
     """Further attributes given by the engine, such as the tenant: at most 8, by name."""
+    lookup: Lookup = None
+    """False: the request was to read nothing from the cache. None: it reused what was there."""
 
 
 class EncoderAdded(Event, frozen=True):

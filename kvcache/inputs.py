@@ -540,6 +540,9 @@ class Request:
     labels: Mapping[str, str] | None = None
     """Further values for logs, such as its tenant: at most 8, names of 1 to 64 characters with values of 1 to 256. Only
     recorded."""
+    lookup: bool = True
+    """False: it reuses nothing, and computes all of its prompt and of the encoder's input, as for logprobs of the
+    prompt's tokens. What it computes is stored as usual."""
 
 
 _fields = attrgetter(*Request.__dataclass_fields__)
@@ -569,6 +572,7 @@ class CheckedRequest(NamedTuple):
     encoder: EncoderInput | None = None
     session: str | None = None
     labels: dict[str, str] | None = None
+    lookup: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -642,6 +646,7 @@ class RequestChecker:
         encoder_tokens: Any,
         session: Any,
         labels: Any,
+        lookup: Any,
     ) -> CheckedRequest:
         request_id = checked_request_id(request_id)
         own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
@@ -672,6 +677,7 @@ class RequestChecker:
             encoder,
             None if session is None else checked_session(session),
             None if labels is None else checked_labels(labels),
+            checked_flag(lookup, "lookup"),
         )
 
     def with_encoder(

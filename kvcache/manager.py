@@ -342,6 +342,7 @@ class KVCacheManager(EventSourcedCache):
         encoder_tokens: Tokens | None = None,
         session: str | None = None,
         labels: Mapping[str, str] | None = None,
+        lookup: bool = True,
     ) -> Admission:
         """Admit one request: reuse the cached part of its prompt, allocate blocks for the rest.
 
@@ -363,6 +364,7 @@ class KVCacheManager(EventSourcedCache):
             encoder_tokens,
             session,
             labels,
+            lookup,
         )
         return self._admit([checked], [cache_salt])[0]
 

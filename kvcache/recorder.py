@@ -171,6 +171,7 @@ class Recorder(EventSourcedCache):
         external: int = 0,
         session: str | None = None,
         labels: Mapping[str, str] | None = None,
+        lookup: bool = True,
     ) -> None:
         """Record an admitted request with all its tokens so far, and the cached blocks that it reuses, from its first
         one on.
@@ -182,7 +183,7 @@ class Recorder(EventSourcedCache):
         recorded by `allocated`.
         """
         given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
-        request = self._checker.check_one(*given, None, None, None, session, labels)
+        request = self._checker.check_one(*given, None, None, None, session, labels, lookup)
         blocks, targets = listed_blocks(reused), listed_blocks(onto)
         lower = listed_blocks(onboarded)
         slots, below, free = self._ids.slots(blocks), self._lower_ids.slots(lower), self._ids.slots(targets)
@@ -227,6 +228,7 @@ class Recorder(EventSourcedCache):
                 reused_external=external,
                 session=request.session,
                 labels=request.labels,
+                lookup=None if request.lookup else False,
             )
         )
         sequence = self.state.sequences[handle]

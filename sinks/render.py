@@ -236,6 +236,7 @@ def _sequence_added(e: ev.SequenceAdded, known: StreamNames) -> str:
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
     again = " resumed=yes" if e.resumed else ""
     outside = f" external={e.reused_external}" if e.reused_external else ""
+    again += " lookup=no" if e.lookup is False else ""
     return f"{who} tokens={e.num_tokens} reused={reused}{outside}{again}{_namespace(e.namespace)}{_origin(e)}"
 
 

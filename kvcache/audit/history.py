@@ -626,11 +626,13 @@ def explain(history: HistoryFold, event: SequenceAdded, number: int, ids: Ids) -
     full = last // size
     if not history.reuse:
         reasons[:] = Reason.REUSE_OFF
+    elif event.lookup is False:
+        reasons[:] = Reason.NOT_LOOKED_UP
     elif not history.tokens_recorded:
         reasons[reused:full] = Reason.UNKNOWN
     else:
         reasons[reused:full], windows[reused:full] = _why_not(history, ids[reused:])
-    lacking = _lacking(history, ids, reused)
+    lacking = _lacking(history, ids, reused) if event.lookup is None else None
     if lacking is not None:
         reasons[lacking.first_block : lacking.stop_block] = Reason.NOT_SERVABLE
     end = reused if lacking is None else lacking.stop_block

@@ -114,7 +114,7 @@ class Scheduling:
         Of several the one that will get furthest. None: waiting is of no use. Raises as `demand`.
         """
         checked = self._checked(request)
-        if not self._reuse:
+        if not (self._reuse and checked.lookup):
             return None
         planned = self._blocks.plan(checked, self._blocks.claims())
         size = self._state.tokens_per_block

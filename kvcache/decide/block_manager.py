@@ -140,7 +140,7 @@ class BlockManager:
         reused.
         """
         windows, size = self.windows, self._state.tokens_per_block
-        stop = len(request.symbols) - TOKEN_BYTES
+        stop = len(request.symbols) - TOKEN_BYTES if request.lookup else 0
         matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
         common, tokens = in_all(matches, size, windows[0].key_bytes)
         num_tokens = request.num_tokens
@@ -158,7 +158,9 @@ class BlockManager:
         if encoder is not None and self.cross:
             (cross,) = self.cross
             # An input's last token is reused as well.
-            found = cross.match(encoder.namespace, encoder.tokens, len(encoder.tokens))
+            found = cross.match(
+                encoder.namespace, encoder.tokens, len(encoder.tokens) if request.lookup else 0
+            )
             more = self._blocks_for(encoder.num_tokens) - found.blocks
             inputs = (cross.plan(found, found.blocks * size, more, claims[-1]),)
         source = plans[0].source
@@ -241,6 +243,7 @@ class BlockManager:
                 clock=time,
                 session=request.session,
                 labels=request.labels,
+                lookup=None if request.lookup else False,
             )
         )
         sequence = self._state.sequences[handle]

@@ -56,7 +56,7 @@ GROUPS = (
     ReasonGroup(
         "could not be served",
         YELLOW,
-        (*_NOT_SERVED, Reason.OTHER_NAMESPACE, Reason.REUSE_OFF, Reason.UNKNOWN),
+        (*_NOT_SERVED, Reason.OTHER_NAMESPACE, Reason.REUSE_OFF, Reason.NOT_LOOKED_UP, Reason.UNKNOWN),
     ),
     ReasonGroup("never seen before", GREY, (Reason.NEVER_SEEN,)),
     ReasonGroup("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),

@@ -45,7 +45,8 @@ class RecordedPrompt:
     had_room: bool = True
     """True if all of it would have fitted then."""
     passed_over: int = 0
-    """Cached tokens that the deciding engine did not reuse."""
+    """Cached tokens that the deciding engine did not reuse, though the request looked them up."""
+    lookup: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +85,7 @@ class RecordedPrompt:
             extra_ids,
             self.resumed,
             None if self.retention is None else Retention.stated(self.retention),
+            lookup=self.lookup,
         )
 
 
@@ -450,9 +452,15 @@ class _Commands:
         self._storing = frozenset()
         content = self.state.symbols.spell(event.tokens)
         prompt = RecordedPrompt(
-            event.handle, event.request_id, event.namespace, content, event.resumed, event.retention
+            event.handle,
+            event.request_id,
+            event.namespace,
+            content,
+            event.resumed,
+            event.retention,
+            lookup=event.lookup is not False,
         )
-        if self._engine:
+        if self._engine and prompt.lookup:
             cached = count_blocks(self.state, prompt.namespace, prompt.content) * self.state.tokens_per_block
             prompt = replace(prompt, passed_over=max(0, cached - event.reused))
         self._admitting.append(prompt)

@@ -103,18 +103,20 @@ def test_any_batch_survives_both_encodings(item: EventBatch) -> None:
 
 
 def test_a_request_without_session_and_labels_is_written_without_them() -> None:
-    """Neither its bytes nor its JSON have a place for them; with one of them, bytes have both."""
+    """Neither its bytes nor its JSON have a place for them; with one of them, bytes have both; as with `lookup`."""
     plain = SequenceAdded(Handle(1), "r", Namespace(), 1, b"", 0, (0,), (0,), 0)
     fields = len(SequenceAdded.__struct_fields__)
     for added, length, there in [
-        (plain, fields - 1, set()),
-        (msgspec.structs.replace(plain, session="s"), fields + 1, {"session"}),
-        (msgspec.structs.replace(plain, labels={"tenant": "t"}), fields + 1, {"labels"}),
+        (plain, fields - 2, set()),
+        (msgspec.structs.replace(plain, session="s"), fields, {"session"}),
+        (msgspec.structs.replace(plain, labels={"tenant": "t"}), fields, {"labels"}),
+        (msgspec.structs.replace(plain, lookup=False), fields + 1, {"lookup"}),
+        (msgspec.structs.replace(plain, session="s", lookup=False), fields + 1, {"session", "lookup"}),
     ]:
         batch = EventBatch(0, 0, (added,))
         ((written,),) = msgspec.msgpack.decode(encode_batch(batch))[2:]
         assert len(written) == length  # with the tag
-        assert to_dict(added, 0).keys() & {"session", "labels"} == there
+        assert to_dict(added, 0).keys() & {"session", "labels", "lookup"} == there
         assert decode_batch(encode_batch(batch)) == batch == from_json(to_json(batch, 0))
 
 

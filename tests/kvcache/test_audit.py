@@ -27,7 +27,7 @@ from kvcache.replay import Replayed
 from kvcache.report.charts import GROUPS
 from tests.oracles.naive_audit import NaiveAudit
 from tests.support.engines import strategies
-from tests.support.logs.random_logs import LossyLog, random_log
+from tests.support.logs.random_logs import BLIND, LossyLog, random_log
 from tests.support.places import ROOT
 from tests.support.seeds import seeds
 
@@ -103,7 +103,7 @@ def compare_totals(log: Path, oracle: NaiveAudit) -> None:
 
 
 # In 2016 a copy fails in the batch of a clear, behind it.
-@pytest.mark.parametrize("seed", seeds(range(24), quick=2, always=[2016]))
+@pytest.mark.parametrize("seed", seeds(range(24), quick=2, always=[2016, BLIND, BLIND + 1]))
 def test_the_audit_agrees_with_the_oracle(seed: int, tmp_path: Path) -> None:
     """Several windows, namespaces, items, offload, lost batches, restarts, logs without tokens."""
     compare(random_log(seed, tmp_path, branches=seed % 2 == 1))

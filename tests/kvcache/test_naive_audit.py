@@ -31,7 +31,7 @@ from tests.oracles.naive_audit import REASONS, Admission, naive_audit
 from tests.support.engines import strategies
 from tests.support.engines.lives import NoBytes
 from tests.support.engines.simulated import FailingCopier
-from tests.support.logs.random_logs import LossyLog, random_log, write_random_log
+from tests.support.logs.random_logs import BLIND, LossyLog, random_log, write_random_log
 
 
 class Switch:
@@ -215,6 +215,18 @@ def test_not_servable(tmp_path: Path) -> None:
     log.manager.remove_sequence("x", store=False)
     log.add("b", range(9))
     assert log.last() == "4 evicted, 4 not_servable, 1 last_token"
+
+
+def test_not_looked_up(tmp_path: Path) -> None:
+    """All of the prompt but its last token, whether it is cached or not; the next request finds what was there."""
+    log = Logged(tmp_path)
+    log.serve("a", [1, 2, 3, 4, 5])
+    log.serve("b", [1, 2, 3, 4, 6, 7, 8, 9], lookup=False)
+    log.serve("c", [1, 2, 3, 4, 6, 7, 8])
+    assert [told(each) for each in log.audit()[-2:]] == [
+        "7 not_looked_up, 1 last_token",
+        "6 primary, 1 last_token",
+    ]
 
 
 def test_computing_again(tmp_path: Path) -> None:
@@ -637,14 +649,14 @@ def test_symbols_that_stand_for_something_else_later(tmp_path: Path, monkeypatch
 
 # -- random programs
 
-SEEDS = 11
+SEEDS = (*range(11), BLIND, BLIND + 1)
 
 
 @pytest.fixture(scope="module")
 def random_logs(tmp_path_factory: pytest.TempPathFactory) -> list[list[EventBatch]]:
     """The batches of so many logs."""
     parent = tmp_path_factory.mktemp("logs")
-    return [list(LogReader(random_log(seed, parent / str(seed)))) for seed in range(SEEDS)]
+    return [list(LogReader(random_log(seed, parent / str(seed)))) for seed in SEEDS]
 
 
 def test_a_seed_gives_one_log(tmp_path: Path) -> None:

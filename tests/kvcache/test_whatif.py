@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -99,7 +100,8 @@ class Program:
         for _ in range(self._rng.choice([1, 1, 2, 3])):
             self._next += 1
             chunk = self._rng.randint(1, 6) if self._ahead and self._rng.random() < 0.5 else None
-            requests.append(strategies.request(self._next, *self._prompt(), reserve_tokens=chunk))
+            asked = strategies.request(self._next, *self._prompt(), reserve_tokens=chunk)
+            requests.append(replace(asked, lookup=self._rng.random() > 0.1))
         try:
             self._manager.add_sequences(requests)
         except (OutOfBlocks, PromptTooLong):
@@ -191,7 +193,7 @@ def told(event: Any) -> Any:
     match event:
         case ev.SequenceAdded():
             reused = (event.reused, event.reused_primary, event.reused_secondary, event.reused_partial)
-            return "added", event.tokens, *reused
+            return "added", event.tokens, event.lookup, *reused
         case ev.BlocksMoved():
             return "moved", event.group, event.from_level, event.from_slots, event.to_slots, event.why
         case ev.BlocksRemoved():

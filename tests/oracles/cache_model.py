@@ -96,6 +96,8 @@ class Model:
             [Window(size, blocks, 2**31, False, reuse, False, offload_from, 0, levels)] if cross else []
         )
         """One window or none: of encoders' inputs, each of which has an entry of its own in it."""
+        self.blind: set[Hashable] = set()
+        """Requests to be admitted that read nothing from the cache."""
         self.inputs: dict[Hashable, Running] = {}
         self.groups = [*self.windows, *self.cross]
         self.append_only = append_only
@@ -111,9 +113,9 @@ class Model:
 
     # -- reading
 
-    def match(self, namespace: Hashable, tokens: Sequence[Hashable]) -> Reuse:
+    def match(self, namespace: Hashable, tokens: Sequence[Hashable], *, blind: bool = False) -> Reuse:
         """As many full blocks as all windows serve, then as many tokens more as each of them can copy."""
-        if not self.reuse:
+        if blind or not self.reuse:
             return Reuse((namespace,), 0, [set() for _ in self.windows], 0)
         usable = tokens[:-1]
         blocks = len(usable) // self.size
@@ -128,10 +130,10 @@ class Model:
         sources = [{child for child in each if 0 < copied <= each[child]} for each in common]
         return Reuse(path, copied, sources, blocks * self.size + copied)
 
-    def match_input(self, namespace: Hashable, given: tuple[int, ...]) -> Path:
+    def match_input(self, namespace: Hashable, given: tuple[int, ...], *, blind: bool = False) -> Path:
         """As many blocks of an encoder's input as there are; the last one is full of it, however short."""
         filled = self.filled(given)
-        blocks = len(filled) // self.size * self.reuse
+        blocks = 0 if blind or not self.reuse else len(filled) // self.size
         of_input = input_namespace(namespace, given)
         while not all(
             path_of(of_input, filled, more + 1, self.size) in self.cross[0].cached for more in range(blocks)
@@ -147,8 +149,9 @@ class Model:
         new, new_of_inputs, claimed = 0, 0, [set[Path]() for _ in self.groups]
         needed: tuple[int, ...] = ()
         available: tuple[int, ...] = ()
-        for index, (_, namespace, tokens, _, reserve, given) in enumerate(requests):
-            found = self.match(reader_namespace(namespace, given), tokens)
+        for index, (request_id, namespace, tokens, _, reserve, given) in enumerate(requests):
+            blind = request_id in self.blind
+            found = self.match(reader_namespace(namespace, given), tokens, blind=blind)
             new += self.new_blocks(tokens, found, reserve)
             for window, paths in zip(self.windows, claimed, strict=False):
                 paths.update(window.claims(found.path, found.tokens))
@@ -156,7 +159,7 @@ class Model:
                 _count(window, new, paths) for window, paths in zip(self.windows, claimed, strict=False)
             ]
             if given is not None:
-                path = self.match_input(namespace, given)
+                path = self.match_input(namespace, given, blind=blind)
                 new_of_inputs += self.blocks_for(len(given)) - (len(path) - 1)
                 claimed[-1].update(path[: block + 2] for block in range(len(path) - 1))
                 counts.append(_count(self.cross[0], new_of_inputs, claimed[-1]))
@@ -185,13 +188,13 @@ class Model:
             raise Refused(fit, needed, available)
         admitted = []
         paths_of_inputs = {
-            request_id: self.match_input(namespace, given)
+            request_id: self.match_input(namespace, given, blind=request_id in self.blind)
             for request_id, namespace, *_, given in requests
             if given is not None
         }
         for request_id, namespace, tokens, retention, _, given in requests:
             own = reader_namespace(namespace, given)
-            found = self.match(own, tokens)
+            found = self.match(own, tokens, blind=request_id in self.blind)
             of_input = len(paths_of_inputs.get(request_id, (None,))) - 1
             admitted.append(Admitted(found, [_onboarded(each, found) for each in self.windows], of_input))
             sequence = Running(own, list(tokens), found.tokens, retention, len(tokens))

@@ -138,9 +138,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         drawn = data.draw(strategies.batches(free, self.earlier), label="batch")
         batch = [(*each, self.draw_input(data)) for each in drawn]
-        self.add(batch, [request(*each) for each in batch])
+        blind = data.draw(st.sets(st.sampled_from([each[0] for each in batch]), max_size=1), label="blind")
+        blind = blind if data.draw(st.integers(0, 4)) == 0 else set()
+        self.add(batch, [replace(request(*each), lookup=each[0] not in blind) for each in batch])
 
     def add(self, batch: list[Requested], requests: list[Request]) -> None:
+        self.model.blind = {each.request_id for each in requests if not each.lookup}
         if any(
             max(len(tokens), self.excess(given)) > (self.longest_prompt if reserve is None else self.limit)
             for _, _, tokens, _, reserve, given in batch
@@ -150,7 +153,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         self.earlier = (self.earlier + [tokens for _, _, tokens, *_ in batch])[-8:]
         self.inputs = (self.inputs + [given for *_, given in batch if given is not None])[-4:]
-        sources = [self.sources_of(namespace, tokens, given) for _, namespace, tokens, *_, given in batch]
+        sources = [self.sources_of(each, *said, given) for each, *said, _, _, given in batch]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
             expected = self.model.add(batch, sources)
@@ -175,7 +178,11 @@ class ManagerBesideModel(RuleBasedStateMachine):
         return strategies.LIMIT + 1 if given is not None and len(given) > blocks * self.size else 0
 
     def sources_of(
-        self, namespace: Namespace, tokens: Sequence[Symbol], given: tuple[int, ...] | None
+        self,
+        request_id: RequestId,
+        namespace: Namespace,
+        tokens: Sequence[Symbol],
+        given: tuple[int, ...] | None,
     ) -> list[Path | None]:
         """Which block the manager would copy from in each window; compares its whole match on the way."""
         expected = self.model.match(reader_namespace(namespace, given), tokens)
@@ -196,7 +203,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             names = [name_of(path[: block + 2]).hex() for block in range(len(path) - 1)]
             assert [block.name for block in found.encoder_blocks] == names
             assert found.reused_encoder_tokens == min(len(given), len(names) * self.size)
-        if not found.partials:
+        if request_id in self.model.blind or not found.partials:
             return [None] * len(self.windows)
         return [
             {name_of(each).hex(): each for each in paths}[partial.name]

@@ -24,6 +24,7 @@ REASONS = (
     "primary",
     "external",
     "reuse_off",
+    "not_looked_up",
     "unaligned",
     "unknown",
     "not_servable",
@@ -291,6 +292,8 @@ class NaiveAudit:
             return "external"
         if not self.reuse_on:
             return "reuse_off"
+        if event.lookup is False:
+            return "not_looked_up"
         if (index + 1) * self.size > event.num_tokens - 1:
             return "unaligned"
         block = self.block(prompt, index)

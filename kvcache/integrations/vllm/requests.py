@@ -30,12 +30,13 @@ class RequestArguments:
         """Path under which the name of each LoRA adapter was seen first."""
 
     def of(self, request: Any) -> dict[str, Any]:
-        """Return the namespace, items and session of a request."""
+        """Return the namespace, items, session and use of the cache of a request."""
         return {
             "lora_name": self._adapter(request.lora_request),
             "cache_salt": as_utf8(request.cache_salt or "") or None,
             "multimodal": _items(request.mm_features) + self._embeddings(request),
             "session": None if not request.session_id else request_name(request.session_id, _LONGEST_SESSION),
+            "lookup": not request.skip_reading_prefix_cache,
         }
 
     def _adapter(self, lora: Any) -> str | None:

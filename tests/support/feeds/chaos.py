@@ -275,7 +275,7 @@ class Engine:
             failing
             or feed.resync_after_seq is not None
             or feed._pending
-            or feed._restate
+            or feed._resync_due
             or self.runner._owed
         )
         return stats.lag_batches == 0 and not waits and not self.runner._queue._items

@@ -26,6 +26,8 @@ from tests.support.engines.lives import NoBytes, Seldom
 from tests.support.engines.simulated import FailingCopier, LateCopier
 
 STEPS = 400
+BLIND = 3000
+"""From this seed on, some requests read nothing from the cache, and tables are only appended to."""
 ITEMS = (b"\x11" * 32, b"\x22" * 32, b"\x33" * 32)
 ROOM = (CapacityError, TransfersPending, ComputationLost)
 
@@ -55,7 +57,8 @@ def write_random_log(
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
-    others; with `branches` also those, tokens taken back, and retention; copies that are late and seldom fail; lost
+    others; from the seed `BLIND` on requests without lookup; with `branches` also those, tokens taken back, and
+    retention; copies that are late and seldom fail; lost
     batches; processes that end and begin anew, empty or with the state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
@@ -115,6 +118,7 @@ class Program:
         self.with_tokens = seed % 10 != 7
         self.branches = branches
         """Whether sequences branch and go back, and requests state how their blocks are to be kept."""
+        self.blind = random.Random(seed) if seed >= BLIND else None
         self.log_options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
         self.log = self.open_log(log_id=bytes(16))
         self.clock = itertools.count()
@@ -195,6 +199,8 @@ class Program:
         if self.branches and rng.random() < 0.3:
             stated = [RetentionRange(rng.randint(0, 4), None, rng.choice([0, 34, 80]))]
             self.last = replace(self.last, retention=Retention(stated, rng.choice([20, 35])))
+        if self.blind is not None:
+            self.last = replace(self.last, lookup=self.blind.random() > 0.2)
         return self.last
 
     def some(self) -> list[int]:
@@ -292,4 +298,5 @@ def _settings(seed: int, rng: random.Random) -> KVCacheConfig:
         enable_partial_reuse=rng.random() < 0.5,
         secondary_offload_min_priority=rng.choice([0, 35]),
         eviction_policy="levels" if seed % 3 == 1 else "lru",
+        append_only_tables=seed >= BLIND,
     )
