@@ -57,9 +57,9 @@ def test_it_needs_room_for_all_of_its_prompt() -> None:
     manager = cache(primary_blocks=8)
     manager.add_sequence("other", [8] * 8)
     ask = Request("a", PROMPT)
-    assert manager.scheduling.demand(ask).reused_tokens == 6
+    assert manager.scheduling.estimate_demand(ask).reused_tokens == 6
     blind = Request("a", PROMPT, lookup=False)
-    demand = manager.scheduling.demand(blind)
+    demand = manager.scheduling.estimate_demand(blind)
     assert (demand.reused_tokens, set(demand.needed.values())) == (0, {4})
     assert manager.can_add([blind]) == 1
     manager.add_sequences([blind])
@@ -72,8 +72,8 @@ def test_it_needs_room_for_all_of_its_prompt() -> None:
 def test_waiting_for_another_one_is_of_no_use() -> None:
     manager = cache()
     manager.add_sequence("a", [9] * 7)
-    assert manager.scheduling.computing(Request("b", [9] * 7)) is not None
-    assert manager.scheduling.computing(Request("b", [9] * 7, lookup=False)) is None
+    assert manager.scheduling.find_in_flight(Request("b", [9] * 7)) is not None
+    assert manager.scheduling.find_in_flight(Request("b", [9] * 7, lookup=False)) is None
 
 
 def test_the_encoders_input_is_computed_too() -> None:
