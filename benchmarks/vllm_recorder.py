@@ -41,7 +41,7 @@ def make(variant: str, directory: Path, longest: int, *, runs_ahead: bool) -> St
         in_flight=IN_FLIGHT,
         tokens_per_step=TOKENS_PER_STEP,
         longest=longest,
-        tells_events=variant == "events",
+        publishes_events=variant == "events",
         additional={"kvcache": {"log": str(directory / "log")}} if variant == "recorded" else {},
     )
 

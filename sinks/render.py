@@ -322,7 +322,7 @@ def _worker(number: int, known: StreamNames) -> str:
     return f"worker={number if name is None else text(name)}"
 
 
-def _told_blocks(e: ev.FeedStored | ev.FeedRemoved, known: StreamNames) -> str:
+def _block_names(e: ev.FeedStored | ev.FeedRemoved, known: StreamNames) -> str:
     """Render worker, place, count, and the first and the last hash."""
     ends = dict.fromkeys(map(_hash, (e.block_hashes[:1] + e.block_hashes[-1:])))
     where = f"{text(e.medium or 'GPU')} group={e.group_idx or 0} blocks={len(e.block_hashes)}"
@@ -338,7 +338,7 @@ def _feed_stored(e: ev.FeedStored, known: StreamNames) -> str:
     parent = "" if e.parent_block_hash is None else f" after {_hash(e.parent_block_hash)}"
     adapter = e.lora_id if e.lora_name is None else e.lora_name
     lora = "" if adapter is None else f" lora={text(adapter)}"
-    return f"{_told_blocks(e, known)}{parent} tokens={len(e.tokens) // TOKEN_BYTES}{lora}"
+    return f"{_block_names(e, known)}{parent} tokens={len(e.tokens) // TOKEN_BYTES}{lora}"
 
 
 def _worker_seen(e: ev.WorkerSeen, known: StreamNames) -> str:
@@ -405,7 +405,7 @@ _DETAILS: dict[type, Callable[[Any, StreamNames], str]] = {
         f"{_worker(e.worker, known)} number={e.number}{' (replayed)' * e.replayed}"
     ),
     ev.FeedStored: _feed_stored,
-    ev.FeedRemoved: _told_blocks,
+    ev.FeedRemoved: _block_names,
     ev.FeedGap: lambda e, known: (
         f"{_worker(e.worker, known)} lost={e.first}..{e.last} reason={text(e.reason)}"
     ),

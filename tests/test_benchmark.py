@@ -68,14 +68,14 @@ def test_benchmark_runs_and_reuses_what_the_trace_allows(
 
     monkeypatch.setattr(manager, "measure_apart", measure)
     options = ["--requests", REQUESTS, "--repeat", 1, "--modes", "off", "log", "wire", "--json"]
-    told = json.loads(measured(manager.main, TRACE, *options))
+    reported = json.loads(measured(manager.main, TRACE, *options))
     times = ("cpu_seconds_per_1000", "cpu_seconds_per_1000_events_off", "cpu_seconds_per_1000_wire")
-    assert told.keys() == {"modes", "hit_tokens", *times}
-    assert all(told[name] > 0 for name in times)  # how fast is no test's business: machines differ
-    assert told["hit_tokens"] == reusable_tokens() > 0
-    modes = told["modes"]
+    assert reported.keys() == {"modes", "hit_tokens", *times}
+    assert all(reported[name] > 0 for name in times)  # how fast is no test's business: machines differ
+    assert reported["hit_tokens"] == reusable_tokens() > 0
+    modes = reported["modes"]
     assert {(mode["requests"], mode["waits"], mode["hit_tokens"]) for mode in modes.values()} == {
-        (REQUESTS, 0, told["hit_tokens"])
+        (REQUESTS, 0, reported["hit_tokens"])
     }
     assert [name for name, mode in modes.items() if mode["log_bytes"]] == ["log"]
 
@@ -97,7 +97,9 @@ def test_benchmark_of_the_index_gives_all_figures(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.long
-def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_benchmark_of_the_index_runs_alongside_another_one(
+    tmp_path: Path, measured: Callable[..., str]
+) -> None:
     """A short run gives all figures, and ratios that are above 1 where ours is better, whichever way that is."""
     (tmp_path / "peer.py").write_text(PEER)
     peer = f"{sys.executable} {tmp_path / 'peer.py'}"
@@ -106,9 +108,9 @@ def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path, measured
     assert list(lines) == [
         "store", "wire", "remove", "match_packed", "match_packed_p99", "match_list", "memory",
     ]  # fmt: skip
-    beside = {name: float(line.split()[-4]) for name, line in lines.items() if "beside" in line}
-    assert beside.keys() == {"store", "match_list"}
-    assert min(beside.values()) > 1000
+    alongside = {name: float(line.split()[-4]) for name, line in lines.items() if "beside" in line}
+    assert alongside.keys() == {"store", "match_list"}
+    assert min(alongside.values()) > 1000
 
 
 PEER_SUBSCRIBER = """
@@ -154,21 +156,21 @@ def test_benchmark_of_the_feed_gives_everything_in_one_run(
     modes = ["none", "in-process", "five", "sidecar-five"]
     sizes = ["--rounds", 1, "--repeat", 1, "--steps", 200, "--forward-ms", 1, "--blocks", 4096]
     peer = f"{sys.executable} {tmp_path / 'peer.py'}"
-    told = json.loads(measured(feed.main, "--json", *sizes, "--modes", *modes, "--peer", peer))
-    assert list(told) == ["steps", "streams", "index"]
-    steps = told["steps"]
+    reported = json.loads(measured(feed.main, "--json", *sizes, "--modes", *modes, "--peer", peer))
+    assert list(reported) == ["steps", "streams", "index"]
+    steps = reported["steps"]
     assert list(steps) == modes
     assert {name: values["missing"] for name, values in steps.items()} == dict.fromkeys(steps, 0)
     # Only the sink that hangs in the engine has lost anything; a sidecar's reads the log later.
     assert [name for name, values in steps.items() if values["dropped"]] == ["five"]
     assert [name for name, values in steps.items() if "late_ms_p99" not in values] == ["none"]
     assert steps["none"]["longer_mean_%"] == 0
-    assert told["streams"].keys() == {
+    assert reported["streams"].keys() == {
         "published", "late_join", "late_join_again", "late_join_index",
         "consumed", "consumed_by_peer", "ours_to_peer",
     }  # fmt: skip
-    assert all(value > 0 for value in told["streams"].values())
-    assert told["index"]["beside"] == {}
+    assert all(value > 0 for value in reported["streams"].values())
+    assert reported["index"]["beside"] == {}
 
 
 @pytest.mark.long
@@ -185,19 +187,24 @@ def test_benchmark_of_the_log_gives_everything_in_one_run(
 ) -> None:
     """A short trace: sizes; what was appended, and as much written by itself; steps; replays, also from a snapshot."""
     options = ["--requests", REQUESTS, "--repeat", 1, "--step-requests", 3, "--dir", tmp_path, "--json"]
-    told = json.loads(measured(log.main, TRACE, *options))
-    sizes = [name for name in told if name.startswith("sizes")]
-    assert [name for name in told if name not in sizes] == ["append", "steps", "replay", "replay, compressed"]
+    reported = json.loads(measured(log.main, TRACE, *options))
+    sizes = [name for name in reported if name.startswith("sizes")]
+    assert [name for name in reported if name not in sizes] == [
+        "append",
+        "steps",
+        "replay",
+        "replay, compressed",
+    ]
     assert all(
         figure > 0
-        for part in told.values()
+        for part in reported.values()
         for name, figure in part.items()
         if name != "cpu_ms_per_megabyte_of_compression"
     )
     for name in sizes:
-        assert told[name]["part_of_zstd_at_once"] < 1.1
-        assert told[name]["bytes_per_token_compressed"] < 0.9 * told[name]["bytes_per_token"]
-    append = told["append"]
+        assert reported[name]["part_of_zstd_at_once"] < 1.1
+        assert reported[name]["bytes_per_token_compressed"] < 0.9 * reported[name]["bytes_per_token"]
+    append = reported["append"]
     assert append["part_of_raw"] * append["raw_megabytes_per_second"] == pytest.approx(
         append["megabytes_per_second"]
     )

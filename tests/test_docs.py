@@ -158,7 +158,7 @@ def names_of_ours() -> set[str]:
     }
 
 
-def test_what_users_of_tensorrt_llm_are_told_to_use_exists() -> None:
+def test_what_users_of_tensorrt_llm_are_reported_to_use_exists() -> None:
     """Each name in the second column of the tables, and each of its options has its line."""
     rows = [line.strip("| ").split(" | ") for line in TRTLLM.splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])} - {"False"}
@@ -250,7 +250,7 @@ def test_every_reason_is_in_the_legend() -> None:
         assert re.search(rf"\b{reason}\b", row), reason
 
 
-def test_the_changelog_tells_of_what_users_meet() -> None:
+def test_the_changelog_reports_what_users_meet() -> None:
     """Every command, every scheme of a sink, and the options and calls that stand for a feature of their own."""
     schemes = [f"{scheme}:" for scheme in registry._BUILT_IN]
     features = ["set_priority", "multimodal=", "extra_ids=", "resume", "get_latest_events"]
@@ -343,9 +343,9 @@ def test_the_engine_on_the_page_is_recorded(play: Play, tmp_path: Path) -> None:
     """The example runs as it stands, and `explain` says of its log what stands below it, but for times."""
     log = str(tmp_path / "log")
     assert play(snippet(RECORDING, "python", "Recorder").replace('"my-log"', repr(log))) == (0, "", "")
-    told = play(f"from kvcache.cli import main; main(['explain', {log!r}, '--request', 'second'])").out
+    reported = play(f"from kvcache.cli import main; main(['explain', {log!r}, '--request', 'second'])").out
     times = re.compile(r"\+\d+\.\d{3}s")
-    assert times.sub("", told) == times.sub(
+    assert times.sub("", reported) == times.sub(
         "", RECORDING.partition("--request second\n")[2].partition("```")[0]
     )
 
@@ -390,14 +390,14 @@ def test_sink_of_ones_own(tmp_path: Path, kvcache: Kvcache, monkeypatch: pytest.
 def test_the_wire_is_as_described() -> None:
     """Each event in docs/reference/wire.md is what is sent for such a change."""
     blocks = WIRE.partition("## TensorRT-LLM's dicts")[0]
-    told = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", blocks, re.DOTALL)]
-    names = b"".join(number.to_bytes(8, "big") for number in told[0]["block_hashes"])
-    stored = Stored(0, 0, names, b"", pack_i32(told[0]["token_ids"]), 4, Namespace())
+    reported = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", blocks, re.DOTALL)]
+    names = b"".join(number.to_bytes(8, "big") for number in reported[0]["block_hashes"])
+    stored = Stored(0, 0, names, b"", pack_i32(reported[0]["token_ids"]), 4, Namespace())
     removed = Removed(0, 1, names[8:] + names[:8])
     ts, events, rank = msgspec.msgpack.decode(encode_batch([stored, removed, Cleared()], 1.5, 3))
     assert (ts, rank) == (1.5, 3)
-    assert events == told
-    assert [list(event) for event in events] == [list(event) for event in told]
+    assert events == reported
+    assert [list(event) for event in events] == [list(event) for event in reported]
 
 
 def test_example_of_a_dict_is_what_is_written() -> None:
@@ -445,8 +445,8 @@ def test_the_reader_on_the_page_runs() -> None:
     """The example of a subscriber follows a publisher from its replay on, and says what is lost."""
     code = snippet(WIRE, "python", "Missed, Subscriber")
     with Publisher() as publisher, replaying({1: batch(stored(1, 2))}) as server:
-        told = printed(code.replace(LIVE, publisher.endpoint).replace(OTHER, server.endpoint), 3)
-    assert told == ["batches 0 to 0 are lost: not received", "0 blocks on the GPU", "2 blocks on the GPU"]
+        reported = printed(code.replace(LIVE, publisher.endpoint).replace(OTHER, server.endpoint), 3)
+    assert reported == ["batches 0 to 0 are lost: not received", "0 blocks on the GPU", "2 blocks on the GPU"]
 
 
 def test_the_encrypted_reader_on_the_page_runs(tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_the_asynchronous_reader_on_the_page_runs() -> None:
         for number, publisher in enumerate((one, two), 1):
             publisher.wait_subscribed()
             publisher.send(0, batch(stored(*range(number))))
-        told = lines.result(60)
-    assert sorted(told) == sorted(
+        reported = lines.result(60)
+    assert sorted(reported) == sorted(
         [f"{one.endpoint}: 1 blocks on the GPU", f"{two.endpoint}: 2 blocks on the GPU"]
     )

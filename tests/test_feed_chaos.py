@@ -84,14 +84,14 @@ class Chaos:
                 router.connect(anew=self.rng.random() < 0.5)
         self._wait_for(last_seq)
         for number, router in enumerate(self.routers):
-            wrong = router.told ^ resident
+            wrong = router.reported ^ resident
             assert not wrong, f"router {number}: {sorted(wrong, key=str)[:5]}"
             assert not router.faults, f"router {number}: {router.faults}"
         assert any(router.recovered for router in self.routers)
 
     def _wait_for(self, last_seq: int) -> None:
         deadline = time.monotonic() + WAIT
-        while not all(router.has_heard(last_seq) for router in self.routers):
+        while not all(router.has_received(last_seq) for router in self.routers):
             late = [router.next_seq for router in self.routers]
             assert time.monotonic() < deadline, f"routers do not get to {last_seq}: {late}"
             for router in self.routers:
@@ -274,7 +274,7 @@ class TestFirstCauses:
         assert isinstance(received, Received)
         assert received.seq == 1
 
-    def test_a_state_that_a_cache_begins_with_is_told(self) -> None:
+    def test_a_state_that_a_cache_begins_with_is_reported(self) -> None:
         """A manager that goes on from a state tells its blocks once, of each window, after clearing."""
         with KVCacheManager(CONFIG, log=None) as manager:
             manager.add_sequence(1, [1, 2, 3, 4, 5])

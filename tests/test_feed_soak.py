@@ -47,7 +47,7 @@ def joined(feed: ZMQTransport, *, replay: bool, last: int) -> tuple[Index, float
     return index, time.monotonic() - begun
 
 
-def told(manager: KVCacheManager, level: int) -> set[int]:
+def reported(manager: KVCacheManager, level: int) -> set[int]:
     found = set()
     key_bytes = manager.state.hashing.key_bytes
     for run in manager.state.groups[0].tree.runs.values():
@@ -89,7 +89,10 @@ def test_an_hour_of_a_feed_makes_it_no_slower_to_join_and_no_larger(tmp_path: Pa
         for replay in (False, True):
             index, seconds = joined(transport, replay=replay, last=last)
             assert seconds < 2
-            assert [index.resident(0, level) for level in (0, 1)] == [told(manager, 0), told(manager, 1)]
+            assert [index.resident(0, level) for level in (0, 1)] == [
+                reported(manager, 0),
+                reported(manager, 1),
+            ]
             assert (index.orphans, index.missed_batches) == (0, 0)
         assert manager.sink_stats()[0].dropped_batches == 0
         assert max(sizes[4:]) - sizes[3] < 16 << 20, sizes

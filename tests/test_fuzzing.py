@@ -90,7 +90,7 @@ def changed(chance: random.Random, samples: Sequence[bytes]) -> bytes:
 # -- what reads
 
 
-def told(data: bytes, _: Path) -> None:
+def reported(data: bytes, _: Path) -> None:
     """What an engine publishes; two indexes then take whatever it says."""
     batch = vllm.decode_batch(data)
     index = PrefixIndex()
@@ -283,7 +283,7 @@ def key_file(path: Path) -> list[bytes]:
 
 READERS: dict[str, Reader] = {
     "events": Reader(lambda data, _: codec.decode_batch(data), golden, (EventDecodeError,)),
-    "what engines publish": Reader(told, recorded, (EventDecodeError,)),
+    "what engines publish": Reader(reported, recorded, (EventDecodeError,)),
     "TensorRT-LLM's lines": Reader(line, dicts, (EventDecodeError,)),
     "frames": Reader(
         frames,

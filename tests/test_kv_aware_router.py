@@ -168,12 +168,12 @@ def test_overlap_is_what_the_cache_would_reuse(feed: tuple[FleetIndex, Feed]) ->
 def test_what_a_worker_has_sent_before_its_death_is_not_taken_for_news() -> None:
     """A batch that is read after the worker was dropped does not bring it back; others are heard as before."""
     index = FleetIndex()
-    told = Received(0, "", decode_batch(batch(stored(1, 2))), False)
-    index.fold("dead", told)
+    reported = Received(0, "", decode_batch(batch(stored(1, 2))), False)
+    index.fold("dead", reported)
     assert index.overlap([1, 2, 2, 3, 9]) == {"dead": 4}
     index.drop("dead")
-    index.fold("dead", told)
-    index.fold("alive", told)
+    index.fold("dead", reported)
+    index.fold("alive", reported)
     assert (index.overlap([1, 2, 2, 3, 9]), index.blocks("dead")) == ({"alive": 4}, 0)
 
 
@@ -190,26 +190,26 @@ class TestServing:
 
     def test_time_to_first_token(self, serving: Serving) -> None:
         """A prompt takes its tokens' time; the same again only that of what cannot be reused."""
-        told: list[JobProgress] = []
-        assert serving.put(list(range(2000)), 2, 100, told.append) is None
+        reported: list[JobProgress] = []
+        assert serving.put(list(range(2000)), 2, 100, reported.append) is None
         serving.follow(10_000)
-        assert serving.put(list(range(2000)), 1, 10_000, told.append) is None
+        assert serving.put(list(range(2000)), 1, 10_000, reported.append) is None
         serving.follow(20_000)
         # 5 ms of weights, 80 ms of prompt; then 6 ms for an output with 2,000 tokens before it.
-        assert told[:2] == [JobProgress(True, 185, 0), JobProgress(False, 191, 0)]
+        assert reported[:2] == [JobProgress(True, 185, 0), JobProgress(False, 191, 0)]
         # The last token is computed in any case.
-        assert told[2:] == [JobProgress(True, 10_006, 1999), JobProgress(False, 10_006, 1999)]
+        assert reported[2:] == [JobProgress(True, 10_006, 1999), JobProgress(False, 10_006, 1999)]
 
     def test_requests_queue(self, serving: Serving) -> None:
         """What comes while a step runs begins behind it, whenever it was sent."""
-        told: list[JobProgress] = []
-        serving.put(list(range(1000)), 1, 0, told.append)
+        reported: list[JobProgress] = []
+        serving.put(list(range(1000)), 1, 0, reported.append)
         serving.follow(10)
-        assert (told, serving.idle) == ([], False)
-        serving.put([7] * 1000, 1, 10, told.append)
+        assert (reported, serving.idle) == ([], False)
+        serving.put([7] * 1000, 1, 10, reported.append)
         serving.follow(1000)
         # The first one ends at 45 ms; only then the second one begins.
-        assert [each.at_ms for each in told] == [45, 45, 90, 90]
+        assert [each.at_ms for each in reported] == [45, 45, 90, 90]
 
     def test_what_can_never_be_served_is_refused(self, serving: Serving) -> None:
         """It is said why, and nothing waits for it."""

@@ -27,7 +27,7 @@ ALLOWED = {
 }
 """The packages of ours that each package may import."""
 
-ALLOWED_BESIDES = {
+ALSO_ALLOWED = {
     "kvcache/device": {"cuda_ops"},
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/integrations": {"cuda_ops"},
@@ -94,7 +94,7 @@ def imports(source: str) -> list[tuple[int, str, bool]]:
 
 def violations(path: str, source: str) -> list[str]:
     """The imports in a file that its place forbids, as `path:line: reason`."""
-    allowed = ALLOWED[path.partition("/")[0]] | _of_place(ALLOWED_BESIDES, path)
+    allowed = ALLOWED[path.partition("/")[0]] | _of_place(ALSO_ALLOWED, path)
     types = allowed | _of_place(ALLOWED_AS_TYPES, path)
     return [
         f"{path}:{line}: imports {name}"
@@ -225,8 +225,8 @@ def test_integrations_are_imported_by_name_alone(run_python: RunPython) -> None:
         "except kvcache.errors.UsageError as error:\n"
         "    print(error)\n"
     )
-    told = "this cache is for Transformers, which is missing: pip install 'kvcache[transformers]'\n"
-    assert (done.stdout, done.stderr) == (told, "")
+    reported = "this cache is for Transformers, which is missing: pip install 'kvcache[transformers]'\n"
+    assert (done.stdout, done.stderr) == (reported, "")
 
 
 def test_help_loads_hardly_anything(run_python: RunPython) -> None:

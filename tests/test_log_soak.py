@@ -84,7 +84,7 @@ def soak(tmp_path: Path, events: int, retain: int, samples: int) -> dict[str, An
                 tokens += audited(log)
         fingerprint, batches = manager.fingerprint(), manager.stats().batches
     (tmp_path / "done").touch()
-    told = [json.loads(each.communicate(timeout=120)[0]) for each in readers]
+    reported = [json.loads(each.communicate(timeout=120)[0]) for each in readers]
     assert [each.returncode for each in readers] == [0, 0]
     assert replay(log).fingerprint == fingerprint
     return {
@@ -92,20 +92,20 @@ def soak(tmp_path: Path, events: int, retain: int, samples: int) -> dict[str, An
         "memory": memory,
         "tokens": tokens,
         "batches": batches,
-        "follow": told[0],
-        "late": told[1],
+        "follow": reported[0],
+        "late": reported[1],
     }
 
 
 def judge(seen: dict[str, Any]) -> None:
     """Every batch was read, or told to be missing."""
-    assert seen["follow"]["untold"] == seen["late"]["untold"] == []
+    assert seen["follow"]["unannounced"] == seen["late"]["unannounced"] == []
     assert seen["follow"]["batches"] + seen["follow"]["missing"] >= seen["batches"], seen
     assert seen["late"]["batches"] > 0
     assert seen["tokens"] > 0
 
 
-def test_a_log_is_kept_small_beside_its_readers(tmp_path: Path) -> None:
+def test_a_log_is_kept_small_alongside_its_readers(tmp_path: Path) -> None:
     """30,000 events, of which 1 MiB is kept."""
     judge(soak(tmp_path, 30_000, 1 << 20, 2))
 

@@ -87,7 +87,7 @@ def refusals(manager: KVCacheManager) -> Iterator[str]:
         yield "".join(traceback.format_exception(refused.value))
 
 
-def told_by_zmq(transport: Any) -> Iterator[bytes]:
+def received_by_zmq(transport: Any) -> Iterator[bytes]:
     """All that a router gets which comes late, and all that it can ask for."""
     with zmq.Context() as context, context.socket(zmq.SUB) as late, context.socket(zmq.DEALER) as asking:
         late.connect(transport.endpoint)
@@ -162,7 +162,7 @@ def play(tmp_path: Path, *, tokens: bool) -> tuple[list[bytes], str]:
             make_snapshot(writer.directory, first_seq(path))
         tracebacks = "".join(refusals(manager))
         manager.flush()
-        sent = list(told_by_zmq(manager.feeds[0].transport))
+        sent = list(received_by_zmq(manager.feeds[0].transport))
         [scraped] = [
             each.sink for each in manager._journal.outputs._runners if isinstance(each.sink, PrometheusSink)
         ]
@@ -172,7 +172,7 @@ def play(tmp_path: Path, *, tokens: bool) -> tuple[list[bytes], str]:
 
 
 @pytest.mark.usefixtures("umask_of_nobody")
-def test_without_tokens_nothing_tells_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_tokens_nothing_reports_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Not the log, its snapshots and what is made of them, sockets, files, pages, metrics, messages, tracebacks."""
     sent, tracebacks = play(tmp_path, tokens=False)
     printed = capfd.readouterr()

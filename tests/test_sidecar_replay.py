@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from tests.support.engines.sidecars import LoggingEngine, Sidecar
-from tests.support.feeds.chaos import Site, Told
+from tests.support.feeds.chaos import Reported, Site
 from tests.support.feeds.recordings import Oracle
 from tests.support.ports import free_port
 from tests.support.waiting import pause, wait_until
@@ -30,7 +30,7 @@ Numbered = tuple[int, bytes]
 LEVELS = {"GPU": 0, "CPU": 1}
 
 
-def known(oracle: Oracle) -> Told:
+def known(oracle: Oracle) -> Reported:
     """What a reader knows to be resident, as the manager has it."""
     blocks = [(key, dict(said)) for key, said in oracle.resident.items()]
     return {
@@ -67,18 +67,18 @@ class Client:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def hear(self, timeout_ms: int = 0) -> None:
+    def receive(self, timeout_ms: int = 0) -> None:
         """Take in all that is there."""
         while self._live.poll(timeout_ms):
             _, seq, payload = self._live.recv_multipart()
             self.live.append((int.from_bytes(seq, "big"), payload))
             self.oracle.take(payload)
 
-    def hear_until_known(self, resident: Told) -> None:
+    def receive_until_known(self, resident: Reported) -> None:
         """Until what is known is what is resident."""
 
         def is_known() -> bool:
-            self.hear(5)
+            self.receive(5)
             return known(self.oracle) == resident
 
         wait_until(is_known, "what is told live is not what is resident")
@@ -116,13 +116,13 @@ class Scene:
     def work(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
-            self.client.hear()
+            self.client.receive()
             pause()
 
-    def rest(self) -> Told:
+    def rest(self) -> Reported:
         """Until the client knows what the engine has, which does nothing then."""
         resident, _ = self.engine.settle()
-        self.client.hear_until_known(resident)
+        self.client.receive_until_known(resident)
         return resident
 
     def restart(self, how: str) -> None:
@@ -173,7 +173,7 @@ def test_answers_after_a_restart(tmp_path: Path, how: str, options: str) -> None
                 check(client.ask(number + 1), client, number + 1, copy.deepcopy(oracle), resident)
 
 
-def check(answer: list[Numbered], client: Client, start: int, oracle: Oracle, resident: Told) -> None:
+def check(answer: list[Numbered], client: Client, start: int, oracle: Oracle, resident: Reported) -> None:
     """What `oracle` was before batch `start` knows all with the answer, which says so if it is no continuation."""
     numbers = [number for number, _ in answer]
     assert numbers == list(range(numbers[0], numbers[0] + len(answer)))
@@ -190,8 +190,8 @@ def check(answer: list[Numbered], client: Client, start: int, oracle: Oracle, re
 
 def assert_as_sent(answer: list[Numbered], client: Client) -> None:
     """Byte by byte, as far as they have come live; a newcomer's state has the number of the batch before it."""
-    told = set(client.live)
-    assert all(each in told for each in answer if each[0] <= client.live[-1][0])
+    reported = set(client.live)
+    assert all(each in reported for each in answer if each[0] <= client.live[-1][0])
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "stop, engine"])

@@ -75,7 +75,7 @@ class Scene:
         """When the engine is at rest, routers have what it has, and so has the tap's log."""
         assert self.engine is not None
         resident, _ = self.engine.settle()
-        agree(self.routers, resident, may_be_told_anew=True)
+        agree(self.routers, resident, may_be_sent_again=True)
 
         def is_recorded() -> bool:
             [worker] = state_of(self.taps).workers.values()

@@ -85,14 +85,14 @@ class Router:
         self.oracle = Oracle()
         self.events: list[Any] = []
 
-    def hear_until(self, wanted: dict[Block, Any]) -> None:
+    def receive_until(self, wanted: dict[Block, Any]) -> None:
         """Until it knows exactly this."""
 
         def knows() -> bool:
             while self._socket.poll(5):
                 for event in msgspec.msgpack.decode(self._socket.recv_multipart()[2])[1]:
                     self.events.append(event)
-                    self.oracle.tell(as_map(event))
+                    self.oracle.announce(as_map(event))
             return self.oracle.resident == wanted
 
         try:
@@ -154,13 +154,13 @@ def test_forms(engine: Engine, tmp_path: Path, form: str) -> None:
         resources.enter_context(published(tmp_path / "log", url))
         engine.send(25)
         routers = [Router(f"tcp://127.0.0.1:{port}", resources)]
-        routers[0].hear_until(FORMS[form](engine.oracle.resident))
+        routers[0].receive_until(FORMS[form](engine.oracle.resident))
         for _ in range(3):
             engine.send(10)
         engine.send_rest()
         routers.append(Router(f"tcp://127.0.0.1:{port}", resources))
         for router in routers:
-            router.hear_until(FORMS[form](engine.oracle.resident))
+            router.receive_until(FORMS[form](engine.oracle.resident))
         assert len(engine.oracle.resident) > 10
         kind = list if form == "format=vllm-array" else dict
         assert all(isinstance(event, kind) for router in routers for event in router.events)
@@ -175,7 +175,7 @@ def test_arrays_hold_a_block_each(engine: Engine, tmp_path: Path) -> None:
         resources.enter_context(published(tmp_path / "log", url))
         engine.send_rest()
         router = Router(f"tcp://127.0.0.1:{port}", resources)
-        router.hear_until(in_arrays(engine.oracle.resident))
+        router.receive_until(in_arrays(engine.oracle.resident))
         stores = [as_map(event) for event in router.events if event[0] == "BlockStored"]
         assert stores
         for store in stores:
@@ -210,7 +210,7 @@ class Reader:
         for event in batch.events:
             fields = msgspec.structs.asdict(event)
             more = fields.pop("more", None) or {}
-            self.oracle.tell({"type": type(event).__name__, **fields, **more})
+            self.oracle.announce({"type": type(event).__name__, **fields, **more})
 
 
 @contextmanager

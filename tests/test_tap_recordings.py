@@ -36,7 +36,7 @@ def late_router(endpoint: str, wanted: int) -> tuple[Oracle, bytes]:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_a_recording_is_tapped_and_told_again(tmp_path: Path, name: str) -> None:
+def test_a_recording_is_tapped_and_sent_again(tmp_path: Path, name: str) -> None:
     """Live, missed and asked for: the fold, and a router that comes late, have all that the engine said."""
     recording = json.loads((ROOT / "tests" / "data" / f"told_{name}.json").read_text(encoding="utf-8"))
     live = [[bytes.fromhex(frame) for frame in message] for message in recording["live"]]

@@ -106,9 +106,9 @@ class ContentIds:
             each if each >= 0 else (self._pages[(-1 - each) >> 8], (-1 - each) & 255) for each in symbols
         )
 
-    def learn(self, pages: Iterable[SymbolPage], *, anew: bool = False) -> None:
+    def learn(self, pages: Iterable[SymbolPage], *, again: bool = False) -> None:
         """Set what symbols stand for from now on; `anew` forgets all others."""
-        if anew:
+        if again:
             self._pages.clear()
         for page in pages:
             meaning = (page.token, page.extra_id, page.digest, page.offset)

@@ -308,7 +308,7 @@ class HistoryFold:
     def _on_created(self, event: ev.CacheCreated) -> None:
         """Start a new cache. The state that follows drops all requests that do not continue."""
         self._lose_all(Reason.RESTARTED)
-        self.contents.learn((), anew=True)
+        self.contents.learn((), again=True)
         self.pending["count"].fill(0)
         settings = msgspec.json.decode(event.config)
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
@@ -333,7 +333,7 @@ class HistoryFold:
             self._counts = None
         self._inputs = {each.encoder for each in event.sequences if each.encoder}
         running = self.running.copy()
-        self.contents.learn(event.symbols, anew=True)
+        self.contents.learn(event.symbols, again=True)
         self._lose_all(Reason.RESTARTED)
         self.running.clear()
         self.pending["count"].fill(0)

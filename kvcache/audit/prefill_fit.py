@@ -24,7 +24,7 @@ _LEAST, _MOST = 1e-3, 0.5
 """The part of a step that the longest prompts take at least, and the median error at most: else a fit says nothing."""
 _SHORTEST = 1e-9
 """Seconds of a prefill, at least."""
-_ANEW = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
+_AGAIN = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
 
 
 class PrefillSample(NamedTuple):
@@ -129,7 +129,7 @@ class _Steps:
                     self.left.pop(event.handle, None)
                 case ev.TransferFailed() | ev.LoadFailed() | ev.SequenceRewound():
                     known = False
-                case _ if isinstance(event, _ANEW):
+                case _ if isinstance(event, _AGAIN):
                     self.left.clear()
                     known = False
         if not known:

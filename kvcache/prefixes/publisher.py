@@ -31,7 +31,7 @@ class Counts(msgspec.Struct):
     followed."""
     orphans: int = 0
     """Stores after an unknown block. Their blocks count under their names only."""
-    untold: int = 0
+    stores_without_tokens: int = 0
     """Stores without the tokens of each block, as notices about lower levels. Their blocks count under their names
     only."""
     contradictions: int = 0

@@ -629,7 +629,7 @@ class PublisherState:
             blocks = 0
         if blocks < len(hashes):
             hashes = hashes[blocks:]
-            self.counts.untold += 1
+            self.counts.stores_without_tokens += 1
             group.holder.store_by_name(hashes, plane)
 
     def _remove(self, event: BlockRemoved) -> None:

@@ -87,7 +87,7 @@ class TestLateJoin:
             assert "/0" in server.tags("w")[0]
             assert max(sizes[6:]) < 2 * max(sizes[:6]), sizes
 
-    def test_who_fell_behind_what_was_removed(self, server: Server) -> None:
+    def test_who_fell_after_what_was_removed(self, server: Server) -> None:
         """A reader that stops is overtaken by the trimming; when it goes on it hears a whole state, and is exact."""
         rng = random.Random(3)
         with FeedingWorker(server.url, "w", min_bytes=5000) as worker, StreamReader(server.url) as reader:
@@ -253,10 +253,10 @@ def test_wrong_password(kind: Kind, tmp_path: Path) -> None:
             assert "wrong-word" not in str(caught.value)
             with (
                 StreamReader(f"{server.scheme}://{login}{host}") as reader,
-                pytest.raises(BrokerError, match="user or password is wrong") as told,
+                pytest.raises(BrokerError, match="user or password is wrong") as reported,
             ):
                 reader.read()
-            assert "word@" not in str(told.value)
+            assert "word@" not in str(reported.value)
 
 
 def test_password_in_a_file(kind: Kind, tmp_path: Path) -> None:

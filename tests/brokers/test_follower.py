@@ -18,7 +18,7 @@ def stream(rng: random.Random, batches: int) -> tuple[list[StreamRecord], list[s
     """Records as a feed writes them, and what is resident after each."""
     records, truth = [StreamRecord(0, batch(CLEARED))], [set[int]()]
     held: list[int] = []
-    seq = telling = 0
+    seq = publishing = 0
     pieces: list[StreamRecord] = []
     for number in range(1, batches):
         if pieces and rng.random() < 0.5:
@@ -26,11 +26,11 @@ def stream(rng: random.Random, batches: int) -> tuple[list[StreamRecord], list[s
             if rng.random() < 0.05:
                 pieces = []  # abandoned
         elif not pieces and rng.random() < 0.1:
-            telling += 1
+            publishing += 1
             cut = [held[at : at + 3] for at in range(0, len(held), 3)]
             payloads = [batch(CLEARED), *(batch(stored(*some)) for some in cut)]
             last = len(payloads) - 1
-            pieces = [StreamRecord(seq, each, at, telling, at == last) for at, each in enumerate(payloads)]
+            pieces = [StreamRecord(seq, each, at, publishing, at == last) for at, each in enumerate(payloads)]
             record = pieces.pop(0)
         else:
             seq += 1 + (rng.random() < 0.02) * 5  # numbers that were never used come with "cleared"

@@ -39,7 +39,7 @@ def test_after_trimming(cluster: MockCluster) -> None:
         assert worker.runner.stats().errors == 0
 
 
-def test_given_up_and_told_anew(cluster: MockCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_up_and_sent_again(cluster: MockCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the mock cluster: a record whose outcome is unknown makes the feed tell its state, and readers are exact."""
     fails: list[bool] = []
 
@@ -68,11 +68,11 @@ def test_lost_records_are_noticed(cluster: MockCluster, monkeypatch: pytest.Monk
         """Says of each record that it is where the first one is."""
 
         def produce(self, topic: str, *args: Any, **options: Any) -> None:
-            tell = options["on_delivery"]
+            report = options["on_delivery"]
 
             def first(error: Any, message: Message) -> None:
                 delivered.append(message)
-                tell(error, delivered[0])
+                report(error, delivered[0])
 
             super().produce(topic, *args, **options | {"on_delivery": first})
 

@@ -96,8 +96,8 @@ def test_json(broker: Server) -> None:
     with closing(feeding(broker, "-json")) as cache:
         cache.steps(20)
         settle(cache)
-        told = [msgspec.json.decode(payload) for tag, payload in broker.records("w") if "/" not in tag]
-        assert {batch["seq"] for batch in told if batch["events"]} >= set(range(1, cache.last_seq + 1))
+        reported = [msgspec.json.decode(payload) for tag, payload in broker.records("w") if "/" not in tag]
+        assert {batch["seq"] for batch in reported if batch["events"]} >= set(range(1, cache.last_seq + 1))
 
 
 def test_no_token_is_in_the_stream(broker: Server) -> None:
@@ -189,7 +189,7 @@ MISSED = 8
 """Fewer records than these are missing at a time."""
 
 
-def heard(records: list[StreamRecord]) -> bool:
+def received(records: list[StreamRecord]) -> bool:
     """Whether who begins here learns what is cached."""
     follower = NativeRecordFollower("w")
     return any(isinstance(report, ReceivedBatch) for record in records for report in follower.take(record))
@@ -210,7 +210,7 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
     transport.clock = clock = Clock()
     sink = NativeFeed(transport, FeedNumbers(None), CONTEXT, tokens=True, heartbeat_seconds=0.01)
 
-    def is_told_again() -> bool:
+    def is_sent_again() -> bool:
         clock.now += settings.restate_seconds
         return sum(record.last for record in kept.records[end:]) > 1  # the first one may have begun before
 
@@ -219,11 +219,11 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
             cache.steps(5)
             settle(cache)
         # However seldom the sink had its turn, who begins in the first third hears a whole state.
-        while not heard(kept.records[(third := len(kept.records) // 3) + MISSED :]):
+        while not received(kept.records[(third := len(kept.records) // 3) + MISSED :]):
             cache.steps(5)
             settle(cache)
         end = len(kept.records)
-        wait_until(is_told_again)
+        wait_until(is_sent_again)
     truth, reader = (FoldingReader(None) for _ in range(2))  # type: ignore[arg-type]
     whole, follower = NativeRecordFollower("w"), NativeRecordFollower("w")
     prints, skipped, share = {}, 0, 0.01 * (seed % 2)

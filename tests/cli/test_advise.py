@@ -310,8 +310,11 @@ def test_the_example_on_the_page(kvcache: Kvcache, tmp_path: Path, monkeypatch: 
     """The workload that the page describes gives what stands there."""
     monkeypatch.chdir(tmp_path)
     write_trace(Path("requests.jsonl"), example())
-    told = kvcache("advise", "requests.jsonl", *EXAMPLE, "-q").out
-    assert told == PAGE.partition("$ kvcache advise requests.jsonl")[2].partition("\n")[2].partition("```")[0]
+    reported = kvcache("advise", "requests.jsonl", *EXAMPLE, "-q").out
+    assert (
+        reported
+        == PAGE.partition("$ kvcache advise requests.jsonl")[2].partition("\n")[2].partition("```")[0]
+    )
 
 
 EXAMPLE = ("--tokens-per-block", 16, "--primary-blocks", 400, "--concurrency", 4)

@@ -58,7 +58,7 @@ def evicted(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
-def test_explain_tells_who_evicted_it_and_when(kvcache: Kvcache, evicted: Path) -> None:
+def test_explain_reports_who_evicted_it_and_when(kvcache: Kvcache, evicted: Path) -> None:
     """Of the request that came too late: its refusal, and why it computed everything."""
     done = kvcache("explain", evicted, "--request", "again")
     assert done.code == 0
@@ -250,7 +250,7 @@ class TestVerdict:
         assert (primary.size, primary.recomputed) == ("large_enough", 0)
         assert (secondary.size, secondary.recomputed) == ("too_small", 16 * 12)
 
-    def test_without_tokens_nobody_can_tell(self, tmp_path: Path) -> None:
+    def test_without_tokens_nobody_can_report(self, tmp_path: Path) -> None:
         """What was evicted is known, what it cost is not."""
         log = served_one_after_the_other(
             tmp_path / "log", [A, B], primary_blocks=4, log={"record_tokens": False}
@@ -289,14 +289,14 @@ def test_what_was_computed_twice(tmp_path: Path) -> None:
     assert audit_worker(tmp_path / "log").audit.computed_twice == 12
 
 
-def test_slots_are_told_as_they_lie() -> None:
+def test_slots_are_reported_as_they_lie() -> None:
     """Consecutive ones as ranges, others one by one, many cut short."""
     assert explanation._slots((7,)) == "slot 7"
     assert explanation._slots((7, 8, 9, 1004)) == "slots 7–9, 1,004"
     assert explanation._slots((1, 3, 5, 7, 9)) == "slots 1, 3, 5, 7, …"
 
 
-def test_explain_tells_each_slot(kvcache: Kvcache, tmp_path: Path) -> None:
+def test_explain_reports_each_slot(kvcache: Kvcache, tmp_path: Path) -> None:
     """Blocks that lie apart are not told as if they followed each other."""
     log = served_one_after_the_other(tmp_path / "log", [A[:5], B, A, A], primary_blocks=8)
     events = [event for batch in LogReader(log) for event in batch.events]
@@ -307,8 +307,8 @@ def test_explain_tells_each_slot(kvcache: Kvcache, tmp_path: Path) -> None:
         if isinstance(event, BlocksReused) and event.handle == handle
         for slot in np.frombuffer(event.slots, np.int32).tolist()
     ]
-    told = json.loads(kvcache("explain", log, "--request", "3", "--json").out)["requests"][0]["stays"][0]
-    assert [slot for each in told["parts"] for slot in each["slots"]] == reused
+    reported = json.loads(kvcache("explain", log, "--request", "3", "--json").out)["requests"][0]["stays"][0]
+    assert [slot for each in reported["parts"] for slot in each["slots"]] == reused
     assert len(reused) == 3
 
 
@@ -330,7 +330,7 @@ class TestEpochs:
                     manager.flush()
         return tmp_path / "log"
 
-    def test_epochs_lie_behind_each_other(self, kvcache: Kvcache, twice: Path) -> None:
+    def test_epochs_lie_after_each_other(self, kvcache: Kvcache, twice: Path) -> None:
         """The second one's admissions are not laid over the first one's, and it is said where it begins."""
         found = json.loads(kvcache("audit", twice, "--json").out)["over_time"]
         admitted = [sum(part.values()) // 13 for part in found["parts"]]

@@ -37,8 +37,8 @@ def test_compress(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
     }
     assert after < before * 0.7
     assert "0 segments, 0 B to 0 B" in kvcache("log", "compress", log).out
-    told = answer(kvcache("log", "info", log, "--json"))["segments"]
-    assert [each["compressed"] for each in told] == [True] * (len(told) - 1) + [False]
+    reported = answer(kvcache("log", "info", log, "--json"))["segments"]
+    assert [each["compressed"] for each in reported] == [True] * (len(reported) - 1) + [False]
     assert kvcache("log", "info", log).out.count("  compressed ") == done["compressed"]
     middle = segment_paths(whole)[2]
     (log / middle.name).write_bytes(middle.read_bytes()[:-50])
@@ -105,7 +105,7 @@ def test_a_segment_that_is_a_link(
 
 
 @pytest.mark.parametrize("content", ["nothing", "noise", "another log", "this log"])
-def test_a_foreign_file_behind_the_last_segment(
+def test_a_foreign_file_after_the_last_segment(
     kvcache: Kvcache, whole: Path, tmp_path: Path, content: str
 ) -> None:
     """Whatever is in it: the last segment of the log is the one that may be written, and stays as it is."""

@@ -303,7 +303,7 @@ class TestWhatIf:
         assert "--set primary_bytes: '5XB' needs a number and one of the units" in done.err
 
 
-def test_a_fit_is_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
+def test_a_fit_is_reported(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
     """With its error, and in JSON."""
     rows = [(n, k, 10 + 2 * n + n * (k + n / 2)) for n in (1, 4, 30) for k in (0, 12)]
     text = "tokens,cached,seconds\n" + "\n".join(",".join(map(str, row)) for row in rows)
@@ -364,7 +364,7 @@ def test_a_model_that_is_not_understood(kvcache: Kvcache, twice: Path, tmp_path:
     assert "index_head_dim: the index of sparse attention cannot be counted" in done.err
 
 
-def test_layers_that_are_not_counted_are_told(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
+def test_layers_that_are_not_counted_are_reported(kvcache: Kvcache, twice: Path, tmp_path: Path) -> None:
     """Those that see a window, and those that have no K and V."""
     kinds = ["full_attention", "sliding_attention", "mamba", "mamba"]
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": kinds, "sliding_window": 32}))

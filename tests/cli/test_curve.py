@@ -82,7 +82,7 @@ at best: of a cache with so many blocks in one level, that knows all prompts to 
 """
 
 
-def test_bytes_of_no_model_are_not_told(kvcache: Kvcache, log: Path) -> None:
+def test_bytes_of_no_model_are_not_reported(kvcache: Kvcache, log: Path) -> None:
     """A log whose settings are those of no model has no bytes worth telling."""
     out = kvcache("curve", log).out
     assert "KiB" not in out

@@ -125,9 +125,9 @@ def test_fields(kvcache: Kvcache, tmp_path: Path) -> None:
     assert lines[2].removeprefix("  A") == lines[3].removeprefix("  B")
     assert lines[4] == "  they differ in tokens"
     for form in ((), ("--json",)):
-        told = kvcache("diff", tmp_path / "a", tmp_path / "b", *form).out
-        assert "123456789" not in told
-        assert "987654321" not in told
+        reported = kvcache("diff", tmp_path / "a", tmp_path / "b", *form).out
+        assert "123456789" not in reported
+        assert "987654321" not in reported
 
 
 def test_requests_are_named(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_requests_are_named(kvcache: Kvcache, log: Path, tmp_path: Path) -> None
     events = (*first.events[:place], changed, *first.events[place + 1 :])
     with LogWriter(tmp_path / "changed") as writer:
         for batch in LogReader(log):
-            told = events if batch.seq == first.seq else batch.events
-            writer.append(EventBatch(batch.seq, batch.ts, told))
+            reported = events if batch.seq == first.seq else batch.events
+            writer.append(EventBatch(batch.seq, batch.ts, reported))
     lines = kvcache("diff", log, tmp_path / "changed").out.splitlines()
     for line, why in zip(lines[2:4], ("prompt", "copy"), strict=True):
         assert line.split()[3:5] == ["BlocksAllocated", "request=0"]

@@ -110,36 +110,36 @@ def result(kvcache: Kvcache, *args: Any) -> Any:
     return json.loads(done.out)
 
 
-def without(told: Any, *keys: str) -> Any:
+def without(reported: Any, *keys: str) -> Any:
     """JSON without what must differ: names of blocks and salts are others, and so are sizes."""
-    if isinstance(told, dict):
-        return {key: without(value, *keys) for key, value in told.items() if key not in keys}
-    return [without(value, *keys) for value in told] if isinstance(told, list) else told
+    if isinstance(reported, dict):
+        return {key: without(value, *keys) for key, value in reported.items() if key not in keys}
+    return [without(value, *keys) for value in reported] if isinstance(reported, list) else reported
 
 
-def test_audits_tell_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
+def test_audits_report_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
     """Why prompt tokens were computed, and what was evicted, is the same to the last number."""
-    told = [
+    reported = [
         without(result(kvcache, "audit", log), "log", "end", "name", "salt_digest", "event", "handle")
         for log in logs
     ]
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
 
 
-def test_curves_tell_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
+def test_curves_report_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
     """What prompts would reuse in other sizes is the same."""
-    told = [without(result(kvcache, "curve", log), "log", "log_id", "end") for log in logs]
-    assert told[0] == told[1]
+    reported = [without(result(kvcache, "curve", log), "log", "log_id", "end") for log in logs]
+    assert reported[0] == reported[1]
 
 
-def test_explanations_tell_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
+def test_explanations_report_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -> None:
     """Why each request reused what it did is the same."""
     admitted = {
         e.request_id for batch in LogReader(logs[0]) for e in batch.events if isinstance(e, SequenceAdded)
     }
     assert admitted
     for request_id in admitted:
-        told = [
+        reported = [
             without(
                 result(kvcache, "explain", log, "--request", request_id),
                 "log",
@@ -150,7 +150,7 @@ def test_explanations_tell_the_same(kvcache: Kvcache, logs: tuple[Path, Path]) -
             )
             for log in logs
         ]
-        assert told[0] == told[1]
+        assert reported[0] == reported[1]
 
 
 def test_other_commands_read_such_logs(kvcache: Kvcache, logs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -178,18 +178,18 @@ def test_match_needs_the_input(kvcache: Kvcache, logs: tuple[Path, Path], tmp_pa
     request_id = next(
         e.request_id for batch in LogReader(log) for e in batch.events if isinstance(e, SequenceAdded)
     )
-    told = [
+    reported = [
         without(result(kvcache, "match", each, "--request", request_id), "log", "end", "name", "fingerprint")
         for each in (log, other)
     ]
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
     (tmp_path / "tokens").write_text("1 1 1")
     done = kvcache("match", log, "--tokens", tmp_path / "tokens")
     assert (done.code, "what the encoder has read" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_feeds_tell_of_both_kinds_of_blocks(seed: int, tmp_path: Path) -> None:
+def test_feeds_report_both_kinds_of_blocks(seed: int, tmp_path: Path) -> None:
     """What routers know is what is cached in each group, from the start, and from a state in the middle on."""
     play(tmp_path / "log", seed, encoder=True)
     feed, late = Feed(), Feed()
@@ -210,8 +210,8 @@ def test_feeds_tell_of_both_kinds_of_blocks(seed: int, tmp_path: Path) -> None:
             for level in (0, 1):
                 known = {int.from_bytes(name, "big") for name in resident_in(feed, group, level)}
                 assert known == resident_names(state, level, group)
-        told = encode_batch(changes, 0.0, 0, feed.groups)
-        assert (b"cross_attention" in told) == any(
+        reported = encode_batch(changes, 0.0, 0, feed.groups)
+        assert (b"cross_attention" in reported) == any(
             isinstance(each, Stored) and each.group == last for each in changes
         )
         of_cross = [each for each in changes if isinstance(each, Stored | Removed) and each.group == last]
@@ -222,13 +222,13 @@ def test_feeds_tell_of_both_kinds_of_blocks(seed: int, tmp_path: Path) -> None:
     assert cross
 
 
-def test_dicts_tell_of_cross_attention_as_window_0(tmp_path: Path) -> None:
+def test_dicts_report_cross_attention_as_window_0(tmp_path: Path) -> None:
     """TensorRT-LLM's dicts tell inputs' blocks apart from those of prompts by their window."""
     manager = play(tmp_path / "log", 1, encoder=True)
     dicts = manager.get_latest_events()
-    told = {each["window_size"] for each in dicts if each["data"]["type"] == "stored"}
-    assert CROSS_WINDOW in told
-    assert len(told) == 2
+    reported = {each["window_size"] for each in dicts if each["data"]["type"] == "stored"}
+    assert CROSS_WINDOW in reported
+    assert len(reported) == 2
 
 
 def test_lines_name_who_reads_an_input(tmp_path: Path) -> None:

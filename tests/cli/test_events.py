@@ -104,9 +104,9 @@ class TestForms:
             "SymbolsInterned   pages=1 items=1 01010101",
             "SymbolsForgotten  pages=1",
         ]
-        told = [kvcache("events", images, "--json", *option).out for option in ((), ("--no-tokens",))]
-        assert ['"digest":"' + "01" * 32 in text for text in told] == [True, False]
-        assert all('"type":"SymbolsInterned"' in text for text in told)
+        reported = [kvcache("events", images, "--json", *option).out for option in ((), ("--no-tokens",))]
+        assert ['"digest":"' + "01" * 32 in text for text in reported] == [True, False]
+        assert all('"type":"SymbolsInterned"' in text for text in reported)
         assert kvcache("events", images, "--request", 2).code == 0
 
 

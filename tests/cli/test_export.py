@@ -103,7 +103,7 @@ def windows_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("to", WRITTEN)
 @pytest.mark.parametrize("which", ["log", "windows_log"])
-def test_tables_hold_what_the_log_tells(
+def test_tables_hold_what_the_log_reports(
     kvcache: Kvcache, tmp_path: Path, request: pytest.FixtureRequest, which: str, to: str
 ) -> None:
     """Every table has each row of `open_log`, in order, value by value; sums agree with the raw events."""

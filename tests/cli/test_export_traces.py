@@ -112,7 +112,7 @@ def test_the_curve_of_a_trace_is_that_of_its_log(kvcache: Kvcache, tmp_path: Pat
     assert of_trace["sizes"][-1]["hits"] > 0
 
 
-def told_agents(directory: Path) -> tuple[list[dict[str, Any]], Path]:
+def reported_agents(directory: Path) -> tuple[list[dict[str, Any]], Path]:
     """Sessions with tenants, models and stop reasons, which are given, and a log of them, in the same order."""
     lines = agents_lines()
     for number, line in enumerate(lines):
@@ -137,7 +137,7 @@ def test_sessions_are_kept_but_not_their_names(kvcache: Kvcache, tmp_path: Path,
     """What shares a session, an agent, a tenant or a model does so in the trace that is read back; why outputs ended is
     as it was. Names are pseudonyms by the key.
     """
-    given, log = told_agents(tmp_path)
+    given, log = reported_agents(tmp_path)
     exported(kvcache, log, path := tmp_path / "trace", to=to)
     requests = list(read_trace(path, block_tokens=64))
     assert len(requests) == len(given) > 50
@@ -160,7 +160,7 @@ def test_sessions_are_kept_but_not_their_names(kvcache: Kvcache, tmp_path: Path,
 
 def test_turns_of_a_bailian_trace(kvcache: Kvcache, tmp_path: Path) -> None:
     """A line names the turn before of its session, and says which turn it is."""
-    given, log = told_agents(tmp_path)
+    given, log = reported_agents(tmp_path)
     lines = exported(kvcache, log, tmp_path / "trace", to="bailian")
     latest, turns = dict[str, int](), defaultdict[str, int](int)
     for line, was in zip(lines, given, strict=True):
@@ -173,7 +173,7 @@ def test_turns_of_a_bailian_trace(kvcache: Kvcache, tmp_path: Path) -> None:
 
 def test_a_key_keeps_pseudonyms(kvcache: Kvcache, tmp_path: Path) -> None:
     """Traces with one key name a session alike, and those with another do not."""
-    _, log = told_agents(tmp_path)
+    _, log = reported_agents(tmp_path)
     (tmp_path / "key").write_bytes(bytes(32))
     options = [("--key", tmp_path / "key")] * 2 + [()]
     one, same, other = (

@@ -124,7 +124,7 @@ def test_prefixes_that_several_computed(fleet: Path, kvcache: Kvcache) -> None:
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), max_size=4), max_size=4))
-def test_every_block_that_several_computed_is_told_once(fleet: list[list[list[int]]]) -> None:
+def test_every_block_that_several_computed_is_reported_once(fleet: list[list[list[int]]]) -> None:
     """Prefixes are made of all blocks that several workers computed, each with those of the same workers."""
     by: dict[tuple[int, ...], set[str]] = {}
     for number, prompts in enumerate(fleet):
@@ -145,7 +145,7 @@ def test_every_block_that_several_computed_is_told_once(fleet: list[list[list[in
                 ),
             )
         )
-    told = []
+    reported = []
     named = {np.uint64(number).tobytes().hex(): block for block, number in numbers.items()}
     for each in spread(workers, 2, 1000):
         last = named[each.name]
@@ -153,8 +153,8 @@ def test_every_block_that_several_computed_is_told_once(fleet: list[list[list[in
         assert blocks[-1] == last
         assert all(by[block] == set(each.workers) for block in blocks)
         assert each.duplicated_tokens == 2 * len(blocks) * (len(each.workers) - 1)
-        told += blocks
-    assert sorted(told) == sorted(block for block, names in by.items() if len(names) > 1)
+        reported += blocks
+    assert sorted(reported) == sorted(block for block, names in by.items() if len(names) > 1)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from events.types import (
 from kvcache.tap.tap import Endpoint, Tap
 from tests.support.commands import Kvcache
 from tests.support.feeds.publisher import Publisher, stored
-from tests.support.feeds.publisher import batch as told
+from tests.support.feeds.publisher import batch as reported
 from tests.support.feeds.tapped import work_until
 from tests.support.logs import inconsistent
 from tests.support.logs.logs import LOG_ID
@@ -292,7 +292,7 @@ def test_further_fields_of_an_engine_that_are_none_are_refused(
     """What engines told is published without tokens in its further fields, which must be fields for that."""
     with Publisher() as publisher, Tap([Endpoint(publisher.endpoint)], tmp_path / "taps") as tap:
         publisher.wait_subscribed()
-        publisher.send(0, told(stored(1)), b"kv@a@m")
+        publisher.send(0, reported(stored(1)), b"kv@a@m")
         work_until(tap, lambda: tap.recorder.batches == 1)
     batches = list(LogReader(tmp_path / "taps", kind=None))
     log, out = Log(batches, inconsistent.beginnings(batches), ""), tmp_path / "out"

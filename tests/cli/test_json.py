@@ -92,7 +92,7 @@ def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
         return done
 
     with Publisher() as publisher, replaying({1: batch(stored(1, 2), removed(2), CLEARED, ts=NOW)}) as server:
-        heard = answer("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 1)
+        received = answer("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 1)
     log = place / "log"
     return {
         "run": [summary],
@@ -107,7 +107,7 @@ def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
         "curve": [json.loads(answer("curve", log, "--bound", "30").out)],
         "diff": [json.loads(answer("diff", log, log).out)],
         "publish": lines(answer("publish", log, "--once", "--sink", f"file:{place}/p.jsonl").out),
-        "subscribe": lines(heard.out),
+        "subscribe": lines(received.out),
         "doctor": [json.loads(answer("doctor").out)],
     }
 

@@ -65,10 +65,10 @@ def test_info(kvcache: Kvcache, kept: Path) -> None:
 def test_verify(kvcache: Kvcache, kept: Path) -> None:
     """All that is kept is read, and each snapshot compared; that the beginning is gone is said on stderr."""
     found = kvcache("log", "verify", kept, "--json", "-q")
-    told = json.loads(found.out)
-    assert (told["snapshots_verified"], told["problems"], told["unused_snapshots"]) == (2, [], [])
-    assert told["end"]["begins"] == first_seq(snapshot_paths(kept)[0])
-    assert told["batches"] == len(list(LogReader(kept)))
+    reported = json.loads(found.out)
+    assert (reported["snapshots_verified"], reported["problems"], reported["unused_snapshots"]) == (2, [], [])
+    assert reported["end"]["begins"] == first_seq(snapshot_paths(kept)[0])
+    assert reported["batches"] == len(list(LogReader(kept)))
     done = kvcache("log", "verify", kept)
     assert "begins with the state after batch" in done.err
     assert "2 agree with the log" in done.out
@@ -88,7 +88,7 @@ def test_what_the_disk_does_not_give_back_is_named(kvcache: Kvcache, whole: Path
     assert kvcache("log", "verify", tmp_path / "new").code == 0
 
 
-def test_verify_tells_of_snapshots_that_are_no_good(kvcache: Kvcache, kept: Path, whole: Path) -> None:
+def test_verify_reports_snapshots_that_are_no_good(kvcache: Kvcache, kept: Path, whole: Path) -> None:
     """A damaged one and one with another state are wrong; one that nothing continues is passed over."""
     made = make_snapshot(whole, first_seq(segment_paths(whole)[5]))
     assert made is not None
@@ -99,18 +99,18 @@ def test_verify_tells_of_snapshots_that_are_no_good(kvcache: Kvcache, kept: Path
     newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     done = kvcache("log", "verify", kept, "--json")
     assert done.code == 1
-    told = json.loads(done.out)
-    assert told["unused_snapshots"] == [unused.name]
-    assert [str(newest) in problem for problem in told["problems"]] == [True]
+    reported = json.loads(done.out)
+    assert reported["unused_snapshots"] == [unused.name]
+    assert [str(newest) in problem for problem in reported["problems"]] == [True]
 
 
 def test_prune(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
     """By number, bytes and time; the answer says what went, and what is left replays to the same end."""
     for options in (("--retain-segments", 4), ("--retain-bytes", "120KiB"), ("--retain-seconds", 2)):
         log = Path(shutil.copytree(whole, tmp_path / str(options[1])))
-        told = answer(kvcache("log", "prune", log, *options, "--json", "-q"))
-        assert told["removed"]["segments"] == len(segment_paths(whole)) - len(segment_paths(log)) > 0
-        assert len(told["kept"]["segments"]) == len(segment_paths(log))
+        reported = answer(kvcache("log", "prune", log, *options, "--json", "-q"))
+        assert reported["removed"]["segments"] == len(segment_paths(whole)) - len(segment_paths(log)) > 0
+        assert len(reported["kept"]["segments"]) == len(segment_paths(log))
         assert replay(log).fingerprint == replay(whole).fingerprint
         done = kvcache("log", "prune", log, *options)
         assert "removed   0 segments, 0 snapshots, 0 B" in done.out
@@ -120,8 +120,8 @@ def test_prune(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
 def test_compact(kvcache: Kvcache, whole: Path, tmp_path: Path, args: tuple[Any, ...]) -> None:
     """Keeping one segment leaves a snapshot and what follows."""
     log = Path(shutil.copytree(whole, tmp_path / "log"))
-    told = answer(kvcache("log", args[0], log, *args[1:], "--json", "-q"))
-    assert told["removed"]["segments"] == len(segment_paths(whole)) - 1
+    reported = answer(kvcache("log", args[0], log, *args[1:], "--json", "-q"))
+    assert reported["removed"]["segments"] == len(segment_paths(whole)) - 1
     assert (len(segment_paths(log)), len(snapshot_paths(log))) == (1, 1)
     assert replay(log).fingerprint == replay(whole).fingerprint
 
@@ -177,11 +177,14 @@ def test_repair(kvcache: Kvcache, torn: Path) -> None:
     assert (
         "would be moved to quarantine/: a part of a batch" in kvcache("log", "repair", torn, "--dry-run").out
     )
-    told = answer(kvcache("log", "repair", torn, "--json"))
-    assert told == would | {"dry_run": False}
+    reported = answer(kvcache("log", "repair", torn, "--json"))
+    assert reported == would | {"dry_run": False}
     [aside] = (torn / "quarantine").iterdir()
     assert last.read_bytes() + aside.read_bytes() == before[last.name]
-    assert (told["cut"]["offset"], told["cut"]["bytes"]) == (last.stat().st_size, aside.stat().st_size)
+    assert (reported["cut"]["offset"], reported["cut"]["bytes"]) == (
+        last.stat().st_size,
+        aside.stat().st_size,
+    )
     assert "nothing to repair" in kvcache("log", "repair", torn).out
     assert answer(kvcache("log", "verify", torn, "--json", "-q"))["end"]["kind"] == "open"
 
@@ -214,14 +217,16 @@ def test_salvage(kvcache: Kvcache, damaged: Path, kept: Path, tmp_path: Path) ->
     for path in snapshot_paths(kept):
         shutil.copy(path, damaged)
     before = bytes_in(damaged)
-    told = answer(kvcache("log", "salvage", damaged, "--to", tmp_path / "new", "--json", "-q"))
+    reported = answer(kvcache("log", "salvage", damaged, "--to", tmp_path / "new", "--json", "-q"))
     assert bytes_in(damaged) == before
-    [lost], [place] = told["lost"], told["damage"]
+    [lost], [place] = reported["lost"], reported["damage"]
     assert (Path(place["path"]), place["seq"]) == (segment_paths(damaged)[4], lost["first_seq"])
     assert lost["last_seq"] == first_seq(snapshot_paths(kept)[0])
     done = kvcache("log", "salvage", damaged, "--to", tmp_path / "another")
     assert f"lost    batches {lost['first_seq']:,} to {lost['last_seq']:,}" in done.out
-    assert answer(kvcache("log", "verify", tmp_path / "new", "--json", "-q"))["batches"] == told["batches"]
+    assert (
+        answer(kvcache("log", "verify", tmp_path / "new", "--json", "-q"))["batches"] == reported["batches"]
+    )
     assert kvcache("audit", tmp_path / "new").code == 0
     assert kvcache("log", "salvage", damaged, "--to", tmp_path / "new").code == 2
 

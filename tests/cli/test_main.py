@@ -194,9 +194,9 @@ def test_every_command_has_help(kvcache: Kvcache, command: str) -> None:
 
 def test_each_action_on_a_log_has_a_paragraph(kvcache: Kvcache) -> None:
     """However wide the terminal is, the help of `log` begins a line with each of them."""
-    told = kvcache("log", "--help").out
+    reported = kvcache("log", "--help").out
     for action in ("info", "verify", "repair", "salvage", "compact", "compress", "prune"):
-        assert f"\n\n{action}: " in told
+        assert f"\n\n{action}: " in reported
 
 
 def test_module_can_be_run(start: Start) -> None:
@@ -284,17 +284,17 @@ class TestDiagnostics:
         """With --log-json, given anywhere, an error is a JSON line, that of wrong usage included."""
         for line in (["--log-json", *args], [*args, "--log-json"]):
             done = kvcache(*line)
-            [told] = map(json.loads, done.err.splitlines())
-            assert (done.code, told["level"]) == (2, "error")
-            assert says in told["event"]
-            assert told["timestamp"].endswith("Z")
-            assert "exception" not in told
+            [reported] = map(json.loads, done.err.splitlines())
+            assert (done.code, reported["level"]) == (2, "error")
+            assert says in reported["event"]
+            assert reported["timestamp"].endswith("Z")
+            assert "exception" not in reported
         assert kvcache(*args).err.startswith("kvcache: error: ")
 
     def test_traceback_as_json(self, kvcache: Kvcache) -> None:
         """With -v the JSON line of an error holds its traceback."""
-        [told] = map(json.loads, kvcache("replay", "/nowhere", "--log-json", "-v").err.splitlines())
-        assert told["exception"].startswith("Traceback")
+        [reported] = map(json.loads, kvcache("replay", "/nowhere", "--log-json", "-v").err.splitlines())
+        assert reported["exception"].startswith("Traceback")
 
     def test_notes_as_json(self, kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         """Notes are JSON lines, too, and -q silences them in either form."""
@@ -302,16 +302,16 @@ class TestDiagnostics:
         last = segments(torn)[-1]
         last.write_bytes(last.read_bytes()[:-3])
         args = ("events", torn, "--log-json")
-        [told] = map(json.loads, kvcache(*args).err.splitlines())
-        assert (told["event"].partition(":")[0], told["level"]) == ("the log is torn", "info")
+        [reported] = map(json.loads, kvcache(*args).err.splitlines())
+        assert (reported["event"].partition(":")[0], reported["level"]) == ("the log is torn", "info")
         assert kvcache(*args, "-q").err == ""
 
-    def test_warnings_are_told(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
+    def test_warnings_are_reported(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
         """Without being asked, stderr has the warnings of the library in the command's own form."""
         _, out, err = kvcache(*broken)
-        [told] = [line for line in err.splitlines() if "sink_lost_batches" in line]
-        assert told.startswith("kvcache: warning: sink_lost_batches (sink=file://")
-        assert "dropped=" in told
+        [reported] = [line for line in err.splitlines() if "sink_lost_batches" in line]
+        assert reported.startswith("kvcache: warning: sink_lost_batches (sink=file://")
+        assert "dropped=" in reported
         assert "Broken pipe" in out
 
     def test_quiet(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
@@ -324,9 +324,9 @@ class TestDiagnostics:
         """What a warning is about comes first, then its reason, then all else."""
         url = "zmq+pub://0.0.0.0:0?pad=true&replay=0&state=&insecure=1"
         args = ("run", TRACE, "--no-pools", "--limit", 2, "--sink", url)
-        [told] = kvcache(*args).err.splitlines()
-        assert told.startswith("kvcache: warning: feed_leaves_machine")
-        assert "endpoint=tcp://0.0.0.0:" in told
+        [reported] = kvcache(*args).err.splitlines()
+        assert reported.startswith("kvcache: warning: feed_leaves_machine")
+        assert "endpoint=tcp://0.0.0.0:" in reported
         assert kvcache(*args, "-q").err == ""
 
     @pytest.mark.parametrize(

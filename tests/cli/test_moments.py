@@ -288,7 +288,7 @@ class TestCommands:
             assert found["seq"] == seq - 1
             assert found["prompt_tokens"] > 0
 
-    def test_the_end_is_told(self, kvcache: Kvcache, log: Path) -> None:
+    def test_the_end_is_reported(self, kvcache: Kvcache, log: Path) -> None:
         """At a time of the last batch the log's end is known, since it was read to know that nothing is later."""
         end = list(LogReader(log))[-1]
         found = self.answer(kvcache("replay", log, "--at", iso(end.ts), "--json"))
@@ -310,8 +310,8 @@ class TestCommands:
         done = kvcache("events", dated, "--json", *options)
         assert {json.loads(line)["seq"] for line in done.out.splitlines()} == set(expected)
         everything = kvcache("events", dated).out.splitlines()
-        told = [line for line in everything if int(line.split(".")[0]) in expected]
-        assert kvcache("events", dated, *options).out.splitlines() == told
+        reported = [line for line in everything if int(line.split(".")[0]) in expected]
+        assert kvcache("events", dated, *options).out.splitlines() == reported
 
     def test_events_of_a_clock_that_was_set_back(self, kvcache: Kvcache, dated: Path) -> None:
         """Batches that are dated back are shown with what the clock showed, and belong to the time before."""

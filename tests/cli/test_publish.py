@@ -52,7 +52,7 @@ def test_stdout_and_quiet(kvcache: Kvcache, start: Start, copy: Path) -> None:
     assert kvcache("publish", copy, "--json", "--sink", "stdout:").code == 2
 
 
-def test_a_feed_that_is_open_is_told(start: Start, copy: Path) -> None:
+def test_a_feed_that_is_open_is_reported(start: Start, copy: Path) -> None:
     """Once, behind what is said while the log is folded."""
     url = f"zmq+pub://127.0.0.1:{free_port()}"
     process = start("publish", copy, "--sink", url, "--every", "0.01")

@@ -93,7 +93,7 @@ class TestTrouble:
     """Logs that are not whole."""
 
     @pytest.mark.parametrize("kind", ["torn", "open"])
-    def test_all_commands_tell_how_a_log_ends(
+    def test_all_commands_report_how_a_log_ends(
         self, kvcache: Kvcache, copy: Path, kind: str, tmp_path: Path
     ) -> None:
         """On stderr, and in JSON as `replay` has it; of a log that was closed nothing is said."""

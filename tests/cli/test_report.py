@@ -365,7 +365,7 @@ class Clock:
         return self.seconds * 10**9
 
 
-def test_a_lane_tells_of_waiting_computing_decoding_and_preemption(tmp_path: Path) -> None:
+def test_a_lane_reports_waiting_computing_decoding_and_preemption(tmp_path: Path) -> None:
     """A request that is refused, admitted, computed in two steps, preempted, and admitted again."""
     clock = Clock()
     start = clock()
@@ -668,7 +668,7 @@ def places(value: Any) -> Iterator[tuple[Any, ...]]:
         yield from ((step, *rest) for rest in places(each))
 
 
-class TestBeside:
+class TestAlongside:
     """Sections for what other commands worked out."""
 
     def test_they_appear_if_given(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:

@@ -95,8 +95,8 @@ class TestLines:
 
     def test_gaps_and_restarts(self, start: Start, publisher: Publisher) -> None:
         """What was missed and recovered, and a publisher that begins anew, are lines of their own."""
-        told = batch(stored(1))
-        with replaying({1: told, 2: told, 3: told}) as server:
+        reported = batch(stored(1))
+        with replaying({1: reported, 2: reported, 3: reported}) as server:
             process = start("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 5)
             publisher.wait_subscribed()
             assert server.asked.acquire(timeout=60)
@@ -118,7 +118,7 @@ class TestLines:
         ]
         assert err[-1].endswith("3 batches lost; 1 restart")
 
-    def test_a_state_told_anew(self, start: Start, publisher: Publisher) -> None:
+    def test_a_state_sent_again(self, start: Start, publisher: Publisher) -> None:
         """Numbers that a batch jumps over which clears everything are neither lost nor got by replay."""
         with replaying({}) as server:
             process = start("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 2)
@@ -151,7 +151,7 @@ class TestLines:
         assert ("(replayed)" in out) is (topic == "k")
         assert "      1.0  AllBlocksCleared\n" in out
 
-    def test_silence_is_told(
+    def test_silence_is_reported(
         self, kvcache: Kvcache, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of each endpoint at which nothing was heard for a while, once; not of one that has spoken."""
@@ -162,8 +162,8 @@ class TestLines:
             late.start()
             done = kvcache("subscribe", there, f"tcp://127.0.0.1:{port}", "--count", 2)
             late.join()
-        heard_not = [line for line in done.err.splitlines() if "nothing was heard" in line]
-        assert [line.partition(" yet: ")[0] for line in heard_not] == [
+        not_received = [line for line in done.err.splitlines() if "nothing was heard" in line]
+        assert [line.partition(" yet: ")[0] for line in not_received] == [
             f"kvcache: nothing was heard from tcp://127.0.0.1:{port}"
         ]
 
@@ -188,7 +188,7 @@ class TestLines:
         code, _, err = ended(process)
         assert (code, len(err)) == (128 + signal.SIGTERM, 1)
 
-    def test_a_silent_replay_is_told_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_silent_replay_is_reported_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long it is waited for."""
         monkeypatch.setattr("kvcache.cli.subscribe.sources.SILENCE_SECONDS", math.inf)
         subscriptions, out = Mock(endpoints=["tcp://a:1"]), Mock()

@@ -34,15 +34,15 @@ def test_lines_are_those_of_the_log(kvcache: Kvcache, start: Start, cache: Cache
     cache.steps(30)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    heard = out.splitlines()
-    assert [line.split()[1] for line in heard[:3]] == ["EpochStarted", "CacheCreated", "StateExported"]
+    received = out.splitlines()
+    assert [line.split()[1] for line in received[:3]] == ["EpochStarted", "CacheCreated", "StateExported"]
     cache.close()
     batches = list(LogReader(tmp_path / "log"))
-    assert {int(line.split(".")[0]) for line in heard} == {batch.seq for batch in batches[:12]}
+    assert {int(line.split(".")[0]) for line in received} == {batch.seq for batch in batches[:12]}
     logged = kvcache("events", tmp_path / "log", "--until", batches[11].seq).out.splitlines()
-    told = {line.split()[0]: line.split()[2:] for line in logged}
-    for line in heard[3:]:
-        assert told[line.split()[0]] == line.split()[1:]
+    reported = {line.split()[0]: line.split()[2:] for line in logged}
+    for line in received[3:]:
+        assert reported[line.split()[0]] == line.split()[1:]
 
 
 def test_json_has_address_message_and_fields(start: Start, cache: Cache) -> None:

@@ -454,10 +454,10 @@ class TestView:
         console.print(*out.frame(lambda: workers.show(out)), sep="\n")
         shown = text.getvalue()
         assert max(map(len, shown.splitlines())) <= width
-        told = "".join(shown.split())
+        reported = "".join(shown.split())
         for row in workers.rows():
             for letters in re.findall("[a-z]+", row.name.partition(".")[0]):
-                assert letters[:3] in told
+                assert letters[:3] in reported
         if width == 200:
             for row in workers.rows():
                 assert row.name in shown
@@ -488,7 +488,7 @@ class TestView:
         assert any("only a part is known of" in line for line in said) == (lost != "0")
         assert (styles[-1] == "yellow") == (lost != "0")
 
-    def test_a_state_told_anew_has_a_column(self) -> None:
+    def test_a_state_reported_anew_has_a_column(self) -> None:
         """Beside restarts, which it is none of."""
         workers = Workers(clock=Clock(), wall=lambda: 500.0)
         sender = Sender("tcp://a:1")

@@ -186,7 +186,7 @@ def test_history_over_epochs(log: Path) -> None:
 SECOND = 1_000_000_000
 
 
-def heard(seq: int, published: int, *said: AnyEvent) -> EventBatch:
+def batch_received(seq: int, published: int, *said: AnyEvent) -> EventBatch:
     """A batch that the tap heard a long time after it was published, as by a replay."""
     received = FeedReceived(worker=0, number=seq, published_ts=published * SECOND, replayed=True)
     return EventBatch(seq, 10_000 * SECOND + seq, (received, *said))
@@ -223,28 +223,39 @@ def seconds_of(ages: Ages) -> int:
 
 def test_ages_are_by_the_clock_of_the_engine() -> None:
     """Batches that came by a replay were heard at one moment, and published at others."""
-    history = history_of(heard(1, 100, put(1)), heard(2, 160, took(1)), heard(3, 190, put(1)))
+    history = history_of(
+        batch_received(1, 100, put(1)), batch_received(2, 160, took(1)), batch_received(3, 190, put(1))
+    )
     assert (seconds_of(history.lifetimes), seconds_of(history.gone_ages)) == (60, 30)
 
 
 @pytest.mark.parametrize("order", [(took(1), put(1, "CPU")), (put(1, "CPU"), took(1))])
 def test_a_block_that_changes_its_level_lives_on(order: tuple[AnyEvent, ...]) -> None:
     """Whichever is told first, it is neither removed nor back; it lives until it is nowhere."""
-    history = history_of(heard(1, 100, put(1)), heard(2, 150, *order))
+    history = history_of(batch_received(1, 100, put(1)), batch_received(2, 150, *order))
     assert (history.stored, history.removed, history.moved, history.stored_again) == (1, 0, 1, 0)
-    history = history_of(heard(1, 100, put(1)), heard(2, 150, *order), heard(3, 170, took(1, "CPU")))
+    history = history_of(
+        batch_received(1, 100, put(1)), batch_received(2, 150, *order), batch_received(3, 170, took(1, "CPU"))
+    )
     assert (history.removed, seconds_of(history.lifetimes)) == (1, 70)
 
 
 def test_what_is_no_move() -> None:
     """The same level again; a copy elsewhere that stays or was there before; a batch later."""
-    history = history_of(heard(1, 1, put(1)), heard(2, 2, took(1), put(1)))
+    history = history_of(batch_received(1, 1, put(1)), batch_received(2, 2, took(1), put(1)))
     assert (history.stored, history.removed, history.moved, history.stored_again) == (2, 1, 0, 1)
     history = history_of(
-        heard(1, 1, put(1)), heard(2, 2, put(1, "CPU")), heard(3, 3, took(1)), heard(4, 4, put(1))
+        batch_received(1, 1, put(1)),
+        batch_received(2, 2, put(1, "CPU")),
+        batch_received(3, 3, took(1)),
+        batch_received(4, 4, put(1)),
     )
     assert (history.stored, history.removed, history.moved, history.stored_again) == (3, 1, 0, 0)
-    history = history_of(heard(1, 1, put(1)), heard(2, 2, took(1)), heard(3, 4, put(1, "CPU")))
+    history = history_of(
+        batch_received(1, 1, put(1)), batch_received(2, 2, took(1)), batch_received(3, 4, put(1, "CPU"))
+    )
     assert (history.stored, history.removed, history.moved, history.stored_again) == (2, 1, 0, 1)
-    history = history_of(heard(1, 1, put(1)), heard(2, 2, put(1, "CPU"), FeedCleared(0), put(1), took(1)))
+    history = history_of(
+        batch_received(1, 1, put(1)), batch_received(2, 2, put(1, "CPU"), FeedCleared(0), put(1), took(1))
+    )
     assert (history.moved, history.removed, history.forgotten) == (0, 1, 2)

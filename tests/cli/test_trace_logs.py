@@ -99,7 +99,7 @@ def test_the_cache_is_as_large_as_asked(kvcache: Kvcache, tmp_path: Path) -> Non
     assert said.out.startswith(f"{trace}: batches 0 to")
 
 
-def test_whatif_tells_of_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> None:
+def test_whatif_reports_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> None:
     """The row of what was recorded is the audit's, and equal calls say the same, so a report takes it."""
     sizes = ("--primary-blocks", 90, "--secondary-blocks", 0)
     audit = audited(kvcache, TRACE, *sizes)
@@ -182,7 +182,7 @@ def test_late_times(kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]) 
     assert f"{later}:{len(prompts)}: timestamp is 56,319,644 years after the start" in done.err
 
 
-def test_models_and_salts_are_told_apart(kvcache: Kvcache, tmp_path: Path) -> None:
+def test_models_and_salts_are_distinguished(kvcache: Kvcache, tmp_path: Path) -> None:
     """Salts are those of the trace, by their digests; models share nothing, and are names of adapters."""
     own: list[dict[str, str]] = [
         {"model": "a"},
@@ -213,7 +213,7 @@ def test_models_and_salts_are_told_apart(kvcache: Kvcache, tmp_path: Path) -> No
         ("export", ("--to", "jsonl", "-o", "tables")),
     ],
 )
-def test_what_cannot_be_told(
+def test_what_cannot_be_reported(
     kvcache: Kvcache, tmp_path: Path, log: Path, command: str, more: tuple[str, ...]
 ) -> None:
     """Arrivals alone, lines that are no requests, requests that do not fit, and options of traces beside a log."""

@@ -296,7 +296,7 @@ class TestChoice:
             (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, arc, returns, belady"),
         ],
     )
-    def test_what_is_wrong_is_told_first(
+    def test_what_is_wrong_is_reported_first(
         self, kvcache: Kvcache, log: Path, options: list[str], message: str
     ) -> None:
         """A wrong value among right ones is refused before anything is played."""

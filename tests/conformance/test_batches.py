@@ -109,7 +109,7 @@ def test_r_20_a_request_that_needs_the_whole_pool() -> None:
     assert rig.free == 0
 
 
-def test_r_21_a_full_match_beside_none() -> None:
+def test_r_21_a_full_match_alongside_none() -> None:
     """Two requests that have nothing in common."""
     rig = seeded(prompt(0, 9))
     reused, (one, other) = admit(rig, prompt(0, 9), prompt(100, 109))

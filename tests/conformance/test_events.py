@@ -154,16 +154,16 @@ def test_v_6_removals_of_a_step_are_one_event() -> None:
     assert {*names_of(removed)} == names
 
 
-def test_v_8_what_is_removed_is_told_before_what_takes_its_place() -> None:
+def test_v_8_what_is_removed_is_reported_before_what_takes_its_place() -> None:
     """A prompt that displaces another one: in each window the removals come first, then what is stored."""
     rig = Rig(4, windows=(8, 16), max_sequence_length=16)
     rig.prefill("0", range(9))
     rig.end("0")
     rig.manager.flush()
     rig.prefill("1", range(100, 109))
-    told = stored_and_removed(rig)
+    reported = stored_and_removed(rig)
     for group in range(2):
-        of_group = [(kind, blocks) for kind, each, blocks in told if each == group]
+        of_group = [(kind, blocks) for kind, each, blocks in reported if each == group]
         *removed, stored = of_group
         assert stored == ("BlocksStored", 2)
         assert {kind for kind, _ in removed} == {"BlocksRemoved"}

@@ -28,7 +28,7 @@ def test_e_5_all_blocks_in_turn() -> None:
         rig.add(4, [42])
 
 
-def test_e_6_a_block_goes_after_those_behind_it() -> None:
+def test_e_6_a_block_goes_after_those_after_it() -> None:
     """Of three blocks the middle one has priority 75: the last goes to secondary first, whatever the priorities."""
     rig = Rig(4, 1)
     tokens = prompt(0, 12)

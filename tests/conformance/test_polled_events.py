@@ -147,7 +147,7 @@ def test_p_8_an_unknown_algorithm_is_refused() -> None:
     assert isinstance(refusal.value, ValueError)
 
 
-def test_p_9_each_rank_tells_its_own() -> None:
+def test_p_9_each_rank_reports_its_own() -> None:
     """There rank 0 gathers what all tell. Here each is polled, keeps its newest, and says in each dict who it is."""
     rigs = [Rig(4, event_buffer_max_size=1, attention_dp_rank=rank) for rank in (0, 1)]
     for rank, rig in enumerate(rigs):
@@ -195,7 +195,7 @@ def test_p_11_a_block_is_removed_once_in_each_window() -> None:
     ]
 
 
-def test_p_12_a_removal_is_told_before_a_later_update() -> None:
+def test_p_12_a_removal_is_reported_before_a_later_update() -> None:
     """In one step a block goes, then another one gets a priority: in that order."""
     rig = Rig(2, event_buffer_max_size=8)
     rig.run("a", prompt(0, 4))
@@ -208,7 +208,7 @@ def test_p_12_a_removal_is_told_before_a_later_update() -> None:
     assert ids(events) == sorted(ids(events))
 
 
-def test_p_13_a_reused_prefix_is_not_told_again() -> None:
+def test_p_13_a_reused_prefix_is_not_sent_again() -> None:
     """Of a prompt whose first block is cached, only the second is stored, behind the first."""
     rig = Rig(8, event_buffer_max_size=8)
     rig.run("a", prompt(0, 4))

@@ -36,7 +36,7 @@ def test_e_2_decoded_blocks_have_a_priority_of_their_own() -> None:
     assert rig.add("a again", prompt(0, 12)) == 11
 
 
-def test_e_3_what_was_to_be_kept_for_a_time_goes_like_all_others_behind_it() -> None:
+def test_e_3_what_was_to_be_kept_for_a_time_goes_like_all_others_after_it() -> None:
     """After its 10 ms a prompt of priority 80 is evicted before one of priority 50."""
     rig = Rig(8)
     rig.run("a", prompt(0, 12), keep((0, None, 80, 10)))
@@ -57,7 +57,7 @@ def test_e_4_decoded_blocks_are_kept_for_a_time() -> None:
     rig.generate("b", 0, 0, 0)
     rig.end("b")
     rig.wait(50)
-    expired = [event for event in rig.told(BlocksUpdated) if event.why == UpdateReason.EXPIRED]
+    expired = [event for event in rig.reported(BlocksUpdated) if event.why == UpdateReason.EXPIRED]
     assert [(event.old_priority, event.priority) for event in expired] == [(100, 35)]
     rig.run("c", [0] * 8)
     assert rig.free == 9
@@ -66,25 +66,25 @@ def test_e_4_decoded_blocks_are_kept_for_a_time() -> None:
     assert rig.add("b again", second) == 11
 
 
-def test_v_3_priorities_are_told_as_stated() -> None:
+def test_v_3_priorities_are_reported_as_stated() -> None:
     """Stored with what the ranges say; only a request that states something changes what is cached."""
     rig = Rig(8, 2)
     rig.prefill("a", prompt(0, 8), keep((0, None, 50), decode=35))
-    assert [event.priority for event in rig.told(BlocksStored)] == [50]
+    assert [event.priority for event in rig.reported(BlocksStored)] == [50]
     rig.end("a")
     # Here a block is cached as soon as it is computed, so that the prompt's last one needs no second event.
-    assert not rig.told(BlocksStored)
+    assert not rig.reported(BlocksStored)
     rig.run("plain", prompt(0, 8))
-    assert not rig.told(BlocksUpdated)
+    assert not rig.reported(BlocksUpdated)
     rig.prefill("again", prompt(0, 8), keep((0, None, 10)))
-    updated = rig.told(BlocksUpdated)
+    updated = rig.reported(BlocksUpdated)
     assert {(event.old_priority, event.priority, event.why) for event in updated} == {
         (50, 10, UpdateReason.RETENTION)
     }
     assert sum(len(event.slots) // 4 for event in updated) == 2
 
 
-def test_v_7_removals_are_told_before_what_is_stored_instead() -> None:
+def test_v_7_removals_are_reported_before_what_is_stored_instead() -> None:
     """Blocks of priority 0 make room for a new prompt: gone first, then the new ones."""
     rig = Rig(5)
     rig.run("a", prompt(0, 9), keep((0, 4, 80), (4, None, 0)))

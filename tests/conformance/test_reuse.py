@@ -11,7 +11,7 @@ EXTRA = [1, 1, 2, 2, 3, 3, 0, 0, 0]
 """Extra ids of them."""
 ALL_OTHERS = [4, 4, 5, 5, 6, 6, 0, 0, 0]
 """Other ones from the first block on."""
-OTHERS_BEHIND = [1, 1, 2, 2, 4, 4, 0, 0, 0]
+OTHERS_AFTER = [1, 1, 2, 2, 4, 4, 0, 0, 0]
 """Other ones from the second block on."""
 
 
@@ -87,7 +87,7 @@ def test_r_2_tokens_with_other_extra_ids_are_other_tokens() -> None:
     assert rig.used == 4
     rig.end(2, 3)
     assert rig.prefill(4, SPECIAL, extra_ids=ALL_OTHERS) == 0
-    assert rig.prefill(5, SPECIAL, extra_ids=OTHERS_BEHIND) == 4
+    assert rig.prefill(5, SPECIAL, extra_ids=OTHERS_AFTER) == 4
     assert rig.table(5)[0] == first[0]
     assert rig.used == 6
 
@@ -137,8 +137,8 @@ def test_r_5_extra_ids_and_adapters_together() -> None:
     assert rig.run(1, SPECIAL, extra_ids=EXTRA, lora_id=1) == 8
     assert rig.run(2, SPECIAL, extra_ids=EXTRA, lora_id=2) == 0
     assert rig.prefill(3, SPECIAL, extra_ids=ALL_OTHERS, lora_id=1) == 0
-    assert rig.prefill(4, SPECIAL, extra_ids=OTHERS_BEHIND, lora_id=1) == 4
-    assert rig.prefill(5, SPECIAL, extra_ids=OTHERS_BEHIND, lora_id=2) == 4
+    assert rig.prefill(4, SPECIAL, extra_ids=OTHERS_AFTER, lora_id=1) == 4
+    assert rig.prefill(5, SPECIAL, extra_ids=OTHERS_AFTER, lora_id=2) == 4
     assert not {*rig.table(4)} & {*rig.table(5)}
     assert rig.used == 9
 

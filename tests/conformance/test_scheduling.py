@@ -74,7 +74,7 @@ def test_e_12_after_an_identical_request() -> None:
     assert case.held == 0
 
 
-def test_e_12_beside_an_identical_request() -> None:
+def test_e_12_alongside_an_identical_request() -> None:
     """Blocks that a running request holds are not taken of what is free: one block is, for the last token."""
     case = Case(prompt(0, 49))
     case.rig.prefill("a", case.tokens)

@@ -11,13 +11,13 @@ def test_r_7_each_request_has_its_counts() -> None:
     manager = KVCacheManager(
         strategies.config(tokens_per_block=4, primary_blocks=16, max_sequence_length=64), request_stats=1
     )
-    told = []
+    reported = []
     for name in ("first", "second"):
         manager.add_sequence(name, range(9))
         manager.store_context_blocks(name, 9)
         manager.remove_sequence(name)
-        told += manager.take_request_stats()
-    first, second = told
+        reported += manager.take_request_stats()
+    first, second = reported
     assert (first.blocks_reused, first.blocks_missed) == (0, 3)
     assert (first.blocks_allocated, first.blocks_allocated_new) == (3, 3)
     assert (second.blocks_reused, second.blocks_missed) == (2, 1)

@@ -141,7 +141,7 @@ def test_s_1_a_block_that_was_let_go_of_is_reused() -> None:
     assert rig.free == 8
 
 
-def test_s_1_a_block_that_was_let_go_of_is_reused_beside_its_sequence() -> None:
+def test_s_1_a_block_that_was_let_go_of_is_reused_alongside_its_sequence() -> None:
     """The same while the first sequence is running."""
     rig = Rig(10, windows=(8,))
     rig.prefill("0", prompt(11))
@@ -230,7 +230,7 @@ def test_s_3_a_blank_block_is_handed_out_at_once() -> None:
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_s_4_what_a_scheduler_is_told_beside_a_sequence_that_has_let_go_of_blocks(reuse: bool) -> None:
+def test_s_4_what_a_scheduler_is_reported_alongside_a_sequence_that_has_let_go_of_blocks(reuse: bool) -> None:
     """What was let go of can be had, by others and by the sequence itself."""
     rig = Rig(5, windows=(8,), enable_block_reuse=reuse)
     rig.prefill("0", prompt(11))

@@ -53,7 +53,7 @@ def publisher() -> Iterator[Publisher]:
         yield publisher
 
 
-def told(seq: int) -> bytes:
+def reported(seq: int) -> bytes:
     return batch(stored(seq + 1, parent=seq or None), ts=float(seq))
 
 
@@ -113,7 +113,7 @@ def test_the_same_reports_as_without_asyncio(publisher: Publisher, replay: bool)
                 break
         return found, expected
 
-    with replaying({5: told(5)}) as server:
+    with replaying({5: reported(5)}) as server:
         options = {"replay": server.endpoint} if replay else {}
         with Subscriber(publisher.endpoint, **options) as plain:  # type: ignore[arg-type]
             publisher.wait_subscribed()
@@ -138,7 +138,7 @@ def test_nothing_is_lost_to_whoever_is_cancelled(publisher: Publisher) -> None:
 
             async def send() -> None:
                 for seq in range(300):
-                    publisher.send(seq, told(seq))
+                    publisher.send(seq, reported(seq))
                     await asyncio.sleep(0.001)
 
             sending = asyncio.create_task(send())
@@ -179,7 +179,7 @@ def test_a_cancelled_wait_takes_nothing_from_the_next_one(
                     await waiting
             waiting = asyncio.create_task(subscriber.poll())
             await watched.any()
-            publisher.send(0, told(0))
+            publisher.send(0, reported(0))
             return await waiting
 
     [report] = asyncio.run(main())
@@ -197,7 +197,7 @@ def test_several_in_one_loop(publisher: Publisher) -> None:
                 await asyncio.to_thread(each.wait_subscribed)
             for seq in range(10):
                 for each in others:
-                    each.send(seq, told(seq))
+                    each.send(seq, reported(seq))
             counts = [len(reports) for reports in await asyncio.gather(*waiting)]
             for subscriber in subscribers:
                 subscriber.close()
@@ -277,7 +277,7 @@ def test_an_iteration_that_is_left_goes_on(publisher: Publisher) -> None:
         async with AsyncSubscriber(publisher.endpoint) as subscriber, asyncio.timeout(WAIT):
             await asyncio.to_thread(publisher.wait_subscribed)
             for seq in range(COUNT):
-                publisher.send(seq, told(seq))
+                publisher.send(seq, reported(seq))
             while len(found) < COUNT:
                 async for report in subscriber:
                     found.append(report)
@@ -292,7 +292,7 @@ def test_an_iteration_that_is_left_goes_on(publisher: Publisher) -> None:
     with Publisher() as other, Subscriber(other.endpoint) as subscriber:
         other.wait_subscribed()
         for seq in range(COUNT):
-            other.send(seq, told(seq))
+            other.send(seq, reported(seq))
         found: list[Report] = []
         while len(found) < COUNT:
             found += [*islice(subscriber, 3), *subscriber.poll(20)]

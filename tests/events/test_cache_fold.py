@@ -27,12 +27,12 @@ def computed(fold: Feed | Inventory, *events: AnyEvent) -> list[list[int]]:
     """The tokens of each row of blocks that the last of these events tells of."""
     fold.fold(EventBatch(0, 0, (CacheCreated("{}", SIZE, (FULL,), "xxh3_64", 8, "c"), *events[:-1])))
     changes = fold.fold(EventBatch(1, 0, events[-1:]))
-    told = [
+    reported = [
         change.tokens if isinstance(change, Stored) else change.spelled.tokens
         for change in changes
         if isinstance(change, Stored | Cached)
     ]
-    return [memoryview(each).cast("i").tolist() for each in told]
+    return [memoryview(each).cast("i").tolist() for each in reported]
 
 
 def forked(handle: int, child: int) -> SequenceForked:

@@ -218,7 +218,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_behind_valid_checksums_are_damage(tmp_path: Path, lie: str) -> None:
+def test_lies_after_valid_checksums_are_damage(tmp_path: Path, lie: str) -> None:
     """Both readers say so, at the same place, and nothing is written behind it."""
     log = put(tmp_path, LIES[lie](), inner(1))
     with pytest.raises(LogDamaged) as raised:

@@ -226,7 +226,7 @@ class TestRestart:
         assert brief(continuity.take()) == [Restarted(3, 0), 0]
 
 
-class TestStateToldAnew:
+class TestStateSentAgain:
     """A publisher that tells all it has in place of what it once said."""
 
     def test_an_answer_may_skip_what_the_state_includes(self) -> None:
@@ -253,16 +253,16 @@ class TestStateToldAnew:
         """Nothing is asked for, and nothing is lost."""
         for can_ask in (False, True):
             continuity = Continuity(None, can_ask=can_ask)
-            for told in (message(3), whole(9), message(10)):
-                continuity.live(told)
+            for reported in (message(3), whole(9), message(10)):
+                continuity.live(reported)
             assert continuity.take_request() is None
             assert brief(continuity.take()) == [3, Restated(4, 8), 9, 10]
 
     def test_the_state_under_the_last_number_is_no_restart(self) -> None:
         """A publisher tells it to who connects again; of the same time it says nothing new, of a later one it does."""
         continuity = Continuity(None, can_ask=False)
-        for told in (message(3), message(4, ts=2.0), whole(4, ts=2.0), message(5, ts=3.0)):
-            continuity.live(told)
+        for reported in (message(3), message(4, ts=2.0), whole(4, ts=2.0), message(5, ts=3.0)):
+            continuity.live(reported)
         assert brief(continuity.take()) == [3, 4, 5]
         continuity.live(whole(5, ts=4.0))
         assert brief(continuity.take()) == [Restarted(5, 5), 5]

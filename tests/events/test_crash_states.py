@@ -70,8 +70,8 @@ class Judge:
         self.cut = 0
         """Of them those of which the end was cut off."""
 
-    def judge(self, state: State, told: int) -> None:
-        key = hash(frozenset(state.items())), told
+    def judge(self, state: State, reported: int) -> None:
+        key = hash(frozenset(state.items())), reported
         if key in self._known:
             return
         self._known.add(key)
@@ -81,18 +81,18 @@ class Judge:
                 assert before in with_quarantine(state, name), "bytes are gone"
         put(state, self._place)
         try:
-            self._judge(self._place / "log", told)
+            self._judge(self._place / "log", reported)
         finally:
             shutil.rmtree(self._place)
 
-    def _judge(self, log: Path, told: int) -> None:
+    def _judge(self, log: Path, reported: int) -> None:
         if not log.exists():
-            assert told == -1
+            assert reported == -1
             return
-        before = self._read(log, told)
+        before = self._read(log, reported)
         chain, lost = recover(log)
         self.cut += lost
-        after = self._read(log, told)
+        after = self._read(log, reported)
         assert before == chain.seq == after
         assert recover(log) == (chain, False)
         if self.states % 10 == 0:
@@ -101,20 +101,20 @@ class Judge:
                 writer.append(batch(after))
             assert list(LogReader(log)) == [*self._content[:after], batch(after)]
 
-    def _read(self, log: Path, told: int) -> int:
+    def _read(self, log: Path, reported: int) -> int:
         """How many batches are read; nothing of what a power cut leaves is damage."""
         read = list(LogReader(log)) if segments(log) else []
         assert read == self._content[: len(read)]
-        assert len(read) > told
+        assert len(read) > reported
         return len(read)
 
 
 def judged(recording: Recording, judge: Judge, most: int, seed: int = 0) -> None:
     """All crash states of each step, or `most` of them."""
     rng = random.Random(seed)
-    for disk, told in recording.disks():
+    for disk, reported in recording.disks():
         for state in disk.states(most, rng):
-            judge.judge(state, told)
+            judge.judge(state, reported)
 
 
 Run = Callable[[LogWriter, list[EventBatch]], None]
@@ -203,7 +203,7 @@ def test_several_batches_with_one_sync(tmp_path: Path, fsync: Any, segment_bytes
 
 
 @pytest.mark.parametrize("fsync", ["group", "never"])
-def test_an_epoch_behind_one_that_was_never_synced(tmp_path: Path, fsync: Any) -> None:
+def test_an_epoch_after_one_that_was_never_synced(tmp_path: Path, fsync: Any) -> None:
     """Whoever goes on with the log of a killed writer that synced nothing stands on all of its segments."""
     (tmp_path / "run").mkdir()
     log: LogWriter | None = None
@@ -216,12 +216,12 @@ def test_an_epoch_behind_one_that_was_never_synced(tmp_path: Path, fsync: Any) -
         in_groups(log, SHORT[5:])
         log.close()
     states, rng = 0, random.Random(0)
-    for disk, told in recording.disks():
-        for state in disk.states(40 if told >= 0 else 0, rng):
+    for disk, reported in recording.disks():
+        for state in disk.states(40 if reported >= 0 else 0, rng):
             put(state, tmp_path / "state")
             read = list(LogReader(tmp_path / "state" / "log"))
             assert read == SHORT[: len(read)]
-            assert len(read) > told
+            assert len(read) > reported
             states += 1
             shutil.rmtree(tmp_path / "state")
     print(f"{states} states")
@@ -345,14 +345,14 @@ def test_a_power_cut_during_recovery(tmp_path: Path) -> None:
     """Whatever it leaves of what recovery has begun, the next one keeps what the first would have kept."""
     recording = recorded(tmp_path / "run", SHORT, one_by_one, segment_bytes=1500)
     torn, states, steps = set[int](), 0, 0
-    for disk, told in recording.disks():
-        for state in disk.states(4, random.Random(told)):
+    for disk, reported in recording.disks():
+        for state in disk.states(4, random.Random(reported)):
             known = hash(frozenset(state.items()))
             if known in torn or not any(state.values()):
                 continue
             torn.add(known)
             put(state, tmp_path / "torn")
-            second = Recording(tmp_path / "torn", lambda told=told: told)  # type: ignore[misc]
+            second = Recording(tmp_path / "torn", lambda reported=reported: reported)  # type: ignore[misc]
             with second.running():
                 recover(tmp_path / "torn" / "log")
             judge = Judge(SHORT, tmp_path / "state", keeps=state)

@@ -77,7 +77,7 @@ def test_nothing_is_lost_unsaid(tmp_path: Path, kind: Kind, at: int, part: int, 
     write_synced(tmp_path, CONTENT, segment_bytes=size, fsync="never")
     assert len(segments(tmp_path)) > 1
     path = segments(tmp_path)[at]
-    whole, told, lost = path.read_bytes(), dict.fromkeys(("damaged", "torn", "open", "clean"), 0), 0
+    whole, reported, lost = path.read_bytes(), dict.fromkeys(("damaged", "torn", "open", "clean"), 0), 0
     for changed in islice(kind(whole), part, None, PARTS):
         if changed == whole:
             continue
@@ -88,7 +88,7 @@ def test_nothing_is_lost_unsaid(tmp_path: Path, kind: Kind, at: int, part: int, 
             how: str = reader.end.kind
         except LogDamaged:
             how = "damaged"
-        told[how] += 1
+        reported[how] += 1
         assert read == CONTENT[: len(read)]
         lost += how == "clean" and read != CONTENT
         if at == 0 and len(changed) >= len(whole):
@@ -100,5 +100,5 @@ def test_nothing_is_lost_unsaid(tmp_path: Path, kind: Kind, at: int, part: int, 
             )
             before = sum(end <= place for end in frame_offsets(whole)[1:]) if place >= 64 else 0
             assert len(read) >= min(int(path.stem) + before, len(CONTENT))
-    print(f"{kind.__name__}: {told}, {lost} losses unsaid")
+    print(f"{kind.__name__}: {reported}, {lost} losses unsaid")
     assert not lost

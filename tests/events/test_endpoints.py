@@ -81,6 +81,6 @@ def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
 )
 def test_passwords_are_not_repeated(endpoint: str) -> None:
     """An endpoint with a user is refused without what stands before the host, whatever its scheme."""
-    with pytest.raises(EndpointError, match="a user or password is not part of an endpoint") as told:
+    with pytest.raises(EndpointError, match="a user or password is not part of an endpoint") as reported:
         host_of(endpoint)
-    assert "SEC" not in str(told.value) + repr(told.value)
+    assert "SEC" not in str(reported.value) + repr(reported.value)

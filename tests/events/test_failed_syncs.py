@@ -328,7 +328,7 @@ class TestFollowers:
 
         return replace
 
-    def test_a_copy_and_a_segment_behind_it(self, tmp_path: Path) -> None:
+    def test_a_copy_and_a_segment_after_it(self, tmp_path: Path) -> None:
         """Nothing of the copy is passed over, though a segment follows by now."""
         replace = self.replaced_while_read(tmp_path / "log")
         reader = iter(LogReader(tmp_path / "log"))

@@ -130,7 +130,7 @@ SEES_COPIES_UNDER_WAY = 19
 
 
 @pytest.mark.parametrize("seed", seeds(range(40), quick=4, always=[SEES_COPIES_UNDER_WAY]))
-def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
+def test_late_copies_are_reported_when_they_have_landed(seed: int) -> None:
     """With copies that land steps later nothing is told early, no child before its parent, and in the end all is."""
     rng = random.Random(1000 + seed)
     settings = config(rng)
@@ -189,11 +189,11 @@ def run_late(seed: int) -> None:
             index.apply(change)
         landed = landed_prefixes(manager)
         for level in (0, 1):
-            told = index.names(level)
-            assert landed[level] <= told <= residency(manager, level), (seed, number)
-            assert told == resident_in(feed, 0, level)
+            reported = index.names(level)
+            assert landed[level] <= reported <= residency(manager, level), (seed, number)
+            assert reported == resident_in(feed, 0, level)
         if number % 8 == 0:
-            assert told_anew(feed) == [index.names(0), index.names(1)], (seed, number)
+            assert snapshot_again(feed) == [index.names(0), index.names(1)], (seed, number)
         if rng.random() < 0.7:
             copier.tick()
     while copier.waiting:
@@ -201,11 +201,11 @@ def run_late(seed: int) -> None:
     last = manager.flush()
     for change in feed.fold(last) if last is not None else []:
         index.apply(change)
-    assert told_anew(feed) == [residency(manager, 0), residency(manager, 1)]
+    assert snapshot_again(feed) == [residency(manager, 0), residency(manager, 1)]
     assert [index.names(0), index.names(1)] == [residency(manager, 0), residency(manager, 1)], seed
 
 
-def told_anew(feed: Feed) -> list[set[bytes]]:
+def snapshot_again(feed: Feed) -> list[set[bytes]]:
     """What who comes late knows then, per level."""
     late = StrictIndex()
     for change in feed.snapshot():
@@ -214,7 +214,7 @@ def told_anew(feed: Feed) -> list[set[bytes]]:
 
 
 @pytest.mark.parametrize("first", seeds(range(0, 3000, 10), quick=2))
-def test_what_has_landed_with_its_whole_prefix_is_told(first: int) -> None:
+def test_what_has_landed_with_its_whole_prefix_is_reported(first: int) -> None:
     """However blocks move while others wait for them: nothing that routers could know is kept from them."""
     for seed in range(first, first + 10):
         run_late(seed)
@@ -276,7 +276,7 @@ def test_who_comes_late_knows_what_the_others_know(seed: int) -> None:
 
 @pytest.mark.parametrize("delay", [0, 3])
 @pytest.mark.parametrize("seed", seeds(range(30), quick=2))
-def test_filled_blocks_are_told_as_stored_ones(seed: int, delay: int) -> None:
+def test_filled_blocks_are_reported_as_stored_ones(seed: int, delay: int) -> None:
     """One `BlocksFilled` says what a `BlocksStored` for each of its blocks says, also behind parents still hidden."""
     rng = random.Random(2000 + seed)
     settings = config(rng)
@@ -294,7 +294,7 @@ def test_filled_blocks_are_told_as_stored_ones(seed: int, delay: int) -> None:
     assert num_filled
 
 
-def test_snapshot_tells_everything_parents_first() -> None:
+def test_snapshot_reports_everything_parents_first() -> None:
     """A snapshot alone builds the same index as the whole stream."""
     rng = random.Random(5)
     manager, feed, index = KVCacheManager(config(rng)), Feed(), StrictIndex()
@@ -308,16 +308,16 @@ def test_snapshot_tells_everything_parents_first() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(range(30), quick=3))
-def test_snapshot_tells_what_the_stream_told(seed: int) -> None:
+def test_snapshot_reports_what_the_stream_reported(seed: int) -> None:
     """Tokens and namespace of each block in a snapshot are those with which it was announced."""
     rng = random.Random(3000 + seed)
     manager, feed = KVCacheManager(config(rng)), Feed()
-    told: dict[bytes, tuple[bytes, object]] = {}
+    reported: dict[bytes, tuple[bytes, object]] = {}
     namespaces: set[object] = set()
     for batch in batches(manager, rng, 150):
-        told.update(blocks_of(feed.fold(batch)))
+        reported.update(blocks_of(feed.fold(batch)))
         snapshot = dict(blocks_of(feed.snapshot()))
-        assert snapshot == {name: told[name] for name in snapshot}
+        assert snapshot == {name: reported[name] for name in snapshot}
         namespaces.update(namespace for _, namespace in snapshot.values())
     assert len(namespaces) > 1
 
@@ -345,11 +345,11 @@ def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:
             index.apply(change)
         if number == 30:
             assert feed.lost
-            told = index.names(0)
+            reported = index.names(0)
             for change in feed.fold(EventBatch(batch.seq + 1, batch.ts, (manager.state.export(),))):
                 index.apply(change)
             assert not feed.lost
-            assert index.names(0) == residency(manager, 0) != told
+            assert index.names(0) == residency(manager, 0) != reported
         elif 20 < number < 30:
             assert feed.lost
     assert [index.names(level) for level in (0, 1)] == [residency(manager, level) for level in (0, 1)]
@@ -406,7 +406,7 @@ def test_a_gap_that_the_feed_did_not_suffer_is_ignored() -> None:
     assert feed.lost
 
 
-def test_clear_is_told_at_once() -> None:
+def test_clear_is_reported_at_once() -> None:
     """Clearing the cache is one change, and forgets what was on its way."""
     manager, feed = KVCacheManager(config(random.Random(3))), Feed()
     feed.fold(EventBatch(0, 0, (manager.state.created,)))  # type: ignore[arg-type]
@@ -415,8 +415,8 @@ def test_clear_is_told_at_once() -> None:
     batch = manager.flush()
     assert batch is not None
     assert [type(change) for change in feed.fold(batch)] == [Stored]
-    heard = list[AnyEvent]()
-    manager.bus.subscribe(heard.append)
+    received = list[AnyEvent]()
+    manager.bus.subscribe(received.append)
     manager.clear()
-    assert [type(change) for change in feed.fold(EventBatch(2, 0, tuple(heard)))] == [Cleared]
+    assert [type(change) for change in feed.fold(EventBatch(2, 0, tuple(received)))] == [Cleared]
     assert not resident_in(feed, 0, 0)

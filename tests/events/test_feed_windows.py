@@ -57,7 +57,7 @@ from tests.support.places import landed_level, slides
 from tests.support.seeds import seeds
 
 
-def told(first: int, count: int, group: int = 0, level: int = PRIMARY) -> Stored:
+def reported(first: int, count: int, group: int = 0, level: int = PRIMARY) -> Stored:
     """Consecutive blocks, as routers hear of them."""
     above = names(first - 1) if first else b""
     return Stored(group, level, names(*range(first, first + count)), above, tokens(first, count), SIZE, PLAIN)
@@ -73,9 +73,9 @@ class Stream:
     def __init__(self, *groups: GroupCreated) -> None:
         self.feed = Feed()
         self._seq = 0
-        assert self.tell(CacheCreated("{}", SIZE, groups, "xxh3_64", 8, "c")) == [Cleared()]
+        assert self.apply_events(CacheCreated("{}", SIZE, groups, "xxh3_64", 8, "c")) == [Cleared()]
 
-    def tell(self, *events: AnyEvent) -> list[Change]:
+    def apply_events(self, *events: AnyEvent) -> list[Change]:
         """What routers hear of these events."""
         self._seq += 1
         return self.feed.fold(EventBatch(self._seq - 1, 0, events))
@@ -92,68 +92,70 @@ class TestHoles:
     def test_a_block_whose_parent_routers_do_not_know(self, group: GroupCreated) -> None:
         """Where the window slides it is told at once, and its parent when it has landed; else it waits for that."""
         stream = Stream(group)
-        stream.tell(added(1), stored(0, [3]), offloaded([0], [3], [5], 7), landed(7))
-        assert stream.tell(onboarded(0, 5, 4, 8, 1)) == [Removed(0, SECONDARY, names(0))]
-        children, parent = told(1, 2), told(0, 1)
+        stream.apply_events(added(1), stored(0, [3]), offloaded([0], [3], [5], 7), landed(7))
+        assert stream.apply_events(onboarded(0, 5, 4, 8, 1)) == [Removed(0, SECONDARY, names(0))]
+        children, parent = reported(1, 2), reported(0, 1)
         first, then = ([children], [parent]) if group is SLIDES else ([], [parent, children])
-        assert stream.tell(stored(1, [6, 7])) == first == stream.snapshot()
-        assert stream.tell(landed(8)) == then
+        assert stream.apply_events(stored(1, [6, 7])) == first == stream.snapshot()
+        assert stream.apply_events(landed(8)) == then
 
-    def test_who_comes_late_hears_of_blocks_behind_a_hole(self) -> None:
+    def test_who_comes_late_learns_of_blocks_after_a_hole(self) -> None:
         """With the name of the block before, which is not there; and once it is, of all in one."""
         stream = Stream(SLIDES)
-        stream.tell(added(1), stored(0, [4, 5, 6, 7]))
-        assert stream.tell(removed([1], [5])) == [Removed(0, PRIMARY, names(1))]
-        assert stream.snapshot() == [told(0, 1), told(2, 2)]
-        assert stream.tell(removed([0], [4])) == [Removed(0, PRIMARY, names(0))]
-        assert stream.snapshot() == [told(2, 2)]
-        again = stream.tell(added(2), stored(0, [8, 9], handle=2))
-        assert again == [told(0, 2)]
-        assert stream.snapshot() == [told(0, 4)]
+        stream.apply_events(added(1), stored(0, [4, 5, 6, 7]))
+        assert stream.apply_events(removed([1], [5])) == [Removed(0, PRIMARY, names(1))]
+        assert stream.snapshot() == [reported(0, 1), reported(2, 2)]
+        assert stream.apply_events(removed([0], [4])) == [Removed(0, PRIMARY, names(0))]
+        assert stream.snapshot() == [reported(2, 2)]
+        again = stream.apply_events(added(2), stored(0, [8, 9], handle=2))
+        assert again == [reported(0, 2)]
+        assert stream.snapshot() == [reported(0, 4)]
 
-    def test_what_hangs_behind_a_removed_block_stays(self) -> None:
+    def test_what_hangs_after_a_removed_block_stays(self) -> None:
         """Removing a block says nothing of those behind it, told or on their way."""
         stream = Stream(SLIDES)
-        stream.tell(added(1), stored(0, [0, 1, 2]), offloaded([2], [2], [5], 7))
-        assert stream.tell(removed([0], [0]), removed([1], [1])) == [
+        stream.apply_events(added(1), stored(0, [0, 1, 2]), offloaded([2], [2], [5], 7))
+        assert stream.apply_events(removed([0], [0]), removed([1], [1])) == [
             Removed(0, PRIMARY, names(0)),
             Removed(0, PRIMARY, names(1)),
         ]
         assert stream.snapshot() == []
-        assert stream.tell(landed(7)) == [told(2, 1, level=SECONDARY)]
+        assert stream.apply_events(landed(7)) == [reported(2, 1, level=SECONDARY)]
 
     def test_blocks_of_one_prefix_that_are_offloaded_in_any_order(self) -> None:
         """They leave at once and arrive each behind its own parent, wherever that is; the others stay as they are."""
         stream = Stream(SLIDES)
-        stream.tell(added(1), stored(0, [0, 1, 2, 3]))
-        (gone,) = stream.tell(offloaded([3, 0, 2], [3, 0, 2], [11, 12, 13], 7))
+        stream.apply_events(added(1), stored(0, [0, 1, 2, 3]))
+        (gone,) = stream.apply_events(offloaded([3, 0, 2], [3, 0, 2], [11, 12, 13], 7))
         assert isinstance(gone, Removed)
         assert (gone.level, set(split_names(gone.names))) == (PRIMARY, set(split_names(names(0, 2, 3))))
-        assert stream.snapshot() == [told(1, 1)]
-        arrived = stream.tell(landed(7))
+        assert stream.snapshot() == [reported(1, 1)]
+        arrived = stream.apply_events(landed(7))
         assert sorted(
             split_names(b"".join(change.names for change in arrived if isinstance(change, Stored)))
         ) == (split_names(names(0, 2, 3)))
-        alone = [told(block, 1, level=SECONDARY) for block in (0, 2, 3)]
+        alone = [reported(block, 1, level=SECONDARY) for block in (0, 2, 3)]
         assert set(blocks_of(arrived)) == set(blocks_of(alone))
-        assert set(blocks_of(stream.snapshot())) == set(blocks_of([*alone, told(1, 1)]))
+        assert set(blocks_of(stream.snapshot())) == set(blocks_of([*alone, reported(1, 1)]))
 
     def test_blocks_that_are_offloaded_from_the_shallowest_on(self) -> None:
         """They are removed from the leaves up, and arrive as one."""
         stream = Stream(SLIDES)
-        stream.tell(added(1), stored(0, [0, 1, 2]))
-        gone = stream.tell(offloaded([0, 1, 2], [0, 1, 2], [7, 6, 5], 7))
+        stream.apply_events(added(1), stored(0, [0, 1, 2]))
+        gone = stream.apply_events(offloaded([0, 1, 2], [0, 1, 2], [7, 6, 5], 7))
         assert gone == [Removed(0, PRIMARY, names(2, 1, 0))]
-        assert stream.tell(landed(7)) == [told(0, 3, level=SECONDARY)]
+        assert stream.apply_events(landed(7)) == [reported(0, 3, level=SECONDARY)]
 
     def test_a_block_that_is_onboarded_alone(self) -> None:
         """It leaves secondary at once, and is in primary when it has landed, behind a parent that stays below."""
         stream = Stream(SLIDES)
-        stream.tell(added(1), stored(0, [0, 1, 2]), offloaded([1, 0, 2], [1, 0, 2], [4, 5, 6], 7), landed(7))
-        assert stream.tell(added(2), onboarded(2, 6, 9, 8, 2)) == [Removed(0, SECONDARY, names(2))]
-        assert stream.snapshot() == [told(0, 2, level=SECONDARY)]
-        assert stream.tell(landed(8)) == [told(2, 1)]
-        assert stream.snapshot() == [told(0, 2, level=SECONDARY), told(2, 1)]
+        stream.apply_events(
+            added(1), stored(0, [0, 1, 2]), offloaded([1, 0, 2], [1, 0, 2], [4, 5, 6], 7), landed(7)
+        )
+        assert stream.apply_events(added(2), onboarded(2, 6, 9, 8, 2)) == [Removed(0, SECONDARY, names(2))]
+        assert stream.snapshot() == [reported(0, 2, level=SECONDARY)]
+        assert stream.apply_events(landed(8)) == [reported(2, 1)]
+        assert stream.snapshot() == [reported(0, 2, level=SECONDARY), reported(2, 1)]
 
 
 class TestNames:
@@ -162,58 +164,69 @@ class TestNames:
     def test_stored_in_one_window_after_the_other(self) -> None:
         """The second window's event has no keys, or those of its last blocks."""
         stream = Stream(SLIDES, FULL)
-        assert stream.tell(added(1), stored(0, [0, 1]), stored(0, [5, 6], group=1, keys=b"")) == [
-            told(0, 2),
-            told(0, 2, group=1),
+        assert stream.apply_events(added(1), stored(0, [0, 1]), stored(0, [5, 6], group=1, keys=b"")) == [
+            reported(0, 2),
+            reported(0, 2, group=1),
         ]
-        assert stream.tell(stored(2, [2]), stored(2, [7, 8, 9], group=1, keys=names(3, 4))) == [
-            told(2, 1),
-            told(2, 3, group=1),
+        assert stream.apply_events(stored(2, [2]), stored(2, [7, 8, 9], group=1, keys=names(3, 4))) == [
+            reported(2, 1),
+            reported(2, 3, group=1),
         ]
-        assert stream.tell(stored(3, [3, 4], keys=b"")) == [told(3, 2)]
+        assert stream.apply_events(stored(3, [3, 4], keys=b"")) == [reported(3, 2)]
 
     def test_filled_in_one_window_after_the_other(self) -> None:
         """The second event of a step has no keys at all; what is stored then knows the names, too."""
         stream = Stream(SLIDES, FULL)
-        stream.tell(added(1), stored(0, [0]))
-        assert stream.tell(filled(1, 3, 0, names(1)), filled(2, 4, 0, names(2))) == [told(1, 1), told(2, 1)]
-        assert stream.tell(stored(0, [5], group=1, keys=b""), filled(1, 6, 1, b"")) == [
-            told(0, 1, group=1),
-            told(1, 1, group=1),
+        stream.apply_events(added(1), stored(0, [0]))
+        assert stream.apply_events(filled(1, 3, 0, names(1)), filled(2, 4, 0, names(2))) == [
+            reported(1, 1),
+            reported(2, 1),
         ]
-        assert stream.tell(stored(2, [7], group=1, keys=b"")) == [told(2, 1, group=1)]
+        assert stream.apply_events(stored(0, [5], group=1, keys=b""), filled(1, 6, 1, b"")) == [
+            reported(0, 1, group=1),
+            reported(1, 1, group=1),
+        ]
+        assert stream.apply_events(stored(2, [7], group=1, keys=b"")) == [reported(2, 1, group=1)]
 
-    def test_filled_behind_a_parent_on_its_way(self) -> None:
+    def test_filled_after_a_parent_on_its_way(self) -> None:
         """Also where a block waits for its parent, its name is that which the other window's event gave."""
         stream = Stream(FULL, FULL)
-        stream.tell(
+        stream.apply_events(
             added(1), stored(0, [3]), offloaded([0], [3], [5], 7), landed(7), onboarded(0, 5, 4, 8, 1)
         )
-        stream.tell(stored(0, [3], group=1, keys=b""))
-        assert stream.tell(filled(1, 9, 1, names(1)), filled(1, 9, 0, b"")) == [told(1, 1, group=1)]
-        assert stream.tell(landed(8)) == [told(0, 1), told(1, 1)]
+        stream.apply_events(stored(0, [3], group=1, keys=b""))
+        assert stream.apply_events(filled(1, 9, 1, names(1)), filled(1, 9, 0, b"")) == [
+            reported(1, 1, group=1)
+        ]
+        assert stream.apply_events(landed(8)) == [reported(0, 1), reported(1, 1)]
 
     def test_reused_blocks_come_with_the_names_of_those_before(self) -> None:
         """Those that a sliding window reuses tell the names of the blocks in front that it does not see."""
         stream = Stream(SLIDES, FULL)
         reused = BlocksReused(Handle(2), GroupIndex(0), PRIMARY, BlockIndex(2), pack_i32([2]), names(0, 1, 2))
-        stream.tell(added(1), stored(0, [0, 1, 2]), added(2))
-        assert stream.tell(reused, stored(0, [5, 6, 7], group=1, handle=2, keys=b"")) == [told(0, 3, group=1)]
+        stream.apply_events(added(1), stored(0, [0, 1, 2]), added(2))
+        assert stream.apply_events(reused, stored(0, [5, 6, 7], group=1, handle=2, keys=b"")) == [
+            reported(0, 3, group=1)
+        ]
 
     def test_moved_blocks_are_those_of_their_sequence(self) -> None:
         """One that takes back what it computed, or what was offloaded, knows the names of these blocks."""
         stream = Stream(SLIDES, FULL)
-        stream.tell(added(1), stored(0, [0, 1]), offloaded([0, 1], [0, 1], [4, 5], 7), landed(7), added(2))
-        stream.tell(onboarded(0, 4, 8, 8, 2), onboarded(1, 5, 9, 9, 2))
-        assert stream.tell(stored(0, [5, 6], group=1, handle=2, keys=b"")) == [told(0, 2, group=1)]
+        stream.apply_events(
+            added(1), stored(0, [0, 1]), offloaded([0, 1], [0, 1], [4, 5], 7), landed(7), added(2)
+        )
+        stream.apply_events(onboarded(0, 4, 8, 8, 2), onboarded(1, 5, 9, 9, 2))
+        assert stream.apply_events(stored(0, [5, 6], group=1, handle=2, keys=b"")) == [
+            reported(0, 2, group=1)
+        ]
 
     def test_keys_of_blocks_that_were_never_stored(self) -> None:
         """Those that a window has left behind before anything was stored come first."""
         stream = Stream(SLIDES, FULL)
-        assert stream.tell(added(1), stored(2, [4], keys=names(0, 1, 2))) == [told(2, 1)]
-        assert stream.tell(stored(0, [5, 6, 7], group=1, keys=b"")) == [told(0, 3, group=1)]
+        assert stream.apply_events(added(1), stored(2, [4], keys=names(0, 1, 2))) == [reported(2, 1)]
+        assert stream.apply_events(stored(0, [5, 6, 7], group=1, keys=b"")) == [reported(0, 3, group=1)]
 
-    def test_names_behind_others_that_are_not_known_yet(self) -> None:
+    def test_names_after_others_that_are_not_known_yet(self) -> None:
         """They have their places; those before are filled in when an event gives them."""
         sequence = NamedTokens(array("i"), PLAIN)
         sequence.name(2, names(2))
@@ -221,10 +234,10 @@ class TestNames:
         sequence.name(0, names(0, 1, 2, 3))
         assert bytes(sequence.names) == names(0, 1, 2, 3)
 
-    def test_the_partial_block_of_the_end_is_not_told(self) -> None:
+    def test_the_partial_block_of_the_end_is_not_reported(self) -> None:
         """Its key is the event's last; the full ones before it have the right names."""
         stream = Stream(SLIDES, FULL)
-        stream.tell(added(1), stored(0, [0, 1]))
+        stream.apply_events(added(1), stored(0, [0, 1]))
         last = BlocksStored(
             handle=Handle(1),
             group=GroupIndex(1),
@@ -236,7 +249,7 @@ class TestNames:
             priority=35,
             last_tokens=1,
         )
-        assert stream.tell(last) == [told(0, 2, group=1)]
+        assert stream.apply_events(last) == [reported(0, 2, group=1)]
 
 
 def blocks_of(changes: Iterable[Change]) -> Iterator[tuple[int, int, bytes, bytes, bytes, Namespace]]:
@@ -317,13 +330,18 @@ class TestExported:
         empty = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
         stream = Stream(SLIDES, FULL)
         stream.feed.lost = True
-        changes = stream.tell(StateExported((WITH_HOLES, empty), (sequence,), copies, 2, 4, 0, 0))
+        changes = stream.apply_events(StateExported((WITH_HOLES, empty), (sequence,), copies, 2, 4, 0, 0))
         assert changes[0] == Cleared()
-        there = [told(0, 2), told(3, 1), told(5, 1, level=SECONDARY), told(8, 1, level=SECONDARY)]
+        there = [
+            reported(0, 2),
+            reported(3, 1),
+            reported(5, 1, level=SECONDARY),
+            reported(8, 1, level=SECONDARY),
+        ]
         assert sorted(blocks_of(changes)) == sorted(blocks_of(there))
-        assert stream.tell(landed(3)) == [told(6, 2, level=SECONDARY)]
-        assert stream.tell(stored(0, [0, 1, 2], group=1, keys=names(2))) == [told(0, 3, group=1)]
-        assert stream.tell(stored(2, [8], keys=b"")) == [told(2, 1)]
+        assert stream.apply_events(landed(3)) == [reported(6, 2, level=SECONDARY)]
+        assert stream.apply_events(stored(0, [0, 1, 2], group=1, keys=names(2))) == [reported(0, 3, group=1)]
+        assert stream.apply_events(stored(2, [8], keys=b"")) == [reported(2, 1)]
 
 
 # -- random runs

@@ -205,8 +205,8 @@ class TestWaiting:
             found: list[tuple[int, bool, bool]] = []
 
             def wait(seq: int) -> None:
-                told = log.wait_durable(seq, WAIT)
-                found.append((seq, told, log.durable_seq >= seq))
+                reported = log.wait_durable(seq, WAIT)
+                found.append((seq, reported, log.durable_seq >= seq))
 
             threads = [threading.Thread(target=wait, args=(seq,)) for seq in range(0, 200, 10)]
             for thread in threads:
@@ -238,16 +238,16 @@ class TestWaiting:
     def test_a_manager_waits_for_what_it_has_flushed(self, tmp_path: Path) -> None:
         """Without a log there is nothing to wait for; with one that is never synced nobody waits for ever."""
         assert KVCacheManager(strategies.config()).wait_durable(0)
-        for fsync, told in (("group", True), ("interval", True), ("always", True), ("never", False)):
+        for fsync, reported in (("group", True), ("interval", True), ("always", True), ("never", False)):
             config = strategies.config(log={"fsync": fsync, "fsync_seconds": 0.05})
             with KVCacheManager(config, log=tmp_path / fsync) as manager:
                 manager.add_sequence(1, [1, 2, 3])
                 last = manager.flush()
                 assert last is not None
-                assert manager.wait_durable(WAIT) is told
+                assert manager.wait_durable(WAIT) is reported
                 stats = manager.log_stats()
                 assert stats is not None
-                assert stats.durable_seq == (last.seq if told else -1)
+                assert stats.durable_seq == (last.seq if reported else -1)
             stats = manager.log_stats()
             assert stats is not None
             assert stats.durable_seq >= last.seq
@@ -283,7 +283,7 @@ class TestHangingDisk:
 class TestLargeBatches:
     """Batches that no frame holds."""
 
-    def test_such_a_batch_is_lost_and_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_such_a_batch_is_lost_and_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its run of tokens has no room in a frame: it is lost alone, a gap says so, and the log goes on."""
         assert MAX_PAYLOAD == 1 << 30
         monkeypatch.setattr("events.log.frames.MAX_PAYLOAD", 5000)

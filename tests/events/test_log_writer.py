@@ -223,7 +223,7 @@ class TestOpening:
             LogWriter(tmp_path.joinpath(*parts))
         assert (tmp_path / "file").read_text() == "mine"
 
-    def test_place_that_cannot_be_used_is_told(self, tmp_path: Path) -> None:
+    def test_place_that_cannot_be_used_is_reported(self, tmp_path: Path) -> None:
         """A path that is too long, or where nothing can be made, is a listed error with the system's reason."""
         for place in (tmp_path / ("x" * 300), Path("/proc/self/log")):
             with pytest.raises(LogUnavailable, match="choose a directory") as raised:
@@ -233,7 +233,7 @@ class TestOpening:
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
     @pytest.mark.parametrize("resume", [False, True])
-    def test_directory_without_permission_is_told(self, tmp_path: Path, resume: bool) -> None:
+    def test_directory_without_permission_is_reported(self, tmp_path: Path, resume: bool) -> None:
         """A directory that this user may not write to is left as it is."""
         write_log(tmp_path / "log", batches(1) if resume else [])
         (tmp_path / "log" / "LOCK").unlink()
@@ -242,7 +242,7 @@ class TestOpening:
             LogWriter(tmp_path / "log", resume=resume)
 
     @pytest.mark.parametrize(("owner", "name"), [(os, "open"), (Path, "mkdir"), (os, "ftruncate")])
-    def test_read_only_disk_is_told(
+    def test_read_only_disk_is_reported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
     ) -> None:
         """Whichever call of opening the system refuses, the error is the listed one, and no lock is kept."""
@@ -397,7 +397,7 @@ class TestFullQueue:
         assert (end.kind, end.last_seq) == ("clean", 9)
         assert (log.batches_written, log.dropped_batches) == (6, 4)
 
-    def test_nothing_slips_in_behind_a_lost_batch(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+    def test_nothing_slips_in_after_a_lost_batch(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """After a batch that was too large for the room left, small ones are refused too, until the gap is told."""
         with LogWriter(tmp_path, max_queued_bytes=10_000, overflow="drop") as log:
             with hold_disk():
@@ -681,12 +681,12 @@ class TestFailingDisk:
         assert read_log(tmp_path)[0] == [*batches(4), announcing]
         assert (log.batches_written, log.dropped_batches) == (5, 3)
 
-    def test_check_tells_those_who_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_check_reports_those_who_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """While the disk refuses, `check` raises with "block" and not with "drop"; it is said once aloud in both."""
         choices: tuple[Literal["block", "drop"], ...] = ("block", "drop")
         for overflow in choices:
             with (
-                structlog.testing.capture_logs() as told,
+                structlog.testing.capture_logs() as reported,
                 LogWriter(tmp_path / overflow, overflow=overflow) as log,
             ):
                 with monkeypatch.context() as patch:
@@ -702,7 +702,7 @@ class TestFailingDisk:
                             log.check()
                 settle(log)
                 log.check()
-            assert [entry["event"] for entry in told] == ["log_suspended", "log_continues"]
+            assert [entry["event"] for entry in reported] == ["log_suspended", "log_continues"]
             with pytest.raises(LogWriteFailed, match="closed"):
                 log.check()
 
@@ -747,9 +747,9 @@ class TestFailingDisk:
         content, end = read_log(tmp_path)
         assert (content, end.kind, len(calls)) == (batches(1), "clean", 2)
 
-    def test_batch_that_cannot_be_encoded_is_lost_with_those_behind_it(self, tmp_path: Path) -> None:
+    def test_batch_that_cannot_be_encoded_is_lost_with_those_after_it(self, tmp_path: Path) -> None:
         """It stops nothing: a gap covers it, up to the batch that tells of it, and nothing is quoted anywhere."""
-        with structlog.testing.capture_logs() as told, LogWriter(tmp_path) as log:
+        with structlog.testing.capture_logs() as reported, LogWriter(tmp_path) as log:
             log.append(batch(0))
             for seq in (1, 2):
                 assert log.append(EventBatch(seq, 0, (Gap(0, 0, "prompt \ud800"),)))
@@ -767,10 +767,10 @@ class TestFailingDisk:
             log.check()
         assert read_log(tmp_path)[0] == [batch(0), announcing, batch(6)]
         assert (log.batches_written, log.dropped_batches) == (3, 4)
-        assert [entry["seq"] for entry in told] == [1, 4]
-        assert "prompt" not in str(told)
+        assert [entry["seq"] for entry in reported] == [1, 4]
+        assert "prompt" not in str(reported)
 
-    def test_loss_found_late_is_told_from_its_start(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+    def test_loss_found_late_is_reported_from_its_start(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """If a gap was told before an earlier loss was known, that batch is no beginning, and another gap follows."""
         with LogWriter(tmp_path, max_queued_bytes=10_000, overflow="drop") as log:
             with hold_disk() as hangs:
@@ -786,7 +786,7 @@ class TestFailingDisk:
             log.append(EventBatch(5, 0, (gap,)))
         assert [item.seq for item in read_log(tmp_path)[0]] == [0, 5]
 
-    def test_blocked_engine_hears_of_the_failure(
+    def test_blocked_engine_learns_of_the_failure(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """An append that waits for room is woken by the failure instead of waiting for ever."""

@@ -77,7 +77,7 @@ def test_each_block_is_an_array_of_its_own() -> None:
     ]
 
 
-def test_salts_are_told_at_the_root() -> None:
+def test_salts_are_reported_at_the_root() -> None:
     """By digest, or themselves where somebody knows them."""
     change = stored(names=names(1, 2), tokens=pack_i32(range(8)), namespace=Namespace(None, None, DIGEST))
     _, (first, second), _ = plain(encode_arrays([change], TS, 0, GROUPS))
@@ -87,7 +87,7 @@ def test_salts_are_told_at_the_root() -> None:
     assert first[8] == [["tenant"]]
 
 
-def test_groups_beside_the_first_say_what_they_are() -> None:
+def test_groups_alongside_the_first_say_what_they_are() -> None:
     """Their number, kind and window; removals their number."""
     changes: list[Change] = [stored(group=1), Removed(1, 1, names(1))]
     _, events, _ = plain(encode_arrays(changes, TS, 0, GROUPS))
@@ -143,8 +143,8 @@ def test_our_reader_understands_them_as_it_does_maps(encode: Any) -> None:
         Removed(0, 1, names(13)),
         Cleared(),
     ]
-    told, expected = (decode_batch(each(changes, TS, 0, GROUPS)) for each in (encode, encode_batch))
-    assert _blocks(told.events) == _blocks(expected.events)
+    reported, expected = (decode_batch(each(changes, TS, 0, GROUPS)) for each in (encode, encode_batch))
+    assert _blocks(reported.events) == _blocks(expected.events)
 
 
 def _blocks(events: Any) -> list[Any]:

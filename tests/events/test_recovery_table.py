@@ -95,7 +95,7 @@ def next_segment(size: int) -> Callable[[Path], None]:
     return change
 
 
-def next_segment_behind_half_a_frame(log: Path) -> None:
+def next_segment_after_half_a_frame(log: Path) -> None:
     torn(log)
     next_segment(64)(log)
 
@@ -163,7 +163,7 @@ ROWS = (
     Row("newer version", newer, None, None),
     Row("another log's segment", foreign, None, None),
     Row("missing segment before the last", hole(-2), None, None),
-    Row("no frame, behind half a frame", next_segment_behind_half_a_frame, None, None),
+    Row("no frame, behind half a frame", next_segment_after_half_a_frame, None, None),
     Row("cut further back", wrong_further_back, None, 8, clean=True),
     Row("missing further back", hole(0), None, 8, clean=True),
     Row("unfinished segment", unfinished, "clean", 8, clean=True),

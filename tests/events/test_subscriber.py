@@ -378,7 +378,7 @@ class TestIndex:
         assert folded(batch(stored(1, 2), stored(1))).repeated_stores == 1
         assert folded(batch(stored(1), removed(1), stored(1), stored(1, medium="CPU"))).repeated_stores == 0
 
-    def test_tokens_that_cannot_be_told_apart(self) -> None:
+    def test_tokens_that_cannot_be_distinguished(self) -> None:
         """Fewer hashes than blocks of tokens, or no tokens: the blocks are known without tokens."""
         sparse = {**stored(1, 2), "token_ids": [1, 2, 3, 4, 5, 6]}
         bare = {**stored(3, 4), "token_ids": [], "block_size": 0}

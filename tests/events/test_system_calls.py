@@ -173,8 +173,8 @@ def test_killed_by_strace(tmp_path: Path, fsync: str) -> None:
     for call in SYSTEM_CALLS.split(","):
         for at in range(1, 100):
             log = tmp_path / f"{call}{at}"
-            status, told = traced(log, fsync, f"{call}:signal=KILL:when={at}")
-            judge(log, told)
+            status, reported = traced(log, fsync, f"{call}:signal=KILL:when={at}")
+            judge(log, reported)
             if status == 0:
                 break
             killed[call] = at
@@ -193,11 +193,11 @@ def test_refused_by_strace(tmp_path: Path, call: str, error: str) -> None:
     for at in range(1, 12):
         log = tmp_path / f"{at}"
         # Python opens some hundred files as it starts.
-        status, told = traced(
+        status, reported = traced(
             log, "group", f"{call}:error={error}:when={at if call != 'openat' else 1000 + at}"
         )
-        found = judge(log, told)
-        refused += status == 0 and found["end"] == "clean" and told[-1][:2] == [len(CONTENT) - 3, 0]
+        found = judge(log, reported)
+        refused += status == 0 and found["end"] == "clean" and reported[-1][:2] == [len(CONTENT) - 3, 0]
     print(f"{call} {error}: {refused} of 11 runs whole")
     assert refused >= 10
 

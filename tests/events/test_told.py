@@ -59,9 +59,9 @@ def test_what_engines_say_comes_back_as_it_was(name: str) -> None:
     said = msgspec.msgpack.decode(MAPS[name])[1]
     kinds = ("BlockStored", "BlockRemoved")
     again = [
-        msgspec.msgpack.decode(to_wire(told))
+        msgspec.msgpack.decode(to_wire(reported))
         for event in decode_batch(MAPS[name]).events
-        if isinstance(told := from_wire(0, event), FeedStored | FeedRemoved)
+        if isinstance(reported := from_wire(0, event), FeedStored | FeedRemoved)
     ]
     assert [without_nothing(event) for event in again] == [
         without_nothing(event) for event in said if event["type"] in kinds
@@ -118,7 +118,7 @@ def test_a_part_of_a_store_keeps_what_is_its_own() -> None:
     ]
 
 
-def test_what_hangs_behind_a_block_on_its_way_is_told_with_it() -> None:
+def test_what_hangs_after_a_block_on_its_way_is_reported_with_it() -> None:
     """A block that is gone is told, and taken back, as long as something is there that nobody could place otherwise."""
     worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     worker.store(store(1, 2, 3))
@@ -134,7 +134,7 @@ def test_what_hangs_behind_a_block_on_its_way_is_told_with_it() -> None:
     assert worker.lineage.kept == {}
 
 
-def test_a_store_with_holes_is_told_with_its_whole_span() -> None:
+def test_a_store_with_holes_is_reported_with_its_whole_span() -> None:
     """Where nobody knows which tokens are whose, the blocks that are left are told with all of them."""
     worker = WorkerState(WorkerSeen(worker=0, source="a", topic="", rank=0))
     event = msgspec.structs.replace(store(1, 2, parent=5), tokens=pack_i32(list(range(10))))
@@ -255,8 +255,8 @@ def test_fold_feed_and_snapshot_agree_with_counting(seed: int) -> None:
     engine, state, feed = Engine(seed, copies=seed % 2 == 0), FeedState(), WorkerFeed()
     routers = [NaiveRouter(counts=True), NaiveRouter(counts=False)]
     for seq in range(120):
-        told = [from_wire(0, event) for event in decode_batch(engine.batch()).events]
-        batch = log_batch(seq, *(BEGINNING if not seq else ()), *told)
+        reported = [from_wire(0, event) for event in decode_batch(engine.batch()).events]
+        batch = log_batch(seq, *(BEGINNING if not seq else ()), *reported)
         for event in batch.events:
             state.apply(event)
         payload = encode_batch(feed.fold(batch), 1.5)
@@ -290,9 +290,9 @@ def test_copies_are_bounded() -> None:
         state.apply(store(1, 2, 3))
     worker = state.workers[0]
     assert set(worker.copies.values()) == {MOST_COPIES}
-    told = [*worker.resident(), *worker.copied()]
-    assert len(told) == MOST_COPIES
-    assert all(event.block_hashes == (1, 2, 3) for event in told)
+    reported = [*worker.resident(), *worker.copied()]
+    assert len(reported) == MOST_COPIES
+    assert all(event.block_hashes == (1, 2, 3) for event in reported)
     for _ in range(MOST_COPIES):
         assert worker.blocks
         state.apply(FeedRemoved(worker=0, block_hashes=(1, 2, 3)))
@@ -303,7 +303,7 @@ def changes(feed: WorkerFeed, *batches: EventBatch) -> list[list[AnyChange]]:
     return [feed.fold(batch) for batch in batches]
 
 
-def told(change: AnyChange) -> str:
+def reported(change: AnyChange) -> str:
     if isinstance(change, Cleared):
         return "cleared"
     assert isinstance(change, EncodedEvent)
@@ -324,7 +324,7 @@ def test_losses_and_restarts_clear() -> None:
         log_batch(5, store(9)),
         log_batch(6, *BEGINNING, store(5)),
     )
-    assert [[told(change) for change in each] for each in said] == [
+    assert [[reported(change) for change in each] for each in said] == [
         ["cleared", "BlockStored [1]"],
         ["cleared", "BlockStored [2]"],
         ["cleared", "BlockStored [3]"],
@@ -343,7 +343,7 @@ def test_a_feed_is_of_one_worker() -> None:
         WorkerFeed().fold(log_batch(0, *BEGINNING, second))
     feed = WorkerFeed("b#3")
     [said] = changes(feed, log_batch(0, *BEGINNING, second, store(1), other))
-    assert [told(change) for change in said] == ["cleared", "BlockStored [2]"]
+    assert [reported(change) for change in said] == ["cleared", "BlockStored [2]"]
 
 
 def test_prefixes() -> None:

@@ -154,8 +154,8 @@ class TestGolden:
         """An event of a type that is not known, behind them, changes nothing about the others."""
         payload = bytes.fromhex(READ[name]["hex"])
         ts, events, *rank = msgspec.msgpack.decode(payload)
-        beside = decode_batch(msgspec.msgpack.encode([ts, [*events, {"type": "New"}], *rank]))
-        assert beside.events == (*decode_batch(payload).events, Unknown("New"))
+        alongside = decode_batch(msgspec.msgpack.encode([ts, [*events, {"type": "New"}], *rank]))
+        assert alongside.events == (*decode_batch(payload).events, Unknown("New"))
 
     @pytest.mark.parametrize("kind", ["BlockStored", "BlockRemoved", "AllBlocksCleared"])
     def test_a_field_called_more_is_one_that_is_not_known(self, kind: str) -> None:
@@ -303,7 +303,7 @@ class TestEncoding:
         assert (event["lora_id"], event["lora_name"], event["extra_keys"]) == (7, "7", [["7"]])
 
     @pytest.mark.parametrize("level", [0, 1])
-    def test_a_block_behind_another_says_the_same_of_its_window(self, level: int) -> None:
+    def test_a_block_after_another_says_the_same_of_its_window(self, level: int) -> None:
         """The short way for single blocks of running prompts tells group, attention, window and medium as all do."""
         changes = [
             stored([H2] * blocks, [1, 2] * blocks, parent, index, level)
@@ -332,26 +332,26 @@ class TestEncoding:
         assert (root["extra_keys"], child["extra_keys"]) == ([[digest.hex()], None], [None])
 
     @given(st.lists(stores() | removals | st.just(Cleared()), max_size=8), st.booleans())
-    def test_salts_are_told_as_they_are_where_they_are_known(
+    def test_salts_are_reported_as_they_are_where_they_are_known(
         self, changes: list[Change], known: bool
     ) -> None:
         """A salt that can be found takes the digest's place in both fields; all else is the same."""
         digest = SALTED.salt_digest
         assert digest is not None
         salts = {digest: "tenant\u03c6"} if known else {}
-        [_, told, _] = msgspec.msgpack.decode(encode_batch(with_salts(changes, salts.get), TS))
+        [_, reported, _] = msgspec.msgpack.decode(encode_batch(with_salts(changes, salts.get), TS))
         [_, usual, _] = msgspec.msgpack.decode(encode_batch(changes, TS))
         as_text = msgspec.json.encode(usual).decode().replace(digest.hex(), salts.get(digest, digest.hex()))
-        assert told == msgspec.json.decode(as_text)
+        assert reported == msgspec.json.decode(as_text)
 
-    def test_salted_blocks_behind_others(self) -> None:
+    def test_salted_blocks_after_others(self) -> None:
         """One block that decoding filled has its salt in the field, by digest and as it is, one after the other."""
         digest = SALTED.salt_digest
         assert digest is not None
         change = stored([H2], [1, 2], H1, namespace=SALTED)
-        for salts, told in (({}, digest.hex()), ({digest: "t"}, "t"), ({}, digest.hex())):
+        for salts, reported in (({}, digest.hex()), ({digest: "t"}, "t"), ({}, digest.hex())):
             [_, [event], _] = msgspec.msgpack.decode(encode_batch(with_salts([change], salts.get), TS))
-            assert (event["cache_salt"], event["extra_keys"]) == (told, [None])
+            assert (event["cache_salt"], event["extra_keys"]) == (reported, [None])
 
 
 class TestDecoding:

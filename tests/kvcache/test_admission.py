@@ -49,7 +49,7 @@ def test_block_tables_belong_to_their_admission() -> None:
     assert new.block_tables[0].tolist() == manager.block_table("a").tolist()
 
 
-def test_reused_tokens_are_told_by_where_they_were() -> None:
+def test_reused_tokens_are_reported_by_where_they_were() -> None:
     """Full blocks in primary, full blocks in secondary and the start of a copied block are counted apart."""
     manager = cache(primary_blocks=6, secondary_blocks=4)
     fill(manager, [1, 2, 3, 4, 5, 6], [9] * 8)

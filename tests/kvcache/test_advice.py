@@ -27,7 +27,7 @@ from tests.support.logs.served import (
 )
 
 
-class Told:
+class Reported:
     """What is said of some requests, and what lists of tokens say of them."""
 
     def __init__(
@@ -99,26 +99,26 @@ class TestVolatile:
 
     def test_an_id(self, tmp_path: Path) -> None:
         """It is found, and the same prompts with it at their ends reuse as much as is said."""
-        told, last = (
-            Told(tmp_path / name, with_an_id(150, first=first), primary_blocks=8000)
+        reported, last = (
+            Reported(tmp_path / name, with_an_id(150, first=first), primary_blocks=8000)
             for name, first in (("first", True), ("last", False))
         )
-        advice = told.of["volatile"]
+        advice = reported.of["volatile"]
         assert advice.worth
-        assert advice.saved_tokens == lru(last.requests, 10**6) - lru(told.requests, 10**6)
+        assert advice.saved_tokens == lru(last.requests, 10**6) - lru(reported.requests, 10**6)
         about = advice.about
         assert (about["requests"], about["position"], about["values"]) == (150, 38, 150)
         assert (about["shortest"], about["longest"], about["alike_tokens"]) == (12, 14, 600)
         assert about["compared_tokens"] == 1
         assert not last.of["volatile"].worth
         assert last.of["volatile"].about["requests"] == 0
-        assert "size" in told.left_out
+        assert "size" in reported.left_out
 
     @pytest.mark.parametrize(("days", "worth"), [(6, True), (2, False)])
     def test_a_date(self, tmp_path: Path, days: int, *, worth: bool) -> None:
         """Each day is one miss: many of them are worth it, and one is not."""
-        told = Told(tmp_path, with_a_date(180, days), primary_blocks=8000)
-        advice = told.of["volatile"]
+        reported = Reported(tmp_path, with_a_date(180, days), primary_blocks=8000)
+        advice = reported.of["volatile"]
         assert advice.worth is worth
         assert advice.about["values"] == days
         assert advice.saved_tokens == (days - 1) * (605 // SIZE) * SIZE
@@ -129,7 +129,7 @@ class TestVolatile:
         trace = write_trace(tmp_path / "trace", requests)
         found = observe_trace("trace", lambda: TracePrompts(trace, tokens_per_block=SIZE), None)
         assert found.volatile is not None
-        log = Told(tmp_path, requests, primary_blocks=8000).of["volatile"]
+        log = Reported(tmp_path, requests, primary_blocks=8000).of["volatile"]
         [advice] = [each for each in advise(found, 300).advice if each.topic == "volatile"]
         assert advice == log
 
@@ -139,32 +139,32 @@ class TestSize:
 
     def test_too_small(self, tmp_path: Path) -> None:
         """The knee has room for all; more primary and a host tier save what a cache of that size reuses."""
-        told = Told(tmp_path, round_robin(400, 20), primary_blocks=100)
-        assert {"size", "primary", "host"} <= told.worth
-        size, now = told.of["size"], lru(told.requests, 100)
+        reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=100)
+        assert {"size", "primary", "host"} <= reported.worth
+        size, now = reported.of["size"], lru(reported.requests, 100)
         assert size.about["verdict"] == "larger"
         assert (size.about["knee_blocks"], size.about["blocks"]) == (200, 100)
         for topic, blocks in (("size", 200), ("primary", 200), ("host", 200)):
-            assert told.of[topic].saved_tokens == lru(told.requests, blocks) - now > 0
-        assert (told.of["primary"].about["blocks"], told.of["host"].about) == (
+            assert reported.of[topic].saved_tokens == lru(reported.requests, blocks) - now > 0
+        assert (reported.of["primary"].about["blocks"], reported.of["host"].about) == (
             200,
             {"blocks": 100, "blocks_now": 0},
         )
-        asked = sum(len(blocks_of(each)) for each in told.requests) * SIZE
+        asked = sum(len(blocks_of(each)) for each in reported.requests) * SIZE
         assert size.about["hit_rate"] == now / asked
-        assert size.about["knee_hit_rate"] == lru(told.requests, 200) / asked
-        assert sum(told.lost()) >= 0.01 * told.tokens
-        assert told.found.losses is not None
-        assert told.found.losses.lost_tokens == sum(told.lost())
+        assert size.about["knee_hit_rate"] == lru(reported.requests, 200) / asked
+        assert sum(reported.lost()) >= 0.01 * reported.tokens
+        assert reported.found.losses is not None
+        assert reported.found.losses.lost_tokens == sum(reported.lost())
 
     def test_what_is_said_is_what_happens(self, tmp_path: Path) -> None:
         """In a cache of the size that is advised, nearly as much more is reused."""
-        told = Told(tmp_path / "small", round_robin(400, 20), primary_blocks=100)
-        large = Told(tmp_path / "large", round_robin(400, 20), primary_blocks=200 + 11)
-        assert told.found.losses is not None
+        reported = Reported(tmp_path / "small", round_robin(400, 20), primary_blocks=100)
+        large = Reported(tmp_path / "large", round_robin(400, 20), primary_blocks=200 + 11)
+        assert reported.found.losses is not None
         assert large.found.losses is not None
-        more = large.found.losses.reused_tokens - told.found.losses.reused_tokens
-        assert more == told.of["size"].saved_tokens
+        more = large.found.losses.reused_tokens - reported.found.losses.reused_tokens
+        assert more == reported.of["size"].saved_tokens
 
     def test_large_enough(self, tmp_path: Path) -> None:
         """A tenth of the requests is never asked for again, and fills what is left: evictions cost nothing."""
@@ -174,24 +174,24 @@ class TestSize:
                 zip(with_a_system_prompt(400, every=1000), round_robin(400, 10), strict=True)
             )
         ]
-        told = Told(tmp_path, requests, primary_blocks=150)
-        assert not {"size", "primary", "host"} & told.worth
-        assert told.of["size"].about["verdict"] == "enough"
-        assert sum(told.lost()) == 0
+        reported = Reported(tmp_path, requests, primary_blocks=150)
+        assert not {"size", "primary", "host"} & reported.worth
+        assert reported.of["size"].about["verdict"] == "enough"
+        assert sum(reported.lost()) == 0
 
     def test_larger_than_need_be(self, tmp_path: Path) -> None:
         """Half of it would do, and nothing would be lost."""
-        told = Told(tmp_path, round_robin(400, 10), primary_blocks=300)
-        assert told.of["size"].about["verdict"] == "smaller"
-        assert told.of["size"].worth
-        assert told.of["size"].saved_tokens == 0
-        assert lru(told.requests, 100) == lru(told.requests, 300)
+        reported = Reported(tmp_path, round_robin(400, 10), primary_blocks=300)
+        assert reported.of["size"].about["verdict"] == "smaller"
+        assert reported.of["size"].worth
+        assert reported.of["size"].saved_tokens == 0
+        assert lru(reported.requests, 100) == lru(reported.requests, 300)
 
     def test_a_host_tier_that_is_there(self, tmp_path: Path) -> None:
         """With room for all of it nothing is advised."""
-        told = Told(tmp_path, round_robin(400, 20), primary_blocks=100, secondary_blocks=140)
-        assert not {"size", "primary", "host"} & told.worth
-        assert told.of["host"].about == {"blocks": 140, "blocks_now": 140}
+        reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=100, secondary_blocks=140)
+        assert not {"size", "primary", "host"} & reported.worth
+        assert reported.of["host"].about == {"blocks": 140, "blocks_now": 140}
 
 
 class TestTimeout:
@@ -200,19 +200,22 @@ class TestTimeout:
     @pytest.mark.parametrize(("seconds", "worth"), [(60.0, True), (1.0, False)])
     def test_both(self, tmp_path: Path, seconds: float, *, worth: bool) -> None:
         """A timeout of five minutes loses what a cache loses that drops blocks then."""
-        told = Told(tmp_path, round_robin(640, 10, seconds=seconds), primary_blocks=60)
-        advice = told.of["ttl"]
+        reported = Reported(tmp_path, round_robin(640, 10, seconds=seconds), primary_blocks=60)
+        advice = reported.of["ttl"]
         assert advice.worth is worth
-        lost = with_timeout(told.requests, 10**9) - with_timeout(told.requests, 300)
+        lost = with_timeout(reported.requests, 10**9) - with_timeout(reported.requests, 300)
         assert advice.about["lost_tokens"] == lost
         assert advice.saved_tokens == (lost if worth else 0)
         enough = advice.about["enough_seconds"]
-        assert with_timeout(told.requests, enough) > with_timeout(told.requests, 10**9) - 0.01 * told.tokens
+        assert (
+            with_timeout(reported.requests, enough)
+            > with_timeout(reported.requests, 10**9) - 0.01 * reported.tokens
+        )
         assert enough == (600 if worth else 10)
 
     def test_log_is_shorter(self, tmp_path: Path) -> None:
         """Twice the timeout is needed."""
-        left_out = Told(tmp_path, round_robin(400, 10), primary_blocks=60).left_out["ttl"]
+        left_out = Reported(tmp_path, round_robin(400, 10), primary_blocks=60).left_out["ttl"]
         assert left_out.needed_seconds == 600
         assert "too little for a timeout of 5 min" in left_out.reason
 
@@ -222,34 +225,36 @@ class TestPin:
 
     def test_it_goes(self, tmp_path: Path) -> None:
         """What evictions cost of it is what is said, and who has it."""
-        told = Told(tmp_path, with_a_system_prompt(300, every=6), primary_blocks=80)
-        advice = told.of["pin"]
+        reported = Reported(tmp_path, with_a_system_prompt(300, every=6), primary_blocks=80)
+        advice = reported.of["pin"]
         assert advice.worth
-        system = told.requests[0].tokens[: SIZE * 8]
-        having = [number for number, asked in enumerate(told.requests) if asked.tokens[: SIZE * 8] == system]
+        system = reported.requests[0].tokens[: SIZE * 8]
+        having = [
+            number for number, asked in enumerate(reported.requests) if asked.tokens[: SIZE * 8] == system
+        ]
         # What the others have of earlier prompts is nothing.
-        assert advice.saved_tokens == advice.about["lost_tokens"] == sum(told.lost()) == 49 * SIZE * 8
+        assert advice.saved_tokens == advice.about["lost_tokens"] == sum(reported.lost()) == 49 * SIZE * 8
         assert (advice.about["requests"], advice.about["prefix_tokens"]) == (len(having), SIZE * 8)
         assert advice.about["asked_tokens"] == len(having) * SIZE * 8
         assert (advice.about["request_id"], advice.about["primary_share"]) == (0, 0.1)
 
     def test_it_stays(self, tmp_path: Path) -> None:
         """The same prompt, asked for so often that nothing of it goes."""
-        told = Told(tmp_path, with_a_system_prompt(300, every=2), primary_blocks=80)
-        assert not told.of["pin"].worth
-        assert told.of["pin"].about["lost_tokens"] == sum(told.lost()) == 0
-        assert told.of["pin"].about["requests"] == 150
+        reported = Reported(tmp_path, with_a_system_prompt(300, every=2), primary_blocks=80)
+        assert not reported.of["pin"].worth
+        assert reported.of["pin"].about["lost_tokens"] == sum(reported.lost()) == 0
+        assert reported.of["pin"].about["requests"] == 150
 
     def test_it_is_too_long(self, tmp_path: Path) -> None:
         """What takes more than half of primary is not pinned."""
-        told = Told(tmp_path, with_a_system_prompt(300, every=6, blocks=42), primary_blocks=80)
-        assert told.of["pin"].about["lost_tokens"] > 0.1 * told.tokens
-        assert not told.of["pin"].worth
+        reported = Reported(tmp_path, with_a_system_prompt(300, every=6, blocks=42), primary_blocks=80)
+        assert reported.of["pin"].about["lost_tokens"] > 0.1 * reported.tokens
+        assert not reported.of["pin"].worth
 
     def test_none_is_shared(self, tmp_path: Path) -> None:
         """Prompts that have nothing in common."""
-        told = Told(tmp_path, with_a_system_prompt(300, every=1000), primary_blocks=80)
-        assert told.of["pin"].about == {"prefix_tokens": 0}
+        reported = Reported(tmp_path, with_a_system_prompt(300, every=1000), primary_blocks=80)
+        assert reported.of["pin"].about == {"prefix_tokens": 0}
 
 
 class TestRunning:
@@ -257,8 +262,8 @@ class TestRunning:
 
     def test_they_fill_it(self, tmp_path: Path) -> None:
         """Eight with eleven blocks each hold nearly all of 95; half of them would leave half."""
-        told = Told(tmp_path, round_robin(400, 20), primary_blocks=95, running=8)
-        advice = told.of["running"]
+        reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=95, running=8)
+        advice = reported.of["running"]
         assert advice.worth
         held = [11 * min(number + 1, 8) for number in range(400)]
         assert advice.about["most_held_blocks"] == max(held) == 88
@@ -266,21 +271,21 @@ class TestRunning:
         assert advice.about["running"] == sum(min(number + 1, 8) for number in range(400)) / 400
         assert advice.about["full"] == sum(each >= 0.9 * 95 for each in held) / 400
         assert advice.about["at_a_time"] == 4
-        assert advice.about["lost_tokens"] == sum(told.lost()) > 0
-        assert next(iter(told.of)) == "running"
-        assert not told.of["pin"].worth
+        assert advice.about["lost_tokens"] == sum(reported.lost()) > 0
+        assert next(iter(reported.of)) == "running"
+        assert not reported.of["pin"].worth
 
     def test_they_do_not(self, tmp_path: Path) -> None:
         """One at a time loses as much, and it is not for this."""
-        told = Told(tmp_path, round_robin(400, 20), primary_blocks=95)
-        assert not told.of["running"].worth
-        assert sum(told.lost()) > 0
+        reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=95)
+        assert not reported.of["running"].worth
+        assert sum(reported.lost()) > 0
 
     def test_nothing_is_lost(self, tmp_path: Path) -> None:
         """They fill the cache, and nobody asks for what goes."""
-        told = Told(tmp_path, with_a_system_prompt(300, every=1000), primary_blocks=85, running=4)
-        assert told.of["running"].about["full"] > 0.9
-        assert not told.of["running"].worth
+        reported = Reported(tmp_path, with_a_system_prompt(300, every=1000), primary_blocks=85, running=4)
+        assert reported.of["running"].about["full"] > 0.9
+        assert not reported.of["running"].worth
 
 
 class TestTenant:
@@ -289,14 +294,14 @@ class TestTenant:
     @pytest.mark.parametrize("label", [False, True])
     def test_it_suffers(self, tmp_path: Path, *, label: bool) -> None:
         """What each has lost is counted, and for whom it went; tenants have a salt each, or a label."""
-        told = Told(tmp_path, two_tenants(300, flood=60, label=label), primary_blocks=100)
-        advice = told.of["tenant"]
+        reported = Reported(tmp_path, two_tenants(300, flood=60, label=label), primary_blocks=100)
+        advice = reported.of["tenant"]
         assert advice.worth
         by = Counter[bool]()
         asked = Counter[bool]()
-        for number, lost in enumerate(told.lost()):
+        for number, lost in enumerate(reported.lost()):
             by[number % 2 == 0] += lost
-            asked[number % 2 == 0] += len(told.requests[number].tokens)
+            asked[number % 2 == 0] += len(reported.requests[number].tokens)
         about = advice.about
         assert about["lost_tokens"] == by[True] > 0
         assert about["prompt_tokens"] == asked[True]
@@ -311,9 +316,9 @@ class TestTenant:
 
     def test_it_does_not(self, tmp_path: Path) -> None:
         """Where the other one asks for little, nothing goes."""
-        told = Told(tmp_path, two_tenants(300, flood=2), primary_blocks=100)
-        assert not told.of["tenant"].worth
-        assert told.of["tenant"].about["lost_tokens"] == 0
+        reported = Reported(tmp_path, two_tenants(300, flood=2), primary_blocks=100)
+        assert not reported.of["tenant"].worth
+        assert reported.of["tenant"].about["lost_tokens"] == 0
 
     def test_all_suffer_alike(self, tmp_path: Path) -> None:
         """Two that ask for the same kind of documents in turn take room from each other."""
@@ -321,14 +326,14 @@ class TestTenant:
             asked._replace(tenant="a" if number // 20 % 2 else "b")
             for number, asked in enumerate(round_robin(400, 20))
         ]
-        told = Told(tmp_path, requests, primary_blocks=100)
-        assert told.of["tenant"].about["lost_tokens"] > 0
-        assert not told.of["tenant"].worth
+        reported = Reported(tmp_path, requests, primary_blocks=100)
+        assert reported.of["tenant"].about["lost_tokens"] > 0
+        assert not reported.of["tenant"].worth
 
     def test_there_is_one(self, tmp_path: Path) -> None:
         """Nobody to compare with."""
-        told = Told(tmp_path, round_robin(200, 20), primary_blocks=100)
-        assert told.of["tenant"].about == {"tenants": 1, "by": "lora"}
+        reported = Reported(tmp_path, round_robin(200, 20), primary_blocks=100)
+        assert reported.of["tenant"].about == {"tenants": 1, "by": "lora"}
 
     @pytest.mark.parametrize("by", ["tenant", "model"])
     def test_who_loses_the_largest_part(self, tmp_path: Path, by: str) -> None:
@@ -344,14 +349,14 @@ class TestTenant:
             )
             for number, (asked, name) in enumerate(zip(lines, names, strict=True))
         ]
-        told = Told(tmp_path, requests, primary_blocks=100)
+        reported = Reported(tmp_path, requests, primary_blocks=100)
         lost, asked = Counter[str](), Counter[str]()
-        for name, request, tokens in zip(names, requests, told.lost(), strict=True):
+        for name, request, tokens in zip(names, requests, reported.lost(), strict=True):
             lost[name] += tokens
             asked[name] += len(request.tokens)
         parts = {name: lost[name] / asked[name] for name in lost}
         assert max(lost, key=lost.__getitem__) == "large" == min(parts, key=parts.__getitem__)
-        about = told.of["tenant"].about
+        about = reported.of["tenant"].about
         assert (about["tenant"], about["by"]) == (max(parts, key=parts.__getitem__), by)
         assert about["lost_rate"] == max(parts.values()) > about["others_lost_rate"]
 
@@ -364,28 +369,28 @@ class TestTooShort:
         with pytest.raises(
             TooFewRequests, match=r"has only 40 requests in 39 s: .* 100 or more: 98 s at this rate"
         ):
-            Told(tmp_path, round_robin(40, 5), primary_blocks=20)
+            Reported(tmp_path, round_robin(40, 5), primary_blocks=20)
 
     def test_never_full(self, tmp_path: Path) -> None:
         """What evictions would do is not known; of a cache with half the blocks it is."""
-        told = Told(tmp_path, round_robin(400, 10), primary_blocks=300)
-        assert set(told.left_out) == {"primary", "host", "pin", "running", "tenant", "ttl"}
-        assert "101 of 300 blocks were in use at most" in told.left_out["pin"].reason
-        assert told.left_out["pin"].needed_seconds == pytest.approx(399 * 300 / 101)
-        assert "pin" in Told(tmp_path / "full", round_robin(400, 10), primary_blocks=90).of
+        reported = Reported(tmp_path, round_robin(400, 10), primary_blocks=300)
+        assert set(reported.left_out) == {"primary", "host", "pin", "running", "tenant", "ttl"}
+        assert "101 of 300 blocks were in use at most" in reported.left_out["pin"].reason
+        assert reported.left_out["pin"].needed_seconds == pytest.approx(399 * 300 / 101)
+        assert "pin" in Reported(tmp_path / "full", round_robin(400, 10), primary_blocks=90).of
 
     def test_reuse_is_not_covered(self, tmp_path: Path) -> None:
         """Where things come again after most of the log, they may come again after its end, too."""
-        told = Told(tmp_path, round_robin(180, 100), primary_blocks=90)
-        assert {"size", "primary", "host"} <= set(told.left_out)
-        assert "5.0 % of the reuses come after 100 s or more" in told.left_out["size"].reason
-        assert told.left_out["size"].needed_seconds == 400
-        assert "size" in Told(tmp_path / "long", round_robin(500, 100), primary_blocks=90).of
+        reported = Reported(tmp_path, round_robin(180, 100), primary_blocks=90)
+        assert {"size", "primary", "host"} <= set(reported.left_out)
+        assert "5.0 % of the reuses come after 100 s or more" in reported.left_out["size"].reason
+        assert reported.left_out["size"].needed_seconds == 400
+        assert "size" in Reported(tmp_path / "long", round_robin(500, 100), primary_blocks=90).of
 
     def test_nothing_is_reused(self, tmp_path: Path) -> None:
         """No curve without reuse."""
-        told = Told(tmp_path, with_a_system_prompt(120, every=1000), primary_blocks=80)
-        assert "no block was asked for twice in 119 s" in told.left_out["size"].reason
+        reported = Reported(tmp_path, with_a_system_prompt(120, every=1000), primary_blocks=80)
+        assert "no block was asked for twice in 119 s" in reported.left_out["size"].reason
 
 
 def of_trace(path: Path, **how: Any) -> Observed:
@@ -398,7 +403,7 @@ def test_a_trace_alone(tmp_path: Path) -> None:
     advised = advise(of_trace(write_trace(tmp_path / "trace", requests)), 300)
     of = {each.topic: each for each in advised.advice}
     assert set(of) == {"volatile", "size", "ttl", "pin"}
-    log = Told(tmp_path, requests, primary_blocks=90)
+    log = Reported(tmp_path, requests, primary_blocks=90)
     assert of["size"].about["verdict"] == "unknown"
     assert of["size"].about["knee_blocks"] == log.of["size"].about["knee_blocks"] == 100
     assert of["ttl"] == log.of["ttl"]

@@ -13,11 +13,11 @@ from hypothesis.stateful import (
 )
 
 from kvcache.config import KVCacheConfig
-from tests.oracles.machine import ManagerBesideModel, explore
+from tests.oracles.machine import ManagerAgainstModel, explore
 from tests.support.engines import strategies
 
 
-class InputsBesideModel(ManagerBesideModel):
+class InputsAgainstModel(ManagerAgainstModel):
     """The same, always with cross attention."""
 
     @initialize(settings=strategies.configs(cross=st.just(0.5)))
@@ -25,7 +25,7 @@ class InputsBesideModel(ManagerBesideModel):
         self.begin(settings)
 
 
-class WindowsBesideModel(ManagerBesideModel):
+class WindowsAgainstModel(ManagerAgainstModel):
     """The same, always with windows."""
 
     @initialize(settings=strategies.configs(strategies.windows()))
@@ -40,14 +40,14 @@ def test_manager_does_what_the_model_does() -> None:
 
 def test_cross_attention_does_what_the_model_does() -> None:
     """The same where each request has an encoder's input."""
-    explore(6, 40, InputsBesideModel)
+    explore(6, 40, InputsAgainstModel)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_cross_attention_does_what_the_model_does_for_long() -> None:
     """The same for 50,000 commands."""
-    explore(1250, 40, InputsBesideModel)
+    explore(1250, 40, InputsAgainstModel)
 
 
 @pytest.mark.long
@@ -62,4 +62,4 @@ def test_manager_does_what_the_model_does_for_long(_part: int) -> None:
 @pytest.mark.timeout(3600)
 def test_windows_do_what_the_model_does_for_long() -> None:
     """Windows for 50,000 commands."""
-    explore(1250, 40, WindowsBesideModel)
+    explore(1250, 40, WindowsAgainstModel)

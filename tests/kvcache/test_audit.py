@@ -131,7 +131,9 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
     """Of a request that ran on behind lost batches it is told where it is first seen, and its end; no stay."""
     log = random_log(3, tmp_path)
     events = [(batch.seq, event) for batch in LogReader(log) for event in batch.events]
-    told = {event.request_id for _, event in events if isinstance(event, SequenceAdded | AdmissionRefused)}
+    reported = {
+        event.request_id for _, event in events if isinstance(event, SequenceAdded | AdmissionRefused)
+    }
     exported = {
         sequence.handle: (seq, sequence)
         for seq, event in reversed(events)
@@ -139,7 +141,7 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
         for sequence in event.sequences
     }
     ends = {event.handle: (seq, event) for seq, event in events if isinstance(event, SequenceRemoved)}
-    unknown = [handle for handle, (_, sequence) in exported.items() if sequence.request_id not in told]
+    unknown = [handle for handle, (_, sequence) in exported.items() if sequence.request_id not in reported]
     assert {handle for handle in unknown if handle in ends}
     for handle in unknown:
         since, sequence = exported[handle]

@@ -171,7 +171,7 @@ def test_one_at_a_time_and_never_the_last(plain: Path, tmp_path: Path) -> None:
     assert segment_paths(log)[-1].read_bytes() == last
 
 
-def test_a_writer_goes_on_behind_either(plain: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_writer_goes_on_after_either(plain: Path, whole: Path, tmp_path: Path) -> None:
     """Whatever the segments before are, the next epoch is compressed, or is not, as it is told to be."""
     for source, compression in ((plain, "zstd"), (whole, "none"), (whole, "zstd")):
         log = Path(shutil.copytree(source, tmp_path / f"{source.parent.name} {compression}"))
@@ -215,16 +215,16 @@ def test_without_zstd_all_that_needs_it_says_so(
 def test_without_zstd_an_engine_s_log_is_not_compressed(tmp_path: Path) -> None:
     """It is written all the same, and told once; not where nothing was to be compressed."""
     config = KVCacheConfig(max_sequence_length=64, tokens_per_block=2, primary_blocks=64)
-    with capture_logs() as told:
+    with capture_logs() as reported:
         KVCacheManager(config, log=tmp_path / "log").close()
-    [warning] = told
+    [warning] = reported
     assert (warning["event"], warning["log_level"]) == ("log_not_compressed", "warning")
     assert "pip install 'kvcache[zstd]'" in warning["reason"]
     assert replay(tmp_path / "log").last_seq is not None
     plain = config.model_copy(update={"log": LogConfig(compression="none")})
-    with capture_logs() as told:
+    with capture_logs() as reported:
         KVCacheManager(plain, log=tmp_path / "other").close()
-    assert told == []
+    assert reported == []
 
 
 def test_an_engine_s_log_is_compressed(tmp_path: Path) -> None:

@@ -341,8 +341,8 @@ class TestLoad:
         """Several are told at once."""
         with pytest.warns(UserWarning, match="are not settings") as caught:
             KVCacheConfig.load(toml, env={"KVCACHE_B": "1", "KVCACHE_A": "1"})
-        told = [str(warning.message) for warning in caught]
-        assert told == ["KVCACHE_A, KVCACHE_B are not settings and are ignored"]
+        reported = [str(warning.message) for warning in caught]
+        assert reported == ["KVCACHE_A, KVCACHE_B are not settings and are ignored"]
 
     @pytest.mark.parametrize("service", ["KVCACHE", "KVCACHE_MODEL", "KVCACHE_LOG"])
     def test_variables_of_a_service(self, toml: Path, service: str) -> None:

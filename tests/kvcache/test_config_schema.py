@@ -224,11 +224,11 @@ def test_accepts_a_whole_configuration() -> None:
 
 def test_every_field_is_described() -> None:
     """Each field says what it means and, in the words of the errors, what it accepts."""
-    told = {"log": SCHEMA["properties"]["log"]["description"]}
+    reported = {"log": SCHEMA["properties"]["log"]["description"]}
     for prefix, schema in (("", SCHEMA), ("log.", SCHEMA["$defs"]["LogConfig"])):
         for name, field in schema["properties"].items():
-            if prefix + name not in told:
-                meaning, _, told[prefix + name] = field["description"].partition(" Accepted: ")
+            if prefix + name not in reported:
+                meaning, _, reported[prefix + name] = field["description"].partition(" Accepted: ")
                 assert re.fullmatch(r"[A-Z].*\.", meaning), name
     wrong: dict[str, Any] = {name: object() for name in KVCacheConfig.model_fields if name != "log"}
     wrong["log"] = dict.fromkeys(LogConfig.model_fields, object())
@@ -237,7 +237,7 @@ def test_every_field_is_described() -> None:
     errors = dict(line.split(": ", 1) for line in caught.value.problems)
     assert {name: text.partition("accepted: ")[2] + "." for name, text in errors.items()} | {
         "log": "Settings of the event log."
-    } == told
+    } == reported
 
 
 def test_schema_without_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,9 @@ def test_step_that_stores_by_sequence_compares_no_two(monkeypatch: pytest.Monkey
     Compared.compared = 0
     rig.events.clear()
     rig.manager.add_tokens(names, names)
-    assert [event.priority for event in rig.told(BlocksStored)] == [60 if name % 2 else 70 for name in names]
+    assert [event.priority for event in rig.reported(BlocksStored)] == [
+        60 if name % 2 else 70 for name in names
+    ]
     assert Compared.compared == 0
 
 

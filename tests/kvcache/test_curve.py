@@ -248,19 +248,19 @@ class TestSampling:
     """Estimates from some of the blocks."""
 
     @pytest.mark.parametrize("samples", [4, pytest.param(12, marks=pytest.mark.long)])
-    def test_error_is_small_and_told(self, chats: Prompts, exact: HitCurve, samples: int) -> None:
+    def test_error_is_small_and_reported(self, chats: Prompts, exact: HitCurve, samples: int) -> None:
         """Over some seeds hit rates are some points off, on average less than one, and as much as is said."""
         sizes = (200, 1_000, 4_000, 16_000)
         off: list[list[float]] = []
-        told = []
+        reported = []
         for seed in range(0, 4 * samples, 4):
             recorder = CurveRecorder(0.1, seed=seed)
             for prompt in chats:
                 recorder.add(prompt)
             estimate = recorder.curve()
             off.append([estimate.hit_rate(size) - exact.hit_rate(size) for size in sizes])
-            told.append([estimate.error(size) for size in sizes])
-        errors, said = np.array(off), np.array(told)
+            reported.append([estimate.error(size) for size in sizes])
+        errors, said = np.array(off), np.array(reported)
         assert np.abs(errors).max() < 0.06
         assert np.abs(errors.mean(axis=0)).max() < 0.01
         actual = np.sqrt((errors**2).mean(axis=0))

@@ -135,7 +135,7 @@ def test_namespaces_are_never_merged() -> None:
     assert len(strategies.cached_blocks(manager.state)) == 4
 
 
-def test_what_is_stored_is_told_after_all_windows_have_stored() -> None:
+def test_what_is_stored_is_reported_after_all_windows_have_stored() -> None:
     """In a decode step with two windows, where one of them finds another sequence's block and the other does not."""
     manager = KVCacheManager(
         strategies.config(

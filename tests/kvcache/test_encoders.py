@@ -308,9 +308,9 @@ def test_wrong_inputs_are_refused(given: dict[str, Any], error: type[KVCacheErro
         lambda: manager.count_reusable([1], **given),
     )
     for call in calls:
-        with pytest.raises(error, match=says) as told:
+        with pytest.raises(error, match=says) as reported:
             call()
-        assert "5555" not in str(told.value)
+        assert "5555" not in str(reported.value)
     assert (manager.fingerprint(), list(manager.bus.pending)) == (before, pending)
 
 
@@ -432,7 +432,7 @@ def test_records_of_requests_count_their_inputs() -> None:
     assert (second.blocks_allocated, second.blocks_missed, second.blocks_reused_full) == (1, 1, 5)
 
 
-def test_events_tell_of_inputs() -> None:
+def test_events_report_inputs() -> None:
     """An input has a handle of its own, tokens to whole blocks, and a namespace apart from its sequence's."""
     manager = cache()
     events: list[EncoderAdded] = []

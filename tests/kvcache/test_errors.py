@@ -174,7 +174,7 @@ def test_out_of_blocks_names_only_the_groups_that_are_short() -> None:
     assert "group 1" not in text
 
 
-def test_branches_tell_the_parties_apart() -> None:
+def test_branches_report_the_parties_apart() -> None:
     """A program can treat misuse, lack of room and bugs differently with one except clause each."""
     branches = (UsageError, CapacityError, InternalError)
     assert all(sum(issubclass(leaf, branch) for branch in branches) == 1 for leaf in LEAVES)

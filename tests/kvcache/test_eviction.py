@@ -137,7 +137,7 @@ def test_room_that_unreachable_blocks_leave_is_used() -> None:
     assert manager.count_reusable([1] * 11) == 3
 
 
-def test_source_of_a_copy_is_spared_but_not_what_hangs_behind_it() -> None:
+def test_source_of_a_copy_is_spared_but_not_what_hangs_after_it() -> None:
     """While a batch copies from a block in secondary that block stays, yet older blocks behind it make room."""
     manager = cache(primary_blocks=4, secondary_blocks=2)
     run(manager, [0, 0, 0, 1])
@@ -298,7 +298,7 @@ def test_another_order_can_be_tried(tmp_path: Path, order: type[LeastRecentlyUse
     assert replay(tmp_path / "log", verify=True).fingerprint == fingerprint(manager.state)
 
 
-def test_an_order_that_was_not_told_is_found_out() -> None:
+def test_an_order_that_was_not_reported_is_found_out() -> None:
     """`check` compares the next victim with all that could be one."""
     manager = cache()
     run(manager, [1, 1, 1, 2])

@@ -137,7 +137,7 @@ def test_close_during_trouble(tmp_path: Path, full_disk: FullDisk, overflow: Any
     assert replay(tmp_path / "log", verify=True).state.epoch == 1
 
 
-def test_loss_is_told_when_the_disk_heals_before_the_end(
+def test_loss_is_reported_when_the_disk_heals_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing gives the log a moment to make room, so that even then it ends with a gap and the whole state."""
@@ -163,7 +163,7 @@ def test_loss_is_told_when_the_disk_heals_before_the_end(
     assert replayed.end.kind == "clean"
 
 
-def test_log_that_was_closed_is_told_at_each_flush(tmp_path: Path) -> None:
+def test_log_that_was_closed_is_reported_at_each_flush(tmp_path: Path) -> None:
     """Who closes the writer under a manager hears of it, and the cache goes on."""
     log = LogWriter(tmp_path / "log", overflow="drop")
     manager = KVCacheManager(config(), log=log)
@@ -257,9 +257,9 @@ def test_flaky_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) 
     manager.close()
     batches = list(LogReader(tmp_path / "log"))
     gaps = [event for batch in batches for event in batch.events if isinstance(event, Gap)]
-    told = {seq for gap in gaps for seq in range(gap.first_seq, gap.last_seq + 1)}
-    assert told == set(range(batches[-1].seq + 1)) - {batch.seq for batch in batches}
-    assert len(told) == log.dropped_batches
+    reported = {seq for gap in gaps for seq in range(gap.first_seq, gap.last_seq + 1)}
+    assert reported == set(range(batches[-1].seq + 1)) - {batch.seq for batch in batches}
+    assert len(reported) == log.dropped_batches
     replayed = replay(tmp_path / "log", verify=True)
     assert replayed.fingerprint == fingerprint(manager.state)
     assert not replayed.checkpoints_failed

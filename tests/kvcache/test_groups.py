@@ -271,11 +271,11 @@ def test_turns_that_run_go_on_or_have_another_namespace(tmp_path: Path) -> None:
         add("c", [*prompt, 50, 51, 7, 8, 9, 60])
         add("d", prompt[:5])
     found = turns_of(LogReader(tmp_path / "log"), "s")
-    told = [
+    reported = [
         (each.number, each.admission.request_id, str(each.kind), each.before, each.common_tokens)
         for each in found
     ]
-    assert told == [
+    assert reported == [
         (1, "a", "first", None, None),
         (2, "b", "extends", "a", 11),
         (3, "other", "first", None, None),

@@ -233,20 +233,20 @@ def test_a_timer_that_flushes(tmp_path: Path) -> None:
 class Interrupted:
     """A device whose tickets tell each thing once: a failure, an interruption, and then that all is well."""
 
-    def __init__(self, *tells: list[BaseException]) -> None:
-        self.tells = list(tells)
+    def __init__(self, *speaks: list[BaseException]) -> None:
+        self.speaks = list(speaks)
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
-        return TellsOnce(self.tells.pop(0)) if self.tells else FinishedTicket()
+        return SpeaksOnce(self.speaks.pop(0)) if self.speaks else FinishedTicket()
 
 
-class TellsOnce:
-    def __init__(self, tells: list[BaseException]) -> None:
-        self.tells = tells
+class SpeaksOnce:
+    def __init__(self, speaks: list[BaseException]) -> None:
+        self.speaks = speaks
 
     def done(self) -> bool:
-        if self.tells:
-            raise self.tells.pop(0)
+        if self.speaks:
+            raise self.speaks.pop(0)
         return True
 
     def wait(self) -> None:
@@ -277,9 +277,9 @@ class CallsBack:
         pass
 
 
-def two_copies(*tells: list[BaseException], **options: Any) -> KVCacheManager:
+def two_copies(*speaks: list[BaseException], **options: Any) -> KVCacheManager:
     """Two sequences, each of which copies the start of a block; the copies' tickets tell what is given."""
-    manager = KVCacheManager(strategies.config(), **{"copier": Interrupted(*tells), **options})
+    manager = KVCacheManager(strategies.config(), **{"copier": Interrupted(*speaks), **options})
     manager.add_sequence("old", PROMPT)
     manager.store_context_blocks("old", 5)
     manager.remove_sequence("old")
@@ -538,11 +538,11 @@ def test_a_failure_at_any_event_stops_the_manager(name: str) -> None:
     assert count
     for failing_one in range(count):
         manager = make()
-        heard: list[object] = []
+        received: list[object] = []
 
-        def fail(event: object, heard: list[object] = heard, at: int = failing_one) -> None:
-            heard.append(event)
-            if len(heard) == at + 1:
+        def fail(event: object, received: list[object] = received, at: int = failing_one) -> None:
+            received.append(event)
+            if len(received) == at + 1:
                 raise RuntimeError("broken")
 
         manager.bus.subscribe(fail)
@@ -554,7 +554,7 @@ def test_a_failure_at_any_event_stops_the_manager(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interruption_halfway_is_told_as_one(kind: type[BaseException]) -> None:
+def test_an_interruption_halfway_is_reported_as_one(kind: type[BaseException]) -> None:
     """Ctrl-C in the middle of a command needs a new manager, and nobody is asked to report it as a bug."""
     manager = cache()
 
@@ -566,8 +566,8 @@ def test_an_interruption_halfway_is_told_as_one(kind: type[BaseException]) -> No
         manager.remove_sequence("a")
     with pytest.raises(
         Poisoned, match=rf"interrupted halfway \({kind.__name__}.*create a new manager"
-    ) as told:
+    ) as reported:
         manager.flush()
-    assert "report" not in str(told.value)
-    assert told.value.interrupted
+    assert "report" not in str(reported.value)
+    assert reported.value.interrupted
     manager.close()

@@ -200,7 +200,7 @@ def test_sha256_keys_of_rich_blocks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["v2_sha256_64", "xxh3_64"])
-def test_names_tell_apart_what_symbols_tell_apart(algorithm: str) -> None:
+def test_names_report_apart_what_symbols_distinguish(algorithm: str) -> None:
     """Blocks that differ in an extra id, an item, its place, its end or an offset have different names."""
     prompts = [
         rich([1, 2, 3, 4]),

@@ -99,7 +99,7 @@ def test_book_of_a_reader_is_what_is_cached(seed: int) -> None:
 
 
 @pytest.mark.parametrize("with_log", [False, True])
-def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path, with_log: bool) -> None:
+def test_resumed_cache_reports_what_it_begins_with(tmp_path: Path, with_log: bool) -> None:
     """After `resume` a reader knows every block, parents first, and what happens next, `clear` too, fits that."""
     with KVCacheManager(config(event_buffer_max_size=10_000), log=tmp_path / "log") as manager:
         busy(manager)
@@ -120,7 +120,7 @@ def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path, with_log: bool)
     manager.close()
 
 
-def test_state_behind_a_gap_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_after_a_gap_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole state that a log gets after a loss repeats nothing for those who poll."""
     manager, book = KVCacheManager(config(event_buffer_max_size=10_000)), Book()
     busy(manager)
@@ -154,7 +154,7 @@ def test_beginning_larger_than_the_buffer_is_a_hole(tmp_path: Path) -> None:
     assert held == names
 
 
-def test_blocks_without_names_are_not_told(tmp_path: Path) -> None:
+def test_blocks_without_names_are_not_reported(tmp_path: Path) -> None:
     """A state whose blocks have no names begins with `created` alone."""
     with KVCacheManager(config(block_hash="none"), log=tmp_path / "log") as manager:
         busy_ids = manager.add_sequence("a", [1, 2, 3, 4]).request_id

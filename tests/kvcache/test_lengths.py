@@ -126,7 +126,7 @@ def test_a_sequence_that_is_too_long_says_in_which_window() -> None:
         cache.add_tokens(["a"], [1])
 
 
-def test_too_few_blocks_are_told_by_window() -> None:
+def test_too_few_blocks_are_reported_by_window() -> None:
     """By the number of the group, as in events, and by its window in tokens."""
     cache = manager()
     with pytest.raises(OutOfBlocks) as refused:
@@ -154,7 +154,7 @@ def test_a_trace_is_refused_by_window() -> None:
     assert limits.obstacle(97) == "97 tokens need 7 blocks, primary has 6 for window 64"
 
 
-def test_what_a_sequence_still_needs_is_told_of_each_window() -> None:
+def test_what_a_sequence_still_needs_is_reported_of_each_window() -> None:
     """The window that needs the most may be another one than that with the fewest free blocks."""
     cache = manager(primary_blocks=(6, 16))
     cache.add_sequence("a", [1] * 64)

@@ -206,10 +206,10 @@ def test_nothing_is_started_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert first_seq(segment_paths(tmp_path / "log")[0]) == 0
 
 
-def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it that it cannot be started, or that it ends in failure: a warning says why, and the engine goes on."""
     fails = LogMaintainer(tmp_path / "missing", Limits(segments=1))
-    with capture_logs() as told:
+    with capture_logs() as reported:
         fails.look()
         fails.wait()
         monkeypatch.setattr(sys, "executable", "/missing")
@@ -217,9 +217,9 @@ def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         is_missing.look()
         is_missing.wait()
     fails.close()
-    assert [each["event"] for each in told] == ["log_not_kept"] * 2
-    assert "is not a log directory" in told[0]["reason"]
-    assert told[1]["reason"] == "FileNotFoundError"
+    assert [each["event"] for each in reported] == ["log_not_kept"] * 2
+    assert "is not a log directory" in reported[0]["reason"]
+    assert reported[1]["reason"] == "FileNotFoundError"
 
 
 def test_segments_are_an_eighth_of_what_is_kept(tmp_path: Path) -> None:

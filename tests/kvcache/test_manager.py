@@ -296,7 +296,7 @@ def test_failed_managers_refuse_commands(
     manager.close()
 
 
-def test_duplicates_are_told_apart() -> None:
+def test_duplicates_are_distinguished() -> None:
     """An id that is twice in one call is not said to be running."""
     for requests, says in (
         ([Request("a", [1])], "is running already"),
@@ -316,9 +316,9 @@ def test_failure_is_repeated_without_tokens() -> None:
         root.children.clear()  # as a bug would
     with pytest.raises(KeyError):
         manager.add_sequence("next", [7] * 16)
-    with pytest.raises(Poisoned, match=r"KeyError at prefix_tree.py:\d+") as told:
+    with pytest.raises(Poisoned, match=r"KeyError at prefix_tree.py:\d+") as reported:
         manager.flush()
-    assert "\\x" not in str(told.value)
+    assert "\\x" not in str(reported.value)
     manager.close()
 
 
@@ -408,7 +408,7 @@ def test_flush_numbers_batches_without_holes() -> None:
     assert [(batch.seq, batch.ts) for batch in seen if batch is not None] == [(1, 101), (2, 102), (3, 103)]
 
 
-def test_a_forgotten_flush_is_told_once() -> None:
+def test_a_forgotten_flush_is_reported_once() -> None:
     """After 100 steps of a sequence the next admission says so; a step of many calls for many sequences does not."""
     manager = KVCacheManager(strategies.config(max_sequence_length=512, primary_blocks=900))
     with capture_logs() as logs:

@@ -56,7 +56,7 @@ def served(manager: KVCacheManager, tokens: Sequence[int], **options: Any) -> tu
     return admitted.reused_tokens, table
 
 
-def heard(manager: KVCacheManager) -> list[Event]:
+def received(manager: KVCacheManager) -> list[Event]:
     """The events from here on."""
     events: list[Event] = []
     manager.bus.subscribe(events.append)
@@ -131,7 +131,7 @@ def test_an_items_beginning_is_shared_whatever_follows() -> None:
 def test_batches_share_their_new_symbols() -> None:
     """Two requests of a batch with one item get its symbols once, and share its blocks when they are stored."""
     manager = cache()
-    events = heard(manager)
+    events = received(manager)
     item = MultimodalItem(H1, 0, 8)
     manager.add_sequences([Request(number, [7] * 9, multimodal=[item]) for number in range(2)])
     assert [len(e.pages) for e in events if isinstance(e, SymbolsInterned)] == [1]
@@ -184,7 +184,7 @@ BAD_IDS: list[Any] = [
 def test_wrong_items_are_refused(multimodal: Any) -> None:
     """They raise a `UsageError` from each call that takes them, and change nothing."""
     manager = cache()
-    before, events = manager.fingerprint(), heard(manager)
+    before, events = manager.fingerprint(), received(manager)
     for call in (
         lambda: manager.add_sequence("r", [1] * 9, multimodal=multimodal),
         lambda: manager.can_add([Request("r", [1] * 9, multimodal=multimodal)]),
@@ -199,7 +199,7 @@ def test_wrong_items_are_refused(multimodal: Any) -> None:
 def test_wrong_extra_ids_are_refused(extra_ids: Any) -> None:
     """They raise `InvalidTokens` that quotes none of them, and change nothing."""
     manager = cache()
-    before, events = manager.fingerprint(), heard(manager)
+    before, events = manager.fingerprint(), received(manager)
     for call in (
         lambda: manager.add_sequence("r", [1] * 9, extra_ids=extra_ids),
         lambda: manager.count_reusable([1] * 9, extra_ids=extra_ids),
@@ -232,7 +232,7 @@ def test_items_may_come_in_any_order() -> None:
 def test_refused_admissions_intern_nothing() -> None:
     """What does not fit leaves no symbols behind, and neither does a lookup."""
     manager = cache(primary_blocks=4)
-    events = heard(manager)
+    events = received(manager)
     manager.add_sequence("a", [1] * 9)
     known = len(events)
     options: dict[str, Any] = {"multimodal": [GOOD], "extra_ids": [5] * 9}
@@ -250,7 +250,7 @@ def test_symbols_can_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbols, "MAX_PAGES", 3)
     manager = cache()
     served(manager, [1, 2], multimodal=[MultimodalItem(H1, 0, 2)])
-    before, events = manager.fingerprint(), heard(manager)
+    before, events = manager.fingerprint(), received(manager)
     with pytest.raises(OutOfSymbols) as raised:
         manager.add_sequence("r", [1, 2], multimodal=[MultimodalItem(H2, 0, 2)])
     assert (raised.value.needed, raised.value.available) == (2, 1)
@@ -272,7 +272,7 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     """However many images come, only about as many pages are kept as cached blocks and running sequences use."""
     monkeypatch.setattr(symbols, "FORGET_ABOVE", 8)
     manager = cache()
-    events = heard(manager)
+    events = received(manager)
     manager.add_sequence("long", [9] * 9, multimodal=[MultimodalItem(H1, 0, 9)])
     long_symbols = sequence_of(manager, "long").tokens.tolist()
     images(manager, range(100, 200))
@@ -299,7 +299,7 @@ def test_nothing_to_forget_raises_the_bound(monkeypatch: pytest.MonkeyPatch) -> 
     """Where all pages are in use, they are looked through again only when there are twice as many."""
     monkeypatch.setattr(symbols, "FORGET_ABOVE", 2)
     manager = cache()
-    events = heard(manager)
+    events = received(manager)
     item = MultimodalItem(H1, 0, 6)
     manager.add_sequence("r", range_of(9), multimodal=[item])
     for _ in range(3):
@@ -387,9 +387,9 @@ def test_log_replays_at_every_batch(
     assert replay(tmp_path / "log").state.symbols.pages == (pages if tokens else {})
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
     assert any(isinstance(event, SymbolsForgotten) for event in events)
-    told = [event for event in events if isinstance(event, SymbolsInterned)]
-    assert told
-    assert all(bool(event.pages) == tokens for event in told)
+    reported = [event for event in events if isinstance(event, SymbolsInterned)]
+    assert reported
+    assert all(bool(event.pages) == tokens for event in reported)
     written = b"".join(payload for _, payload in frames_of(tmp_path / "log"))
     assert (b"image-" in written) == (bytes([1]) * 32 in written) == tokens
 
@@ -398,7 +398,7 @@ def test_replayed_state_goes_on_with_the_same_symbols(monkeypatch: pytest.Monkey
     """A manager on an exported state, and one on a fold, emit what the first one does from there on."""
     monkeypatch.setattr(symbols, "FORGET_ABOVE", 6)
     manager = cache(secondary_blocks=4)
-    events = [manager.state.created, *heard(manager)]
+    events = [manager.state.created, *received(manager)]
     manager.bus.subscribe(events.append)
     Traffic(manager).run(range(15))
     assert manager.state.created is not None
@@ -407,7 +407,7 @@ def test_replayed_state_goes_on_with_the_same_symbols(monkeypatch: pytest.Monkey
         strategies.continue_from(settings, *events),
         strategies.continue_from(settings, manager.state.created, manager.state.export()),
     ]
-    records = [heard(each) for each in (manager, *twins)]
+    records = [received(each) for each in (manager, *twins)]
     for each in (manager, *twins):
         Traffic(each).run(range(15, 30))
         each.check()
@@ -522,7 +522,7 @@ def test_routers_get_plain_tokens_and_items() -> None:
     assert on_the_wire([change for change in feed.snapshot() if isinstance(change, Stored)]) == [event]
 
 
-def test_routers_tell_extra_ids_apart() -> None:
+def test_routers_report_extra_ids_apart() -> None:
     """Blocks of a request with extra ids carry their digest like an item's, also where all are 0."""
     manager = cache(tokens_per_block=2)
     extra = {"a": None, "b": [0] * 5, "c": [0, 0, 0, 1, 0]}
@@ -540,7 +540,7 @@ def test_routers_tell_extra_ids_apart() -> None:
     assert plain(c.extra_keys) == [[[ids, 0]]]
 
 
-def test_routers_are_told_after_a_loss_too() -> None:
+def test_routers_are_reported_after_a_loss_too() -> None:
     """A feed that missed batches takes what symbols stand for from the exported state; a new cache begins anew."""
     manager, feed = cache(tokens_per_block=4), Feed()
     created = manager.state.created
@@ -574,7 +574,7 @@ def test_stores_of_plain_prompts_are_as_ever() -> None:
 def test_admission_records_symbols() -> None:
     """`SequenceAdded` holds symbols, behind the event that says what they stand for."""
     manager = cache()
-    events = heard(manager)
+    events = received(manager)
     manager.add_sequence("r", [1, 7, 7, 2], multimodal=[MultimodalItem(H1, 1, 2, "cat.png")])
     interned, added = events[0], events[1]
     assert isinstance(interned, SymbolsInterned)

@@ -93,10 +93,10 @@ class Logged:
 
     def last(self) -> str:
         """The last admission's reasons, in words."""
-        return told(self.audit()[-1])
+        return reported(self.audit()[-1])
 
 
-def told(admission: Admission) -> str:
+def reported(admission: Admission) -> str:
     """Equal reasons of consecutive tokens together."""
     return ", ".join(f"{len(list(same))} {reason}" for reason, same in groupby(admission.reasons))
 
@@ -148,13 +148,13 @@ def test_a_block_whose_last_token_was_not_computed_is_not_cached(tmp_path: Path)
     assert log.last() == "2 primary, 1 partial, 1 never_seen, 1 last_token"
 
 
-def test_equal_tokens_behind_others_are_another_block(tmp_path: Path) -> None:
+def test_equal_tokens_after_others_are_another_block(tmp_path: Path) -> None:
     """And so they are at another place."""
     log = Logged(tmp_path)
     log.serve("a", [1, 2, 3, 4, 5])
     log.serve("b", [9, 9, 3, 4, 5])
     log.serve("c", [3, 4, 5])
-    assert [told(each) for each in log.audit()[1:]] == [
+    assert [reported(each) for each in log.audit()[1:]] == [
         "4 never_seen, 1 last_token",
         "2 never_seen, 1 last_token",
     ]
@@ -167,7 +167,7 @@ def test_secondary(tmp_path: Path) -> None:
     log.crowd("x", 4)
     log.serve("b", [1, 2, 3, 4, 6])
     log.serve("c", [1, 2, 3, 4, 7])
-    assert [told(each) for each in log.audit()[-2:]] == [
+    assert [reported(each) for each in log.audit()[-2:]] == [
         "4 secondary, 1 last_token",
         "4 primary, 1 last_token",
     ]
@@ -197,7 +197,7 @@ def test_unknown(tmp_path: Path) -> None:
     log.serve("b", [1, 2, 3, 4, 7, 8, 9, 10])
     log.crowd("x", 5)
     log.serve("c", [1, 2, 3, 4, 5])
-    assert [told(each) for each in log.audit()] == [
+    assert [reported(each) for each in log.audit()] == [
         "4 unknown, 1 unaligned, 1 last_token",
         "4 primary, 2 unknown, 1 unaligned, 1 last_token",
         "8 unknown, 1 unaligned, 1 last_token",
@@ -223,7 +223,7 @@ def test_not_looked_up(tmp_path: Path) -> None:
     log.serve("a", [1, 2, 3, 4, 5])
     log.serve("b", [1, 2, 3, 4, 6, 7, 8, 9], lookup=False)
     log.serve("c", [1, 2, 3, 4, 6, 7, 8])
-    assert [told(each) for each in log.audit()[-2:]] == [
+    assert [reported(each) for each in log.audit()[-2:]] == [
         "7 not_looked_up, 1 last_token",
         "6 primary, 1 last_token",
     ]
@@ -236,7 +236,7 @@ def test_computing_again(tmp_path: Path) -> None:
     log.crowd("x", 8)
     log.add("b", [1, 2, 3, 4, 5])
     log.add("c", [1, 2, 3, 4, 6])
-    assert [told(each) for each in log.audit()[-2:]] == [
+    assert [reported(each) for each in log.audit()[-2:]] == [
         "4 evicted, 1 last_token",
         "4 computing_again, 1 last_token",
     ]
@@ -269,7 +269,10 @@ def test_what_a_running_request_reuses_it_does_not_compute_again(tmp_path: Path)
     log.crowd("x", 4)  # two are blank: blocks 0 and 1 go
     log.add("b", range(9))
     log.add("c", [0, 1, 100])
-    assert [told(each) for each in log.audit()[-2:]] == ["8 primary, 1 last_token", "2 evicted, 1 last_token"]
+    assert [reported(each) for each in log.audit()[-2:]] == [
+        "8 primary, 1 last_token",
+        "2 evicted, 1 last_token",
+    ]
 
 
 def test_a_request_that_decodes_has_computed_its_prompt(tmp_path: Path) -> None:
@@ -282,7 +285,7 @@ def test_a_request_that_decodes_has_computed_its_prompt(tmp_path: Path) -> None:
     log.manager.flush()
     log.manager.add_tokens(["a", "b"], [5, 5])
     log.add("c", [1, 2, 6])
-    assert [told(each) for each in log.audit()[1:]] == [
+    assert [reported(each) for each in log.audit()[1:]] == [
         "2 being_computed, 1 last_token",
         "2 primary, 1 last_token",
     ]
@@ -312,7 +315,7 @@ def test_what_was_cleared_or_lost_and_is_computed_again(tmp_path: Path, restart:
         log.manager.clear()
     log.add("b", [1, 2, 3, 4, 5])
     log.add("c", [1, 2, 3, 4, 6])
-    assert [told(each) for each in log.audit()[-2:]] == [
+    assert [reported(each) for each in log.audit()[-2:]] == [
         f"4 {reason}, 1 last_token",
         f"4 computing_{reason}, 1 last_token",
     ]
@@ -360,7 +363,7 @@ def test_cleared(tmp_path: Path) -> None:
     log.manager.remove_sequence("c", store=False)
     log.add("d", [11, 12, 13, 14, 16])
     log.add("e", [1, 2, 3, 4, 5])
-    assert [told(each) for each in log.audit()[2:]] == [
+    assert [reported(each) for each in log.audit()[2:]] == [
         "4 cleared, 1 last_token",
         "4 cleared, 1 last_token",
         "4 cleared, 1 last_token",
@@ -420,7 +423,7 @@ def test_restarted(tmp_path: Path) -> None:
     log.again()
     log.serve("b", [1, 2, 3, 4, 5])
     log.serve("c", [1, 2, 3, 4, 5])
-    assert [told(each) for each in log.audit()[1:]] == [
+    assert [reported(each) for each in log.audit()[1:]] == [
         "4 restarted, 1 last_token",
         "4 primary, 1 last_token",
     ]
@@ -449,7 +452,7 @@ def test_a_process_that_goes_on_with_an_exported_state(tmp_path: Path) -> None:
     log.add("c", [11, 12, 13, 14, 15])
     log.manager.remove_sequence("c", store=False)
     log.add("d", [21, 22, 23, 24, 25])
-    assert [told(each) for each in log.audit()[-3:]] == [
+    assert [reported(each) for each in log.audit()[-3:]] == [
         "2 primary, 2 secondary, 1 last_token",
         "4 being_computed, 1 last_token",
         "2 primary, 2 never_seen, 1 last_token",  # block 0 is computed, block 1 generated
@@ -474,7 +477,7 @@ def test_an_exported_state_of_a_sliding_window(tmp_path: Path, secondary: int, t
     log.manager.remove_sequence("a")
     log.manager.remove_sequence("b", store=False)
     log.add("c", [0, 1, 2, 3, 4, 5, 100])
-    assert [told(each) for each in log.audit()[-2:]] == [
+    assert [reported(each) for each in log.audit()[-2:]] == [
         "10 primary, 1 last_token",
         third,
     ]
@@ -505,7 +508,7 @@ def test_batches_that_were_lost(tmp_path: Path) -> None:
     admissions = log.audit()
     gaps = [event for batch in LogReader(log.directory) for event in batch.events if isinstance(event, Gap)]
     assert len(gaps) == 1
-    assert [f"{each.request_id}: {told(each)}" for each in admissions[3:]] == [
+    assert [f"{each.request_id}: {reported(each)}" for each in admissions[3:]] == [
         "d: 2 primary, 2 restarted, 1 last_token",
         "e: 4 primary, 1 last_token",
         "f: 2 primary, 1 last_token",
@@ -522,7 +525,7 @@ def test_out_of_window(tmp_path: Path) -> None:
     log.manager = KVCacheManager.resume(replay(log.directory).state, log=tmp_path / "second")
     log.directory = tmp_path / "second"
     log.add("b", [0, 1, 2, 3, 100, 101])
-    assert told(log.audit()[-1]) == "4 out_of_window, 1 unaligned, 1 last_token"
+    assert reported(log.audit()[-1]) == "4 out_of_window, 1 unaligned, 1 last_token"
 
 
 def test_the_first_window_that_has_it_not_gives_the_reason(tmp_path: Path) -> None:
@@ -537,7 +540,7 @@ def test_the_first_window_that_has_it_not_gives_the_reason(tmp_path: Path) -> No
     log.add("c", [0, 1, 2, 3, 100])
     log.manager.remove_sequence("c", store=False)
     log.add("d", range(9))
-    assert [told(each) for each in log.audit()[2:]] == [
+    assert [reported(each) for each in log.audit()[2:]] == [
         "4 evicted, 1 last_token",
         "4 evicted, 1 last_token",
         "4 evicted, 4 cleared, 1 last_token",
@@ -552,7 +555,7 @@ def test_same_step_and_being_computed(tmp_path: Path) -> None:
     log.manager.store_context_blocks("a", 3)
     log.manager.flush()
     log.manager.store_context_blocks("a", 4)
-    assert [told(each) for each in log.audit()] == [
+    assert [reported(each) for each in log.audit()] == [
         "4 never_seen, 1 last_token",
         "2 same_step, 2 being_computed, 1 last_token",
     ]
@@ -566,7 +569,7 @@ def test_only_whole_blocks_of_a_running_prompt_are_being_computed(tmp_path: Path
     log.add("b", [1, 2, 3, 4, 5])
     log.manager.remove_sequence("a")
     log.add("c", [1, 2, 3, 6, 7])
-    assert [told(each) for each in log.audit()[1:]] == [
+    assert [reported(each) for each in log.audit()[1:]] == [
         "2 being_computed, 2 never_seen, 1 last_token",
         "2 being_computed, 2 never_seen, 1 last_token",  # b is running
     ]
@@ -584,7 +587,7 @@ def test_decoded_blocks_are_found_and_lost_like_others(tmp_path: Path) -> None:
     log.manager.remove_sequence("b", store=False)
     log.crowd("x", 7)
     log.add("c", range(1, 8))
-    assert [told(each) for each in log.audit() if each.request_id in ("b", "c")] == [
+    assert [reported(each) for each in log.audit() if each.request_id in ("b", "c")] == [
         "6 primary, 1 last_token",
         "2 primary, 4 evicted, 1 last_token",
     ]
@@ -601,7 +604,7 @@ def test_other_namespace(tmp_path: Path) -> None:
     log.add("c", [1, 2, 3, 4, 5], lora_id=1)
     log.add("d", [1, 2, 3, 4, 5], cache_salt="tenant")
     log.add("e", [1, 9, 3])
-    assert [told(each) for each in log.audit()[1:]] == [
+    assert [reported(each) for each in log.audit()[1:]] == [
         "4 other_namespace, 1 last_token",
         "4 other_namespace, 1 last_token",
         "4 primary, 1 last_token",
@@ -618,7 +621,7 @@ def test_what_another_namespace_had_is_not_in_it_any_more(tmp_path: Path) -> Non
     log.crowd("y", 8)
     log.serve("c", [1, 2, 3], cache_salt="tenant")
     log.serve("d", [1, 2, 3])
-    assert [told(each) for each in log.audit() if each.request_id in ("b", "c", "d")] == [
+    assert [reported(each) for each in log.audit() if each.request_id in ("b", "c", "d")] == [
         "2 never_seen, 1 last_token",
         "2 evicted, 1 last_token",
         "2 evicted, 1 last_token",
@@ -639,7 +642,7 @@ def test_symbols_that_stand_for_something_else_later(tmp_path: Path, monkeypatch
     ]
     assert first == third != last
     assert any(isinstance(event, SymbolsForgotten) for event in events)
-    assert [told(each) for each in admissions[::2]] == [
+    assert [reported(each) for each in admissions[::2]] == [
         "2 never_seen, 1 last_token",
         "2 never_seen, 1 last_token",
         "2 never_seen, 1 last_token",

@@ -20,7 +20,7 @@ from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import KVCacheError
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from tests.oracles.machine import ManagerBesideModel, explore
+from tests.oracles.machine import ManagerAgainstModel, explore
 from tests.support.engines import strategies
 
 NO_STATE = {"watcher", "handlers"}
@@ -58,7 +58,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return {name: item for name, item in found.items() if name not in NO_STATE and not callable(item)}
 
 
-class Watched(ManagerBesideModel):
+class Watched(ManagerAgainstModel):
     """Compares the whole state before each event with what it was after the event before."""
 
     def create_watched(self) -> None:

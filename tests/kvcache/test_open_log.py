@@ -81,7 +81,7 @@ def log(path: Path) -> Log:
     return open_log(path)
 
 
-def told(life: Life) -> tuple[Any, ...]:
+def reported(life: Life) -> tuple[Any, ...]:
     level = life["level"]
     return (
         life["window"],
@@ -97,7 +97,7 @@ def told(life: Life) -> tuple[Any, ...]:
     )
 
 
-def told_by(row: BlockLife) -> tuple[Any, ...]:
+def announced_by(row: BlockLife) -> tuple[Any, ...]:
     life = (
         row.window,
         str(row.stored_by),
@@ -142,7 +142,7 @@ def test_requests_add_up(log: Log, raw: RawLog) -> None:
 def test_block_lives_are_those_of_slots(log: Log, raw: RawLog) -> None:
     """Each full block lives as what follows its slot says: stored, reused, moved, gone."""
     rows = list(log.block_lives())
-    assert Counter(map(told_by, rows)) == Counter(map(told, raw.full()))
+    assert Counter(map(announced_by, rows)) == Counter(map(reported, raw.full()))
     assert len({row.gone_why for row in rows}) > 1
     for row in rows:
         assert row.stored_ts <= row.last_used_ts <= (row.gone_ts or row.last_used_ts)
@@ -159,7 +159,7 @@ def test_rows_of_random_logs(tmp_path: Path, seed: int) -> None:
     tables: dict[str, list[Any]] = {"requests": [], "blocks": [], "steps": []}
     for name, rows in tables_of(batches, "requests", "blocks", "steps"):
         tables[name] += rows
-    assert Counter(map(told_by, tables["blocks"])) == Counter(map(told, raw.full()))
+    assert Counter(map(announced_by, tables["blocks"])) == Counter(map(reported, raw.full()))
     for row in tables["steps"]:
         blank = [level.blank for level in row.occupancy]
         assert blank == [count for levels in raw.blank_after[row.seq] for count in levels]

@@ -187,14 +187,16 @@ def test_reader_of_a_log_counts_alike(tmp_path: Path) -> None:
         for event in batch.events:
             bus.publish(event)
     counter.publish(manager.state, 0)
-    told, read = manager.stats(), counter.read()
+    reported, read = manager.stats(), counter.read()
     assert (
-        (read.reused_tokens, read.reused_tokens_own) == (told.reused_tokens, told.reused_tokens_own) == (5, 5)
+        (read.reused_tokens, read.reused_tokens_own)
+        == (reported.reused_tokens, reported.reused_tokens_own)
+        == (5, 5)
     )
 
 
 @pytest.mark.parametrize("own", [0, 1234])
-def test_summary_tells_of_own_tokens_if_there_are_any(own: int) -> None:
+def test_summary_reports_own_tokens_if_there_are_any(own: int) -> None:
     """The summary of a run has no word of them where no request came back."""
     result = RunResult(StepTimes())
     outcome = SimpleNamespace(result=result, stats=Stats(prompt_tokens=2000, reused_tokens_own=own))

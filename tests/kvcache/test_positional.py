@@ -81,7 +81,7 @@ def test_snapshots_have_all_groups(tmp_path: Path) -> None:
     assert verify(tmp_path / "log").problems == []
 
 
-def test_what_was_lost_is_told_anew(tmp_path: Path, hold_disk: HoldDisk) -> None:
+def test_what_was_lost_is_sent_again(tmp_path: Path, hold_disk: HoldDisk) -> None:
     """Behind batches that a log could not take stands all that the groups have."""
     with LogWriter(tmp_path / "log", overflow="drop", max_queued_batches=1) as log:
         toy = HybridToy(8, log)
@@ -106,9 +106,9 @@ def test_what_was_lost_is_told_anew(tmp_path: Path, hold_disk: HoldDisk) -> None
         toy.recorder.close()
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
     assert any(isinstance(event, ev.Gap) for event in events)
-    told = [event for event in events if isinstance(event, ev.PoolShared)]
-    assert len(told) > 1
-    assert any(group.keys for shared in told[1:] for group in shared.groups)
+    reported = [event for event in events if isinstance(event, ev.PoolShared)]
+    assert len(reported) > 1
+    assert any(group.keys for shared in reported[1:] for group in shared.groups)
     assert replay(tmp_path / "log", verify=True).fingerprint == fingerprint(toy.recorder.state)
 
 
@@ -218,7 +218,7 @@ def test_uncached_groups_have_no_names() -> None:
         made.named("a", [2], KEY, [4], group=1)
 
 
-def test_without_further_groups_nothing_is_told_of_them(tmp_path: Path) -> None:
+def test_without_further_groups_nothing_is_reported_of_them(tmp_path: Path) -> None:
     """A log of one group has none of the new events."""
     made = recorder(groups=(), log=tmp_path / "log")
     made.admitted("a", [1, 2, 3, 4, 5])

@@ -205,7 +205,7 @@ class TestFit:
         for other in np.random.default_rng(5).normal(size=(300, 3)) * steps + numbers:
             assert np.square(columns @ np.maximum(other, 0) - seconds).sum() >= error * (1 - 1e-9)
 
-    def test_its_error_is_told(self) -> None:
+    def test_its_error_is_reported(self) -> None:
         """Of times that are off by up to a tenth, half by less than a twentieth."""
         found = fit(measured(REAL.seconds, noise=0.1, number=2000), "it")
         assert found.median_part == pytest.approx(0.05, rel=0.15)
@@ -301,7 +301,7 @@ def engine_log(place: Path, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [10_000, 256])
-def test_the_steps_of_a_log_tell_the_formula(tmp_path: Path, chunk: int) -> None:
+def test_the_steps_of_a_log_report_the_formula(tmp_path: Path, chunk: int) -> None:
     """Whole prompts or chunks, others that decode, and pauses, which are left out."""
     engine_log(tmp_path / "log", chunk)
     samples = logged_samples(tmp_path / "log")

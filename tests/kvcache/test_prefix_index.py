@@ -68,7 +68,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("seed", seeds(range(24), quick=3))
-def test_whatever_is_told_the_model_says_the_same(seed: int, tmp_path: Path) -> None:
+def test_whatever_is_reported_the_model_says_the_same(seed: int, tmp_path: Path) -> None:
     """Honest publishers and liars at once, over groups, levels, adapters and extras; saved and loaded in between."""
     rng = random.Random(seed)
     honest = [Honest(rng, groups, salt) for salt, groups in enumerate((1, 1, 2, 3))]
@@ -114,11 +114,11 @@ class RealWorker:
         created = self.manager.state.created
         assert created is not None
         self.groups = created.groups
-        self.batches = [self.told(EventBatch(0, 0, (created,)))]
+        self.batches = [self.reported(EventBatch(0, 0, (created,)))]
         self.running: list[int] = []
         self.next_id = 0
 
-    def told(self, batch: EventBatch) -> VLLMBatch:
+    def reported(self, batch: EventBatch) -> VLLMBatch:
         return decode_batch(encode_batch(self.feed.fold(batch), 0.0, 0, self.groups))
 
     def step(self) -> VLLMBatch:
@@ -144,7 +144,7 @@ class RealWorker:
         manager.start_transfers()
         manager.poll()
         batch = manager.flush()
-        return VLLMBatch(0.0, (), 0) if batch is None else self.told(batch)
+        return VLLMBatch(0.0, (), 0) if batch is None else self.reported(batch)
 
     def reusable(self, tokens: list[int], namespace: Any) -> int:
         """Tokens in full blocks that a prompt would find, were it one token longer."""
@@ -189,7 +189,7 @@ def test_real_workers_reuse_what_the_index_says(seed: int) -> None:
     assert overlaps > 40
     for number in range(len(workers)):
         counts = index.counts(number)
-        assert (counts.untold, counts.contradictions, counts.aliases) == (0, 0, 0)
+        assert (counts.stores_without_tokens, counts.contradictions, counts.aliases) == (0, 0, 0)
         assert (counts.repeated_stores, counts.unknown_removals) == (0, 0)
     assert index.counts(0).orphans == 0
 

@@ -39,7 +39,7 @@ def stored(names: Any, parent: Any = None, first: int = 0, **fields: Any) -> Blo
     return BlockStored(names, parent, fields.pop("tokens", tokens), 2, **fields)
 
 
-def told(*events: VLLMEvent, worker: Any = "a", index: PrefixIndex | None = None) -> PrefixIndex:
+def reported(*events: VLLMEvent, worker: Any = "a", index: PrefixIndex | None = None) -> PrefixIndex:
     index = PrefixIndex() if index is None else index
     index.apply(worker, VLLMBatch(0.0, events, 0))
     index.check()
@@ -53,7 +53,7 @@ def overlap(index: PrefixIndex, tokens: int = 20, worker: Any = "a", **scope: An
 class TestOverlap:
     def test_levels_count_from_the_fastest_on(self) -> None:
         """Blocks in host memory go on where those in GPU memory end, and those elsewhere behind them."""
-        index = told(
+        index = reported(
             stored([1, 2], medium="GPU"), stored([3], 2, 2, medium="CPU"), stored([4], 3, 3, medium="DISK")
         )
         assert overlap(index) == Overlap(4, 6, 8)
@@ -62,23 +62,25 @@ class TestOverlap:
 
     def test_a_notice_without_tokens_counts_where_the_name_is_known(self) -> None:
         """A block that is offloaded by a notice of its hash alone stays when its GPU copy is removed."""
-        index = told(stored([1, 2]), BlockStored((2,), None, (), 0, medium="CPU"), BlockRemoved((2,), "GPU"))
+        index = reported(
+            stored([1, 2]), BlockStored((2,), None, (), 0, medium="CPU"), BlockRemoved((2,), "GPU")
+        )
         assert overlap(index) == Overlap(2, 4, 4)
-        index = told(BlockStored((2,), None, (), 0, medium="CPU"))
+        index = reported(BlockStored((2,), None, (), 0, medium="CPU"))
         assert overlap(index) == (0, 0, 0)
         assert index.match_hashes([2]) == {("a", 0): Overlap(0, 1, 1)}
-        assert overlap(told(stored([1, 2]), index=index)) == Overlap(4, 4, 4)
-        assert overlap(told(BlockRemoved((2,), "GPU"), index=index)) == Overlap(2, 4, 4)
+        assert overlap(reported(stored([1, 2]), index=index)) == Overlap(4, 4, 4)
+        assert overlap(reported(BlockRemoved((2,), "GPU"), index=index)) == Overlap(2, 4, 4)
 
-    def test_a_removed_middle_comes_back_with_all_behind_it(self) -> None:
+    def test_a_removed_middle_comes_back_with_all_after_it(self) -> None:
         """What stands behind a removed block is known still, and is reused when that block is computed again."""
-        index = told(stored([1, 2, 3, 4]), BlockRemoved((2,), "GPU"))
+        index = reported(stored([1, 2, 3, 4]), BlockRemoved((2,), "GPU"))
         assert overlap(index) == Overlap(2, 2, 2)
-        assert overlap(told(stored([2], 1, 1), index=index)) == Overlap(8, 8, 8)
+        assert overlap(reported(stored([2], 1, 1), index=index)) == Overlap(8, 8, 8)
 
     def test_adapter_salt_and_other_keys_keep_prompts_apart(self) -> None:
         """A prompt finds what was stored for its adapter, salt and images, and nothing else."""
-        index = told(
+        index = reported(
             stored([1]),
             stored([2], lora_name="style", extra_keys=(("style",),)),
             stored([3], lora_id=7),
@@ -101,26 +103,26 @@ class TestOverlap:
             "kv_cache_spec_kind": "sliding_window",
             "kv_cache_spec_sliding_window": 4,
         }
-        index = told(stored(range(1, 9)), stored(range(1, 9), **window))
+        index = reported(stored(range(1, 9)), stored(range(1, 9), **window))
         assert overlap(index) == Overlap(16, 16, 16)
         # The tokens from 13 on are seen from behind the last one, and lie in the last two blocks.
-        told(BlockRemoved((1, 2, 3, 4, 5, 6), "GPU", 1), index=index)
+        reported(BlockRemoved((1, 2, 3, 4, 5, 6), "GPU", 1), index=index)
         assert overlap(index) == Overlap(16, 16, 16)
         assert overlap(index, 14) == (0, 0, 0)
-        told(BlockRemoved((8,), "GPU", 1), index=index)
+        reported(BlockRemoved((8,), "GPU", 1), index=index)
         assert overlap(index) == (0, 0, 0)
         big = BlockStored((50, 51), None, tuple(range(8)), 4, group_idx=2, kv_cache_spec_kind="mla_attention")
-        index = told(stored(range(1, 9)), big)
+        index = reported(stored(range(1, 9)), big)
         assert overlap(index) == Overlap(8, 8, 8)
         assert overlap(index, 7) == Overlap(4, 4, 4)
 
     def test_groups_of_unknown_kinds_are_counted_and_left_out(self) -> None:
         """They say nothing about the others; a group that turns out to be such a one is left out from then on."""
         mamba = stored([5], group_idx=1, kv_cache_spec_kind="mamba")
-        index = told(stored([1]), mamba, BlockRemoved((5,), "GPU", 1), stored([5], group_idx=10**18))
+        index = reported(stored([1]), mamba, BlockRemoved((5,), "GPU", 1), stored([5], group_idx=10**18))
         assert overlap(index) == Overlap(2, 2, 2)
         assert index.counts("a").ignored_events == 3
-        told(stored([9], kv_cache_spec_kind="mamba"), index=index)
+        reported(stored([9], kv_cache_spec_kind="mamba"), index=index)
         assert index.resident("a") == (0, 0, 0)
 
     def test_ranks_are_publishers_of_their_own(self) -> None:
@@ -139,7 +141,7 @@ class TestOverlap:
 
     def test_tokens_come_in_many_forms(self) -> None:
         """Lists, arrays and packed bytes; what is no token id is refused without being repeated."""
-        index = told(stored([1, 2]))
+        index = reported(stored([1, 2]))
         packed = np.arange(5, dtype=np.int32)
         whole = {("a", 0): Overlap(4, 4, 4)}
         assert index.match(packed) == index.match(packed.tobytes()) == index.match(tuple(range(5))) == whole
@@ -150,55 +152,55 @@ class TestOverlap:
     def test_prompts_that_are_longer_than_a_run_are_followed(self) -> None:
         """Many blocks in one event and one by one, and a branch in the middle of each run."""
         count = 3 * RUN_BLOCKS_MAX + 7
-        index = told(stored(range(count)))
+        index = reported(stored(range(count)))
         for name in range(count):
             index.apply("b", VLLMBatch(0.0, (stored([-name - 1], -name if name else None, name),), 0))
         for at in range(100, count, 300):
-            told(stored([10**6 + at], at - 1, tokens=(-1, -1)), worker="a", index=index)
+            reported(stored([10**6 + at], at - 1, tokens=(-1, -1)), worker="a", index=index)
         assert index.match(range(2 * count)) == {(worker, 0): (2 * count,) * 3 for worker in "ab"}
-        told(BlockRemoved(tuple(range(count))[::-1], "GPU"), index=index)
+        reported(BlockRemoved(tuple(range(count))[::-1], "GPU"), index=index)
         assert index.match(range(2 * count)).keys() == {("b", 0)}
 
 
 class TestPublishersThatErr:
     def test_nobody_else_is_harmed(self) -> None:
         """Equal hashes of other contents, repeats and removals of another publisher's blocks change nothing for him."""
-        index = told(stored([1, 2, 3]), worker="good")
+        index = reported(stored([1, 2, 3]), worker="good")
         rng = random.Random(5)
         liar = Liar(rng)
         for _ in range(500):
-            told(liar.event(), worker="bad", index=index)
+            reported(liar.event(), worker="bad", index=index)
             assert overlap(index, worker="good") == Overlap(6, 6, 6)
         assert index.match_hashes([1, 2, 3])[WorkerRank("good", 0)] == Overlap(3, 3, 3)
 
     def test_a_parent_that_is_not_known_is_no_start_of_a_prompt(self) -> None:
         """Such blocks are known by their hashes, and by their tokens when they are stored again."""
-        index = told(stored([1, 2], 99))
+        index = reported(stored([1, 2], 99))
         assert (overlap(index), index.counts("a").orphans) == ((0, 0, 0), 1)
         assert index.match_hashes([1, 2]) == {("a", 0): Overlap(2, 2, 2)}
-        told(BlockRemoved((2, 1), "GPU"), index=index)
+        reported(BlockRemoved((2, 1), "GPU"), index=index)
         assert index.counts("a").unknown_removals == 0
-        assert overlap(told(stored([1, 2]), index=index)) == Overlap(4, 4, 4)
+        assert overlap(reported(stored([1, 2]), index=index)) == Overlap(4, 4, 4)
 
     def test_tokens_that_do_not_fit_the_hashes(self) -> None:
         """Too few leave the last blocks without contents; with too many, or in a window, none has any."""
         short, long = stored([1, 2, 3], tokens=(0, 1, 2, 3, 4)), stored([1, 2], tokens=(0, 1, 2, 3, 4))
-        assert overlap(told(short)) == Overlap(4, 4, 4)
-        assert overlap(told(long)) == (0, 0, 0)
+        assert overlap(reported(short)) == Overlap(4, 4, 4)
+        assert overlap(reported(long)) == (0, 0, 0)
         window: Any = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
-        assert overlap(told(stored([1, 2, 3], tokens=(0, 1, 2, 3), **window))) == (0, 0, 0)
-        assert overlap(told(stored([1, 2], tokens=((0, 1), (1, 2), (2, 3), (3, 4))))) == (0, 0, 0)
-        assert overlap(told(stored([1], tokens=(0, 2**31)))) == (0, 0, 0)
+        assert overlap(reported(stored([1, 2, 3], tokens=(0, 1, 2, 3), **window))) == (0, 0, 0)
+        assert overlap(reported(stored([1, 2], tokens=((0, 1), (1, 2), (2, 3), (3, 4))))) == (0, 0, 0)
+        assert overlap(reported(stored([1], tokens=(0, 2**31)))) == (0, 0, 0)
 
     def test_a_hash_that_comes_twice_means_what_it_meant_last(self) -> None:
         """Of one event neither is believed; of two the newer. A block may have two hashes, and stays with either."""
-        index = told(stored([1, 1]))
+        index = reported(stored([1, 1]))
         assert (overlap(index), index.counts("a").contradictions) == ((0, 0, 0), 1)
-        index = told(stored([1]), stored([1], tokens=(7, 7)))
+        index = reported(stored([1]), stored([1], tokens=(7, 7)))
         assert (overlap(index), index.match([7, 7])) == ((0, 0, 0), {("a", 0): Overlap(2, 2, 2)})
-        index = told(stored([1]), stored([2]), BlockRemoved((1,), "GPU"))
+        index = reported(stored([1]), stored([2]), BlockRemoved((1,), "GPU"))
         assert (overlap(index), index.counts("a").aliases) == (Overlap(2, 2, 2), 1)
-        assert overlap(told(BlockRemoved((2,), "GPU"), index=index)) == (0, 0, 0)
+        assert overlap(reported(BlockRemoved((2,), "GPU"), index=index)) == (0, 0, 0)
 
     def test_names_of_one_content_cost_the_same_however_many_there_are(self, tmp_path: Path) -> None:
         """Each is stored, matched, saved and removed; four times as many are four times the work."""
@@ -217,7 +219,7 @@ class TestPublishersThatErr:
             return lines_run(run)
 
         assert work(400) < 5 * work(100)
-        index = told(
+        index = reported(
             stored([1, 2, 3]),
             *(stored([10 * name, 10 * name + 1]) for name in range(1, 30)),
             *(stored([5, 6 + name], medium="CPU") for name in (0, 1)),
@@ -226,17 +228,17 @@ class TestPublishersThatErr:
         loaded = PrefixIndex.load(tmp_path / "i")
         for each in (index, loaded):
             # A prompt that leaves it after a block cuts the run, and its second names with it.
-            told(stored([4], 1, 1, tokens=(7, 7)), index=each)
-            told(BlockRemoved((1, 2, 3), "GPU"), index=each)
+            reported(stored([4], 1, 1, tokens=(7, 7)), index=each)
+            reported(BlockRemoved((1, 2, 3), "GPU"), index=each)
             assert (overlap(each), each.match_hashes([290, 291])) == ((4, 4, 4), {("a", 0): Overlap(2, 2, 2)})
-            told(*(BlockRemoved((10 * name, 10 * name + 1), "GPU") for name in range(1, 30)), index=each)
+            reported(*(BlockRemoved((10 * name, 10 * name + 1), "GPU") for name in range(1, 30)), index=each)
             assert overlap(each) == (0, 4, 4)
 
     @pytest.mark.parametrize("name", [1, 2])
     def test_what_follows_a_name_whose_block_is_gone(self, name: int) -> None:
         """Behind the first name of a block it is known what it holds; behind a second one, which is forgotten, not."""
-        index = told(stored([1]), stored([2]), stored([3], name, 1), BlockRemoved((name,), "GPU"))
-        index = told(stored([4], name, 1, tokens=(9, 9)), index=index)
+        index = reported(stored([1]), stored([2]), stored([3], name, 1), BlockRemoved((name,), "GPU"))
+        index = reported(stored([4], name, 1, tokens=(9, 9)), index=index)
         index.check()
         assert index.counts("a").orphans == (name == 2)
 
@@ -252,7 +254,7 @@ class TestPublishersThatErr:
 
     def test_a_block_that_is_its_own_parent_makes_no_loop(self) -> None:
         """Nor do two that are each other's."""
-        index = told(stored([1]), stored([1], 1, 1), stored([2], 1, 1), stored([1], 2, 2))
+        index = reported(stored([1]), stored([1], 1, 1), stored([2], 1, 1), stored([1], 2, 2))
         index.check()
         assert overlap(index) == (0, 0, 0)
 
@@ -263,11 +265,11 @@ class TestPublishersThatErr:
         sources: list[Any] = [Honest(rng, 3, 0), Liar(rng)]
         for _ in range(300):
             event = rng.choice(sources).event()
-            told(event, index=index)
+            reported(event, index=index)
             names |= set(getattr(event, "block_hashes", ()))
         for group in range(4):
             for medium in ("GPU", "CPU", "DISK"):
-                told(BlockRemoved(tuple(names), medium, group), index=index)
+                reported(BlockRemoved(tuple(names), medium, group), index=index)
         assert index.resident("a") == (0, 0, 0)
         index.check()  # Names without blocks are against its laws.
         index.save(tmp_path / "index")
@@ -313,8 +315,8 @@ class TestReports:
 class TestSnapshots:
     @pytest.fixture
     def index(self) -> PrefixIndex:
-        index = told(stored([1, 2, 3]), stored([4], 1, 5), BlockStored((9,), None, (), 0, medium="CPU"))
-        told(
+        index = reported(stored([1, 2, 3]), stored([4], 1, 5), BlockStored((9,), None, (), 0, medium="CPU"))
+        reported(
             stored([b"x"], extra_keys=(("salt",),)), stored([2**64 - 1]), worker=("pod", 7, None), index=index
         )
         return index
@@ -326,7 +328,7 @@ class TestSnapshots:
         again.check()
         assert again.counts("a") == index.counts("a")
         for each in (index, again):
-            told(stored([5], 3, 3), BlockRemoved((9,), "CPU"), index=each)
+            reported(stored([5], 3, 3), BlockRemoved((9,), "CPU"), index=each)
         assert again.match(range(20)) == index.match(range(20)) != {}
         assert again.match_hashes([b"x"]) == index.match_hashes([b"x"]) != {}
         assert again.publishers == index.publishers
@@ -338,7 +340,7 @@ class TestSnapshots:
         """A full disk, or a worker whose id cannot be written: the older snapshot stays, and nothing else is left."""
         index.save(tmp_path / "index")
         before = (tmp_path / "index").read_bytes()
-        told(stored([1]), worker=frozenset(), index=index)
+        reported(stored([1]), worker=frozenset(), index=index)
         with pytest.raises(Unsupported, match="frozenset"):
             index.save(tmp_path / "index")
         index.remove_worker(frozenset())
@@ -362,7 +364,7 @@ class TestSnapshots:
         assert sorted(tmp_path.iterdir()) == [path, other]
         assert other.read_text() == "mine"
 
-    def test_damage_is_told(self, index: PrefixIndex, tmp_path: Path) -> None:
+    def test_damage_is_reported(self, index: PrefixIndex, tmp_path: Path) -> None:
         """Any byte that is changed, and any end that is missing, is an error that names the file."""
         path = tmp_path / "index"
         index.save(path)

@@ -71,7 +71,7 @@ def test_lower_priority_goes_first_whenever_it_was_released() -> None:
     assert gone(manager, BlocksRemoved) == [name(*each) for each in expected]
 
 
-def test_a_block_waits_for_those_behind_it() -> None:
+def test_a_block_waits_for_those_after_it() -> None:
     """A parent of low priority is evicted after its child of a high one, and then before all others."""
     manager = cache()
     run(manager, [1, 1, 1, 2], 5, stop=2)
@@ -213,7 +213,7 @@ def test_replay_knows_the_priorities(tmp_path: Path) -> None:
     assert gone(again, BlocksRemoved) == [name(1, 1, 1, 2, 1, 1), name(2, 2), name(1, 1, 1, 2)]
 
 
-def test_routers_hear_nothing_of_it() -> None:
+def test_routers_receive_nothing_of_it() -> None:
     """A priority is no business of the feed."""
     manager, feed = cache(), Feed()
     start(manager, [1, 1, 1, 2])

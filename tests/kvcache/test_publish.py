@@ -22,7 +22,7 @@ from kvcache.publish.publisher import Publisher
 from sinks import SinkError
 from sinks.base import SinkUnavailable, SinkURLError
 from sinks.file import FileOptions, FileSink
-from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
+from tests.support.feeds.publishing import Collector, Reported, Running, once, sinks, write
 from tests.support.logs.logs import plain
 from tests.support.logs.planted import as_root, plant
 from tests.support.ports import free_port
@@ -86,7 +86,7 @@ class TestWhereSinksBegin:
         once(tmp_path / "cut", "x:a", state_dir=tmp_path / "state")
         assert sinks["a"].seqs[before:] == list(range(second, sinks["a"].seqs[-1] + 1))
 
-    def test_a_feed_tells_the_state_and_no_history(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+    def test_a_feed_reports_the_state_and_no_history(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """After a restart comes "cleared" and what is resident, and nothing that is not any more."""
         log = tmp_path / "log"
         manager = write(log, 40)
@@ -338,19 +338,19 @@ class TestSinksThatFail:
         """Folding is not sending: it is behind while its transport refuses, and is not done before it takes it."""
         log = tmp_path / "log"
         write(log)
-        told = sinks["c"] = Told()
-        send, told.send = told.send, Mock(side_effect=SinkError("made up"))  # type: ignore[method-assign]
+        reported = sinks["c"] = Reported()
+        send, reported.send = reported.send, Mock(side_effect=SinkError("made up"))  # type: ignore[method-assign]
         with Running(log, "feed:c", until=until) as running:
             wait_until(lambda: running.publisher.stats().sinks[0].errors > 2, "it does not fail")
             [lag] = running.publisher.stats().sinks
             assert (lag.state, lag.seq) == ("failing", -1)
             assert lag.lag_batches == len(list(LogReader(log)))
-            told.send = send  # type: ignore[method-assign]
+            reported.send = send  # type: ignore[method-assign]
             running.thread.join(60)
             assert not running.thread.is_alive()
             [lag] = running.publisher.stats().sinks
             assert (lag.lag_batches, running.error) == (0, None)
-        assert told.names
+        assert reported.names
 
     def test_what_fails_with_the_last_words_is_an_error(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """What a sink held back up to its end, and could not write, was not delivered; it is offered again."""
@@ -418,7 +418,7 @@ class TestSinksThatFail:
             once(tmp_path / "log", "x:a")
 
     @pytest.mark.parametrize("position", [{"seq": 100}, {"epoch": 3}])
-    def test_a_position_behind_the_end_of_the_log(
+    def test_a_position_after_the_end_of_the_log(
         self, tmp_path: Path, sinks: dict[str, Any], position: dict[str, int]
     ) -> None:
         """A power cut took batches back: an epoch that begins is waited for, and a look at what there is says so."""
@@ -496,7 +496,7 @@ class TestSinksThatFail:
 class TestFile:
     """A file that goes on where a killed process has left it."""
 
-    def test_takes_up_behind_its_last_whole_line(self, tmp_path: Path) -> None:
+    def test_takes_up_after_its_last_whole_line(self, tmp_path: Path) -> None:
         """What the position file did not know yet is not written again; a torn line is."""
         log, path = tmp_path / "log", tmp_path / "e.jsonl"
         write(log)

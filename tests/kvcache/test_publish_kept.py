@@ -17,7 +17,7 @@ from events.types import EpochStarted
 from kvcache.fold.state import resident_names
 from kvcache.maintenance.prune import make_snapshot, prune
 from sinks.router.feed import FeedBatch
-from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
+from tests.support.feeds.publishing import Collector, Reported, Running, once, sinks, write
 from tests.support.waiting import wait_until
 
 __all__ = ["sinks"]
@@ -100,7 +100,7 @@ def test_a_sink_that_had_all_before_notices_nothing(tmp_path: Path, sinks: dict[
     assert sinks["a"].seqs == list(range(last + 1))
 
 
-class HangingTold(Told):
+class HangingReport(Reported):
     """A feed's transport that hangs while it is told to, and with it what follows the log for it."""
 
     def __init__(self) -> None:
@@ -137,18 +137,18 @@ def test_a_follower_that_hangs_keeps_its_place_up_to_twice_the_limits(
     assert hanging.seqs == [*range(first), *range(begins, last + 1)]
 
 
-def test_routers_are_told_the_state_behind_a_gap(tmp_path: Path, sinks: dict[str, Any]) -> None:
+def test_routers_are_reported_the_state_after_a_gap(tmp_path: Path, sinks: dict[str, Any]) -> None:
     """A feed that lost its place in the log says "cleared" and all that is resident."""
     log = tmp_path / "log"
     write(log, 5, close=False, **SMALL).close()
-    sinks["a"] = told = HangingTold()
+    sinks["a"] = reported = HangingReport()
     with Running(log, "feed:a") as running:
-        wait_until(lambda: bool(told.batches), "it does not run")
-        told.gate.clear()
+        wait_until(lambda: bool(reported.batches), "it does not run")
+        reported.gate.clear()
         write(log, 3, first=5, **SMALL)
         wait_until(lambda: leased(log) is not None, "it has no lease")
         manager = write(log, 60, first=8, **SMALL)
         cut(log, 2)
-        told.gate.set()
-        wait_until(lambda: told.names == resident_names(manager.state, 0), "routers know something else")
+        reported.gate.set()
+        wait_until(lambda: reported.names == resident_names(manager.state, 0), "routers know something else")
         assert running.publisher.stats().sinks[0].lost_batches > 0

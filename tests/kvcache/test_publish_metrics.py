@@ -103,14 +103,14 @@ def test_they_are_those_of_the_engine(seed: int, tmp_path: Path) -> None:
         program.manager.close()
 
 
-def assert_same(own: Samples, told: Samples) -> None:
+def assert_same(own: Samples, reported: Samples) -> None:
     """What a sidecar serves is what the engine does."""
-    own, told = comparable(own), comparable(told)
+    own, reported = comparable(own), comparable(reported)
     of_the_writer = {key for key in own if key[0] in OF_THE_WRITER}
     assert len(of_the_writer) == len(OF_THE_WRITER)
-    assert own.keys() - told.keys() == of_the_writer
-    assert {key: value for key, value in own.items() if key not in of_the_writer} == told
-    assert len([name for name, _ in told if name == "kvcache_blocks"]) == 6
+    assert own.keys() - reported.keys() == of_the_writer
+    assert {key: value for key, value in own.items() if key not in of_the_writer} == reported
+    assert len([name for name, _ in reported if name == "kvcache_blocks"]) == 6
 
 
 def test_what_is_lost_to_the_log_is_counted(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_what_is_read_and_what_is_left_is_all_there_is(tmp_path: Path) -> None:
     assert reader.bytes_left() == whole
     for _ in reader:
         left.append(reader.bytes_left())
-        behind = whole - reader.bytes_read - left[-1]
-        assert behind == 0, behind
+        after = whole - reader.bytes_read - left[-1]
+        assert after == 0, after
     assert left == sorted(left, reverse=True)
     assert len(set(left)) == len(left)
     assert (reader.bytes_left(), reader.bytes_read) == (0, whole)

@@ -107,7 +107,7 @@ def test_the_log_says_what_the_engine_has_counted(seed: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("seed", seeds(range(200), quick=6))
-def test_routers_are_told_what_the_engine_holds(seed: int, tmp_path: Path) -> None:
+def test_routers_are_reported_what_the_engine_holds(seed: int, tmp_path: Path) -> None:
     """After each step a strict index that hears the feed has the names of what is cached, level by level."""
     engine = engine_of(seed, tmp_path / "log")
     feed, index = Feed(), StrictIndex()
@@ -488,7 +488,7 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "moved for nobody": (lambda r: r.moved([9], [0], "c"), UnknownRequest, "not running"),
 }
 """By what is wrong: a call, its error, and what the error says."""
-TOLD_BEFORE = {"computed beyond its slots": 2, "appended beyond its slots, one by one": 1}
+REPORTED_BEFORE = {"computed beyond its slots": 2, "appended beyond its slots, one by one": 1}
 """Entries whose first calls are right."""
 
 
@@ -501,7 +501,7 @@ def test_what_cannot_be_true_is_refused_and_leaves_no_trace(what: str) -> None:
     with pytest.raises(kind, match=said) as refused:
         call(recorder)
     assert type(refused.value) is kind
-    if what in TOLD_BEFORE:
+    if what in REPORTED_BEFORE:
         return
     assert (fingerprint(recorder.state), len(recorder.bus.pending)) == (before, pending)
     assert finish(recorder) == finish(begin())
@@ -685,16 +685,16 @@ def test_each_call_becomes_its_events() -> None:
     """What docs/how-to/recording.md says of each call, with the reasons that follow from where a request stands."""
     config = KVCacheConfig(tokens_per_block=4, primary_blocks=8, secondary_blocks=2, max_sequence_length=32)
     recorder = Recorder(config, engine="toy 1", first_block_id=3)
-    told: list[AnyEvent] = []
-    recorder.bus.subscribe(told.append, *typing.get_args(AnyEvent))
+    reported: list[AnyEvent] = []
+    recorder.bus.subscribe(reported.append, *typing.get_args(AnyEvent))
     known = StreamNames(recorder.state.hashing.key_bytes)
     for number, (call, parts) in enumerate(STORY):
         call(recorder)
         lines = []
-        for event in told:
+        for event in reported:
             known.see(event)
             lines.append(render_event(event, known))
-        told.clear()
+        reported.clear()
         recorder.check()
         text, at = "\n".join(lines), 0
         for part in parts:

@@ -111,12 +111,12 @@ def test_a_batch_that_was_lost_is_refused(tmp_path: Path) -> None:
         manager.flush()
     manager.close()
     there = [batch.seq for batch in LogReader(tmp_path / "log")]
-    before, behind = next((a, b) for a, b in itertools.pairwise(there) if b > a + 1)
-    for lost in (before + 1, behind - 1):
+    before, after = next((a, b) for a, b in itertools.pairwise(there) if b > a + 1)
+    for lost in (before + 1, after - 1):
         with pytest.raises(InLogGap) as raised:
             replay(tmp_path / "log", lost)
         assert (raised.value.seq, raised.value.last_seq) == (lost, before)
-    assert replay(tmp_path / "log", behind).last_seq == behind
+    assert replay(tmp_path / "log", after).last_seq == after
 
 
 def test_state_before_the_first_batch_is_empty(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def passes(batches: Sequence[EventBatch]) -> bool:
         return False
 
 
-def test_folding_goes_on_behind_a_gap() -> None:
+def test_folding_goes_on_after_a_gap() -> None:
     """After lost batches the state is exported, so the fold is right again, and the live manager is undisturbed."""
     manager = KVCacheManager(config())
     traffic = Traffic(manager, 3)
@@ -227,10 +227,10 @@ def test_continued_log_starts_a_new_epoch(tmp_path: Path) -> None:
     assert len(set(handles)) == len(handles)
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     """Whoever waits for a replay hears of each batch."""
     recorded(tmp_path / "log")
-    heard: list[int] = []
-    replayed = replay(tmp_path / "log", progress=heard.append)
-    assert heard == list(range(replayed.last_seq + 1))
-    assert replayed.batches == len(heard)
+    received: list[int] = []
+    replayed = replay(tmp_path / "log", progress=received.append)
+    assert received == list(range(replayed.last_seq + 1))
+    assert replayed.batches == len(received)

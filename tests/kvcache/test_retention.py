@@ -58,10 +58,10 @@ def test_a_block_takes_the_range_of_its_first_token() -> None:
     rig = Rig(8, size=16)
     rig.prefill("a", list(range(40)), keep((0, 17, 80), decode=20))
     rig.prefill("b", list(range(100, 140)), keep((5, None, 90), decode=20))
-    stored = [(event.priority, len(event.slots) // 4) for event in rig.told(BlocksStored)]
+    stored = [(event.priority, len(event.slots) // 4) for event in rig.reported(BlocksStored)]
     assert stored == [(80, 2), (35, 1), (90, 1)]  # the prompts' last blocks are not full yet
     rig.end("a", "b")
-    assert [event.priority for event in rig.told(BlocksStored)] == [35, 90]
+    assert [event.priority for event in rig.reported(BlocksStored)] == [35, 90]
 
 
 def test_what_is_decoded_together_is_stored_together_as_far_as_it_is_kept_alike() -> None:
@@ -73,7 +73,7 @@ def test_what_is_decoded_together_is_stored_together_as_far_as_it_is_kept_alike(
     rig.events.clear()
     for token in range(9):
         rig.manager.add_tokens(names, [token] * 4)
-    filled = [(event.priority, len(event.slots) // 4) for event in rig.told(BlocksFilled)]
+    filled = [(event.priority, len(event.slots) // 4) for event in rig.reported(BlocksFilled)]
     # The first decoded block of those that keep it otherwise than their prompt begins a run: it is stored by itself.
     assert filled == [(35, 2), (35, 2), (60, 2)]
 
@@ -97,15 +97,15 @@ def test_time_runs_from_the_last_release_on_and_a_new_holder_stops_it() -> None:
 
 def expired(manager: KVCacheManager, ticks: strategies.Ticks) -> list[list[tuple[int, list[int]]]]:
     """What expires in each of the next steps, as priority before and slots, until nothing does any more."""
-    told: list[Any] = []
-    manager.bus.subscribe(told.append)
+    reported: list[Any] = []
+    manager.bus.subscribe(reported.append)
     steps = []
     ticks.now += 100 * strategies.MS
     while blocks_of(manager).upkeep.due:
-        told.clear()
+        reported.clear()
         manager.flush()
         manager.check()
-        updates = [event for event in told if isinstance(event, BlocksUpdated)]
+        updates = [event for event in reported if isinstance(event, BlocksUpdated)]
         steps.append(
             [(event.old_priority, np.frombuffer(event.slots, np.int32).tolist()) for event in updates]
         )
@@ -136,7 +136,7 @@ def test_step_ends_the_times_of_a_bounded_number_of_blocks(
     assert resumed.fingerprint() == rig.manager.fingerprint()
 
 
-def test_without_durations_no_event_tells_the_time() -> None:
+def test_without_durations_no_event_reports_the_time() -> None:
     """Times are told from the first duration on, and count from the beginning of the cache."""
     rig = Rig(8)
     rig.ticks.now = 7

@@ -148,7 +148,7 @@ class Watched(Window):
         return found
 
 
-class Beside:
+class Alongside:
     """Random requests, some of which return, for a manager, the model, and from some point on a second manager."""
 
     def __init__(self, seed: int, log: Path) -> None:
@@ -225,25 +225,27 @@ class Beside:
 
 
 @pytest.mark.parametrize("first", seeds(range(0, 30, 3), quick=1))
-def test_random_requests_beside_the_model(first: int, tmp_path: Path) -> None:
+def test_random_requests_alongside_the_model(first: int, tmp_path: Path) -> None:
     """The manager does what the model does, one that goes on from an export does alike, and logs replay to both."""
     otherwise = 0
     for seed in range(first, first + 3):
-        beside = Beside(seed, tmp_path / str(seed))
+        alongside = Alongside(seed, tmp_path / str(seed))
         for step in range(160):
             if step == 60:
-                state = beside.managers[0].state
-                beside.managers.append(strategies.continue_from(beside.config, state.created, state.export()))
-            beside.step()
-            beside.compare()
-        otherwise += beside.window.otherwise
-        beside.managers[0].close()
+                state = alongside.managers[0].state
+                alongside.managers.append(
+                    strategies.continue_from(alongside.config, state.created, state.export())
+                )
+            alongside.step()
+            alongside.compare()
+        otherwise += alongside.window.otherwise
+        alongside.managers[0].close()
         replayed = replay(tmp_path / str(seed), verify=True)
-        assert replayed.fingerprint == fingerprint(beside.managers[0].state)
-        beside.managers = [KVCacheManager.resume(replayed.state), beside.managers[1]]
+        assert replayed.fingerprint == fingerprint(alongside.managers[0].state)
+        alongside.managers = [KVCacheManager.resume(replayed.state), alongside.managers[1]]
         for _ in range(40):
-            beside.step()
-            beside.compare()
+            alongside.step()
+            alongside.compare()
     assert otherwise > 3  # else nothing would have been shown of the order
 
 

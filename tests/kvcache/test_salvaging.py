@@ -55,7 +55,7 @@ def test_of_a_whole_log_it_makes_a_copy(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", seeds(range(0, 30, TOGETHER), quick=1))
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_is_salvaged_is_true_and_the_rest_is_told(
+def test_what_is_salvaged_is_true_and_the_rest_is_reported(
     pair: Pair, tmp_path: Path, change: Change, first: int
 ) -> None:
     """The new log is whole, has the states that the old one had, and each batch is in it or told to be lost."""

@@ -403,7 +403,7 @@ def test_what_was_promised_is_enough() -> None:
     assert min(seen["chunks"], seen["at once"]) > 40, seen
 
 
-def test_who_computes_a_prefix_is_told_until_it_is_stored() -> None:
+def test_who_computes_a_prefix_is_reported_until_it_is_stored() -> None:
     """An engine waits, and then reuses what it would have computed a second time; the last token stays its own."""
     manager = cache(primary_blocks=24)
     manager.add_sequence("first", [1, 2, 3, 4, 5, 6, 7])

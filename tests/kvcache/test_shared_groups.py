@@ -47,8 +47,8 @@ def suits(group: SharingGroup, named: set[int], position: int) -> bool:
 
 def suits_before(group: SharingGroup, named: set[int], position: int, known: int) -> bool:
     """The same for an engine that computes the block behind it again: all but states must have that, too."""
-    behind = position + max(group.tokens_per_block, SIZE)
-    further = group.kind in ("state", "uncached") or (behind <= known and suits(group, named, behind))
+    after = position + max(group.tokens_per_block, SIZE)
+    further = group.kind in ("state", "uncached") or (after <= known and suits(group, named, after))
     return suits(group, named, position) and (position == 0 or further)
 
 
@@ -105,17 +105,17 @@ class Engine:
             drops_last_hit=drops_last_hit,
             wall_ns=iter(range(10**18, 10**19, 10**9)).__next__,
         )
-        told = self.recorder
-        told.admitted("a", PROMPT)
-        told.allocated("a", range(7))
-        told.taken("a", [0, 1, 2], [7, 8, 9], group=1)
-        told.taken("a", [0, 1, 2], [10, 11, 12], group=2)
-        told.computed("a", len(PROMPT))
-        told.stored("a", 6, b"".join(KEYS))
-        told.named("a", [7, 8, 9], [KEYS[0], KEYS[1], KEYS[2]], [4, 8, 12], group=1)
-        told.named("a", [10, 11], [KEYS[1], KEYS[3]], [8, 16], group=2)
-        told.ended("a")
-        told.flush()
+        reported = self.recorder
+        reported.admitted("a", PROMPT)
+        reported.allocated("a", range(7))
+        reported.taken("a", [0, 1, 2], [7, 8, 9], group=1)
+        reported.taken("a", [0, 1, 2], [10, 11, 12], group=2)
+        reported.computed("a", len(PROMPT))
+        reported.stored("a", 6, b"".join(KEYS))
+        reported.named("a", [7, 8, 9], [KEYS[0], KEYS[1], KEYS[2]], [4, 8, 12], group=1)
+        reported.named("a", [10, 11], [KEYS[1], KEYS[3]], [8, 16], group=2)
+        reported.ended("a")
+        reported.flush()
 
     def parts(self, name: str, reused: list[int]) -> list[PromptPart]:
         """Admit a's prompt once more, and explain it."""
@@ -173,8 +173,8 @@ def test_the_last_block_of_a_hit_is_computed_again(tmp_path: Path) -> None:
     engine.recorder.admitted("c", PROMPT, [0, 1])
     engine.recorder.close()
     (found,) = explain_request(LogReader(engine.log), "c")
-    told = [(each.reason, each.first_block, each.last_block, each.group) for each in found.stays[0].parts]
-    assert told == [
+    reported = [(each.reason, each.first_block, each.last_block, each.group) for each in found.stays[0].parts]
+    assert reported == [
         (Reason.PRIMARY, 0, 1, None),
         (Reason.NOT_SERVABLE, 2, 4, 1),
         (Reason.LAST_HIT, 5, 5, None),
@@ -185,17 +185,17 @@ def test_the_last_block_of_a_hit_is_computed_again(tmp_path: Path) -> None:
 def test_the_moment_of_an_eviction(tmp_path: Path) -> None:
     """Of what is needed for the last block that full attention has."""
     engine = Engine(tmp_path / "log")
-    told = engine.recorder
-    told.admitted("c", PROMPT[:16])
-    told.evicted([5, 4], "c")  # full attention has 16 tokens left, and the window ends at 12
-    told.unnamed([9, 8], [KEYS[2], KEYS[1]], "c", group=1)
-    told.flush()
+    reported = engine.recorder
+    reported.admitted("c", PROMPT[:16])
+    reported.evicted([5, 4], "c")  # full attention has 16 tokens left, and the window ends at 12
+    reported.unnamed([9, 8], [KEYS[2], KEYS[1]], "c", group=1)
+    reported.flush()
     parts = engine.parts("b", [0])
     lost = next(each for each in parts if each.reason == Reason.NOT_SERVABLE)
     assert (lost.group, lost.first_block, lost.last_block, lost.gone) == (1, 1, 3, None)
 
 
-def test_commands_tell_of_further_groups(tmp_path: Path, kvcache: Kvcache) -> None:
+def test_commands_report_further_groups(tmp_path: Path, kvcache: Kvcache) -> None:
     """In words and in JSON; what cannot be told is refused with the reason."""
     engine = Engine(tmp_path / "log")
     engine.recorder.unnamed([11, 10], [KEYS[3], KEYS[1]], group=2)
@@ -245,14 +245,14 @@ def test_an_epoch_begins_anew(tmp_path: Path) -> None:
     groups = [LayerGroup("sliding", SIZE, 5, 1), LayerGroup("state", 2 * SIZE, 0, 3)]
     with (
         LogWriter(tmp_path / "log", resume=True) as log,
-        Recorder(config, engine="toy", log=log, name_bytes=NAME_BYTES, groups=groups) as told,
+        Recorder(config, engine="toy", log=log, name_bytes=NAME_BYTES, groups=groups) as reported,
     ):
-        told.admitted("a", PROMPT)
-        told.allocated("a", range(7))
-        told.computed("a", len(PROMPT))
-        told.stored("a", 2, b"".join(KEYS[:2]))
-        told.flush()
-        told.admitted("b", PROMPT)
+        reported.admitted("a", PROMPT)
+        reported.allocated("a", range(7))
+        reported.computed("a", len(PROMPT))
+        reported.stored("a", 2, b"".join(KEYS[:2]))
+        reported.flush()
+        reported.admitted("b", PROMPT)
     (found,) = explain_request(LogReader(tmp_path / "log"), "b")
     lost = next(each for each in found.stays[0].parts if each.reason == Reason.NOT_SERVABLE)
     assert (lost.group, lost.first_block, lost.last_block) == (1, 0, 1)

@@ -88,12 +88,12 @@ def test_a_sink_gets_what_it_needs(
     """True and False hold whatever the log records; who says nothing gets what the log gets."""
     plain = RecordingSink()
     saying = Saying(needs)
-    behind_runner = Saying(needs)
-    runner = SinkRunner(behind_runner, "made by hand")
+    under_runner = Saying(needs)
+    runner = SinkRunner(under_runner, "made by hand")
     whole = play(record_tokens, [plain, saying, runner], tmp_path / "log" if with_log else None)
     assert holds_tokens(whole)
     expected = whole if gets else [batch_without_tokens(batch) for batch in whole]
-    assert saying.stream == behind_runner.stream == expected
+    assert saying.stream == under_runner.stream == expected
     assert holds_tokens(saying.stream) is gets
     assert holds_tokens(plain.stream) is record_tokens
 

@@ -45,7 +45,7 @@ def test_the_session_of_an_agent_survives_a_flood(
     assert rig.reusable([*AGENT, 500]) == reused
 
 
-def test_what_comes_behind_a_prompt_s_full_blocks_is_not_kept_longer() -> None:
+def test_what_comes_after_a_prompt_s_full_blocks_is_not_kept_longer() -> None:
     """Nor is what is sampled; where the priority is below the default all of it goes."""
     for reason, priorities in (("tool_calls", [60] * 4 + [35] * 2), ("stop", [20] * 6)):
         rig = Rig(12, stop_retention=RULES)
@@ -103,7 +103,7 @@ def test_what_others_hold_stays_as_it_is() -> None:
     pinned = rig.manager.pin("agent", 8, 12)
     rig.manager.remove_sequence("agent", stop="stop")
     rig.manager.check()
-    (updated,) = rig.told(BlocksUpdated)
+    (updated,) = rig.reported(BlocksUpdated)
     assert (len(updated.slots) // 4, updated.old_priority, updated.priority, updated.duration) == (
         2,
         35,
@@ -120,7 +120,7 @@ def test_what_a_request_states_itself_goes_before() -> None:
     rig = Rig(12, stop_retention=RULES)
     stop(rig, "agent", AGENT, "stop", retention=keep((0, 8, 90)))
     assert rig.priorities == {90, 35}
-    assert rig.told(BlocksUpdated) == []
+    assert rig.reported(BlocksUpdated) == []
 
 
 @pytest.mark.parametrize("reason", [None, "length", ""])

@@ -98,7 +98,7 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
-def test_log_has_what_is_told(engine: Engine, tmp_path: Path) -> None:
+def test_log_has_what_is_reported(engine: Engine, tmp_path: Path) -> None:
     """What was said before, live, and missed in between is in the log, whose fold is what is resident."""
     engine.say(stored(10, 20))
     with tapping(tmp_path, engine.endpoint) as tap:
@@ -169,7 +169,7 @@ def test_a_restarted_engine_is_known_by_its_numbers(engine: Engine, tmp_path: Pa
     assert len(events(tmp_path, FeedRestarted)) == 1
 
 
-def test_a_loss_may_have_been_of_a_rank_that_was_not_heard_yet(tmp_path: Path) -> None:
+def test_a_loss_may_have_been_of_a_rank_that_was_not_received_yet(tmp_path: Path) -> None:
     """Of one publisher with several ranks: whoever is heard later was not heard from the start."""
     with Publisher() as publisher, tapping(tmp_path / "log", Endpoint(publisher.endpoint)) as tap:
         publisher.wait_subscribed()
@@ -299,7 +299,7 @@ def test_many_engines_connect(tmp_path: Path) -> None:
             manager.close()
 
 
-def test_what_is_not_heard_is_counted(tmp_path: Path) -> None:
+def test_what_is_not_received_is_counted(tmp_path: Path) -> None:
     """Engines that are too many, and endpoints at which nobody speaks."""
     with tapping(
         tmp_path / "log", Endpoint("tcp://127.0.0.1:0", binds=True), Endpoint("tcp://127.0.0.1:1")
@@ -355,15 +355,15 @@ class TestKinds:
 
     def test_readers_and_writers(self, engine: Engine, tmp_path: Path) -> None:
         """Whoever wants the one is told that it is the other."""
-        told, cache = tmp_path / "told", tmp_path / "cache"
-        tapping_engine = tapping(told, engine.endpoint)
+        reported, cache = tmp_path / "told", tmp_path / "cache"
+        tapping_engine = tapping(reported, engine.endpoint)
         with tapping_engine:
             pass
         KVCacheManager(config(), log=LogWriter(cache)).close()
         with pytest.raises(LogOfOtherKind, match="kvcache tap"):
-            replay(told)
+            replay(reported)
         with pytest.raises(LogOfOtherKind):
-            LogWriter(told, resume=True)
+            LogWriter(reported, resume=True)
         with pytest.raises(LogOfOtherKind, match="another directory"):
             state_of(cache)
         with pytest.raises(LogOfOtherKind):

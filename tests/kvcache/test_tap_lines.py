@@ -90,7 +90,7 @@ def test_full_blocks_feed_routers(tmp_path: Path) -> None:
     assert all(len(block.tokens) == 2 for blocks in index.blocks.values() for block in blocks.values())
     prefixes.check()
     counts = prefixes.counts("w", 0)
-    assert (counts.untold, counts.contradictions) == (0, 0)
+    assert (counts.stores_without_tokens, counts.contradictions) == (0, 0)
 
 
 def test_resumed_tap_and_engine_that_restarts(tmp_path: Path) -> None:

@@ -143,9 +143,9 @@ def test_a_segment_that_the_disk_does_not_give_back(whole: Path, frames: int) ->
     assert damage.path == place
     assert damage.reason == "it cannot be read: Input/output error"
     assert found.problems == []
-    first, behind = first_seq(place), first_seq(paths[paths.index(place) + 1])
+    first, after = first_seq(place), first_seq(paths[paths.index(place) + 1])
     there = [batch.seq for batch in LogReader(whole)]
-    assert found.batches == sum(not first + max(frames, 0) <= seq < behind for seq in there)
+    assert found.batches == sum(not first + max(frames, 0) <= seq < after for seq in there)
 
 
 def test_many_headers_for_the_same_bytes_end(tmp_path: Path) -> None:

@@ -84,15 +84,20 @@ def test_a_variable_makes_a_log(make: Make, monkeypatch: pytest.MonkeyPatch, tmp
     assert scheduler.ended
     assert not methods(scheduler)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    told = created(tmp_path / "log")
-    assert (told.engine, told.tokens_per_block, told.groups[0].num_blocks, told.key_bytes) == (
+    reported = created(tmp_path / "log")
+    assert (
+        reported.engine,
+        reported.tokens_per_block,
+        reported.groups[0].num_blocks,
+        reported.key_bytes,
+    ) == (
         "vllm 0.33.0",
         4,
         (19, 0),
         32,
     )
-    assert '"model":"toy/model"' in told.config
-    assert '"segment_bytes":1048576' in told.config
+    assert '"model":"toy/model"' in reported.config
+    assert '"segment_bytes":1048576' in reported.config
     replayed = replay(tmp_path / "log", verify=True)
     assert replayed.end is not None
     assert (replayed.end.kind, replayed.end.next_seq) == ("clean", (replayed.end.last_seq or 0) + 1)
@@ -301,7 +306,7 @@ def test_unknown_releases_are_refused(
     assert "0.32, 0.33" in warnings()[0]
 
 
-def test_a_vllm_without_a_scheduler_is_told(
+def test_a_vllm_without_a_scheduler_is_reported(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     """If it should be recorded; else nobody is bothered."""
@@ -415,7 +420,7 @@ def test_a_session_goes_on(make: Make, tmp_path: Path, update: list[int]) -> Non
     assert audit.prompt_tokens == len(PROMPT) + len(PROMPT) + 2 + len(update)
 
 
-def test_a_scheduler_that_is_none_of_vllms_is_told(
+def test_a_scheduler_that_is_none_of_vllms_is_reported(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     """One that is not derived from vLLM's own cannot be recorded; without a setting nobody minds."""
@@ -438,36 +443,36 @@ def begun(make: Make, tmp_path: Path) -> tuple[Any, Any]:
     return scheduler.kv_cache_manager, attached(scheduler)
 
 
-def audited(listening: Any, tmp_path: Path) -> Audit:
+def audited(subscribed: Any, tmp_path: Path) -> Audit:
     """The log's audit, when the recorder has closed it in good order."""
-    assert listening.attached
-    listening.close()
+    assert subscribed.attached
+    subscribed.close()
     replay(tmp_path / "log", verify=True)
     return audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
 
 
 def test_blocks_that_lose_their_names(make: Make, tmp_path: Path) -> None:
     """As after a failed load: nobody finds them, the reason is told, and the request names no more."""
-    manager, listening = begun(make, tmp_path)
+    manager, subscribed = begun(make, tmp_path)
     request = Request("a", PROMPT)
     manager.allocate_slots(request, 9)
     manager.evict_blocks({2, 3})  # 3 has no name yet
-    assert [run.slots.tolist() for run in listening.recorder.state.groups[0].tree.runs.values()] == [[0]]
+    assert [run.slots.tolist() for run in subscribed.recorder.state.groups[0].tree.runs.values()] == [[0]]
     manager.allocate_slots(request, 1)
     request.append(7)
     manager.take_events()
     manager.allocate_slots(request, 1)
     manager.take_events()
     manager.allocate_slots(Request("b", [*PROMPT, 1, 2]), 12)
-    audit = audited(listening, tmp_path)
+    audit = audited(subscribed, tmp_path)
     assert audit.reasons[Reason.INVALIDATED] == 4
     assert audit.reasons[Reason.COMPUTING_INVALIDATED] == 0
 
 
 def test_loads_from_outside(make: Make, tmp_path: Path) -> None:
     """At once, or awaited: counted as such, and computed when they are there."""
-    manager, listening = begun(make, tmp_path)
-    state = listening.recorder.state
+    manager, subscribed = begun(make, tmp_path)
+    state = subscribed.recorder.state
     manager.allocate_slots(Request("a", PROMPT), 3, num_external_computed_tokens=7)
     awaited = Request("b", [5] * 10, status=Status.WAITING_FOR_REMOTE_KVS)
     manager.allocate_slots(awaited, 0, num_external_computed_tokens=10, delay_cache_blocks=True)
@@ -480,7 +485,7 @@ def test_loads_from_outside(make: Make, tmp_path: Path) -> None:
     manager.take_events()
     assert [each.computed for each in state.sequences.values()] == [10, 10]
     assert sum(len(run.slots) for run in state.groups[0].tree.runs.values()) == 4
-    audit = audited(listening, tmp_path)
+    audit = audited(subscribed, tmp_path)
     assert (audit.loaded, audit.not_loaded, audit.reasons[Reason.EXTERNAL]) == (16, 0, 16)
 
 
@@ -496,7 +501,7 @@ LOST: dict[str, tuple[int, bool, Status, int]] = {
 def test_loads_that_fail(make: Make, tmp_path: Path, name: str) -> None:
     """What did not come is told, whatever becomes of the request."""
     there, awaited, status, missing = LOST[name]
-    manager, listening = begun(make, tmp_path)
+    manager, subscribed = begun(make, tmp_path)
     request = Request("a", PROMPT, status=Status.WAITING_FOR_REMOTE_KVS)
     manager.allocate_slots(request, 0, num_external_computed_tokens=7, delay_cache_blocks=awaited)
     manager.take_events()
@@ -504,15 +509,15 @@ def test_loads_that_fail(make: Make, tmp_path: Path, name: str) -> None:
     manager.take_events()
     if status != Status.RUNNING:
         manager.free(request)
-    audit = audited(listening, tmp_path)
+    audit = audited(subscribed, tmp_path)
     assert (audit.reasons[Reason.EXTERNAL], audit.not_loaded) == (7, missing)
-    assert listening.recorder.state.sequences.keys() == ({1} if status == Status.RUNNING else set())
+    assert subscribed.recorder.state.sequences.keys() == ({1} if status == Status.RUNNING else set())
 
 
 @pytest.mark.parametrize("more", [0, 3])
 def test_vllms_own_count(make: Make, tmp_path: Path, more: int) -> None:
     """An audit says whether it is that of the log; what vLLM looks up for nobody is none."""
-    manager, listening = begun(make, tmp_path)
+    manager, subscribed = begun(make, tmp_path)
     counts = SimpleNamespace(queries=6, preempted_queries=4, hits=0, preempted_hits=0)
     manager.prefix_cache_stats = counts
     manager.allocate_slots(Request("a", PROMPT), 10)
@@ -522,10 +527,10 @@ def test_vllms_own_count(make: Make, tmp_path: Path, more: int) -> None:
     manager.prefix_cache_stats = SimpleNamespace(queries=10, preempted_queries=0, hits=more, preempted_hits=0)
     manager.allocate_slots(Request("c", PROMPT), 10)
     manager.take_events()
-    assert audited(listening, tmp_path).counts == ((30, 0), (30, more))
+    assert audited(subscribed, tmp_path).counts == ((30, 0), (30, more))
 
 
-def test_eagle_is_told(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_eagle_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of such an engine a log says that it drops the last block of a hit."""
     original = toy_vllm.Manager.__init__
 
@@ -534,8 +539,8 @@ def test_eagle_is_told(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         self.coordinator.eagle_group_ids = {0}
 
     monkeypatch.setattr(toy_vllm.Manager, "__init__", with_eagle)
-    _, listening = begun(make, tmp_path)
-    listening.close()
+    _, subscribed = begun(make, tmp_path)
+    subscribed.close()
     assert created(tmp_path / "log").drops_last_hit
 
 
@@ -579,7 +584,7 @@ def test_aborted_and_preempted_requests(make: Make, tmp_path: Path) -> None:
     assert ends == [(EndReason.PREEMPTED, None), (EndReason.ABORTED, "abort"), (EndReason.FINISHED, "stop")]
 
 
-def test_images_are_told_apart(make: Make, tmp_path: Path) -> None:
+def test_images_are_distinguished(make: Make, tmp_path: Path) -> None:
     """Equal placeholders that stand for different images are different contents."""
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
     for number, image in enumerate(("cat", "dog", "cat")):
@@ -639,7 +644,7 @@ def test_refusals(make: Make, tmp_path: Path) -> None:
     assert (audit.requests, audit.refusals) == (0, 1)
 
 
-def test_an_error_is_told_without_its_text(
+def test_an_error_is_reported_without_its_text(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     """It may quote tokens. The recorder's end may fail as well."""
@@ -658,7 +663,7 @@ def test_an_error_is_told_without_its_text(
         """It is closed all the same."""
 
 
-def test_a_last_step_that_cannot_be_recorded_is_told(
+def test_a_last_step_that_cannot_be_recorded_is_reported(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     """The log does not end as if it had all."""

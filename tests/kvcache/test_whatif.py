@@ -188,7 +188,7 @@ class Program:
         self._ticks.now += self._rng.choice((0, 0, strategies.MS))
 
 
-def told(event: Any) -> Any:
+def reported(event: Any) -> Any:
     """What must be the same: everything but names, and the numbers of requests."""
     match event:
         case ev.SequenceAdded():
@@ -214,9 +214,9 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
     then: list[Any] = []
     now: list[Any] = []
     tally = Tally()
-    playback = Playback(on_event=lambda event: now.append(told(event)))
+    playback = Playback(on_event=lambda event: now.append(reported(event)))
     for batch in recorded(log):
-        then += map(told, batch.events)
+        then += map(reported, batch.events)
         for event in batch.events:
             tally.count(event)
         playback.play(batch)
@@ -245,7 +245,7 @@ RULES = {"tool_calls": "60:3ms", "stop": 20, "*": 40}
 @given(strategies.configs(), st.integers(0, 10**9))
 def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConfig, seed: int) -> None:
     """On a log that was recorded without: it has the reasons, and the times of its batches."""
-    heard: list[list[Any]] = []
+    received: list[list[Any]] = []
     with TemporaryDirectory() as parent:
         log = strategies.log_directory(parent)
         for rules in ({}, RULES):
@@ -255,17 +255,17 @@ def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConf
             with KVCacheManager(
                 set_otherwise, log=None if rules else log, substitutes=substitutes
             ) as manager:
-                heard.append([])
-                manager.bus.subscribe(lambda event: heard[-1].append(told(event)))
+                received.append([])
+                manager.bus.subscribe(lambda event: received[-1].append(reported(event)))
                 Program(manager, seed, ticks=ticks, plain=True).run(80)
                 manager.flush()  # at the time of the end, which is in the log, too
         now: list[Any] = []
         trial = Trial({"stop_retention": RULES})
-        playback = Playback(trial.settings, on_event=lambda event: now.append(told(event)))
+        playback = Playback(trial.settings, on_event=lambda event: now.append(reported(event)))
         for batch in recorded(log):
             playback.play(batch)
         playback.finish()
-    without, live, played = ([each for each in events if each] for events in (*heard, now))
+    without, live, played = ([each for each in events if each] for events in (*received, now))
     assume(_ends(without) == _ends(live))  # else other requests have fitted
     assert [*_by_call(played)] == [*_by_call(live)]
 
@@ -328,7 +328,7 @@ class TestCommands:
         commands = [command for batch in recorded(log) for command in batch.commands]
         assert [each.store for each in commands if isinstance(each, Remove)] == [True, False, True]
 
-    def test_what_is_stored_again_behind_a_clear(self, tmp_path: Path) -> None:
+    def test_what_is_stored_again_after_a_clear(self, tmp_path: Path) -> None:
         """A call that had nothing new computed to tell is found by the blocks that it stored."""
 
         def program(manager: KVCacheManager) -> None:
@@ -513,12 +513,12 @@ class TestBranches:
         """The request ends and is admitted again with the tokens that are left, and goes on where it was."""
         log = log_of(tmp_path, strategies.config(primary_blocks=20), self.rewinding)
         trial = Trial({"max_attention_window": (3,)})
-        heard: list[Any] = []
-        playback = Playback(trial.settings, on_event=heard.append)
+        received: list[Any] = []
+        playback = Playback(trial.settings, on_event=received.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
-        ended = [event.num_tokens for event in heard if isinstance(event, ev.SequenceRemoved)]
+        ended = [event.num_tokens for event in received if isinstance(event, ev.SequenceRemoved)]
         assert ended == [12, 6, 11]
         assert (tally.requests, tally.preempted, tally.waited, tally.prompt_tokens) == (2, 1, 0, 20)
         assert tally.recomputed_tokens == 1  # its blocks are cached still
@@ -539,14 +539,14 @@ class TestBranches:
                 manager.flush()
 
         log = log_of(tmp_path, strategies.config(primary_blocks=20), program)
-        heard: list[Any] = []
-        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=heard.append)
+        received: list[Any] = []
+        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=received.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
         assert tally.preempted == 1
         assert [
-            (event.handle, event.num_tokens) for event in heard if isinstance(event, ev.SequenceRemoved)
+            (event.handle, event.num_tokens) for event in received if isinstance(event, ev.SequenceRemoved)
         ] == [(2, 3), (1, 9), (3, 3)]
 
 
@@ -582,15 +582,15 @@ class TestChunks:
                 manager.flush()
 
         log = log_of(tmp_path, strategies.config(primary_blocks=12, enable_partial_reuse=False), program)
-        heard: list[Any] = []
-        playback, given = Playback(Trial({"primary_blocks": 40}).settings, on_event=heard.append), []
+        received: list[Any] = []
+        playback, given = Playback(Trial({"primary_blocks": 40}).settings, on_event=received.append), []
         for batch in recorded(log):
             playback.play(batch)
             slots = [
-                len(event.slots) // SLOT_BYTES for event in heard if isinstance(event, ev.BlocksAllocated)
+                len(event.slots) // SLOT_BYTES for event in received if isinstance(event, ev.BlocksAllocated)
             ]
             given.append(sum(slots))
-            heard.clear()
+            received.clear()
         # Five blocks are found, and one more at least is needed: it serves up to token 12.
         assert given[-6:] == [1, 0, 0, 2, 2, 0]
         assert playback.finish().reused_tokens == 10
@@ -598,15 +598,15 @@ class TestChunks:
     def test_who_waits_gets_all_slots_at_once(self, tmp_path: Path) -> None:
         """There was room for all of the second prompt when it came; where there is none, it does not begin."""
         log = log_of(tmp_path, strategies.config(primary_blocks=12), self.two)
-        heard: list[Any] = []
-        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=heard.append)
+        received: list[Any] = []
+        playback = Playback(Trial({"primary_blocks": 6}).settings, on_event=received.append)
         for batch in recorded(log):
             playback.play(batch)
         tally = playback.finish()
         assert (tally.requests, tally.waited, tally.preempted, tally.unserved) == (2, 1, 0, 0)
         given = [
             (event.why, list(memoryview(event.handles).cast("q")), len(event.slots) // SLOT_BYTES)
-            for event in heard
+            for event in received
             if isinstance(event, ev.BlocksAllocated)
         ]
         prompt, reserve = ev.AllocateReason.PROMPT, ev.AllocateReason.RESERVE
@@ -810,7 +810,7 @@ class TestEngines:
         then, now = play(tmp_path / "log", [Trial({})])
         assert then.tally.reused_tokens == now.tally.reused_tokens == 4
 
-    def test_slots_that_are_told_later(self, tmp_path: Path) -> None:
+    def test_slots_that_are_reported_later(self, tmp_path: Path) -> None:
         """An engine may tell of other requests, or end its step, between an admission and the slots for it."""
         config = KVCacheConfig(tokens_per_block=2, primary_blocks=20, max_sequence_length=20)
         with Recorder(config, engine="mine 1", log=tmp_path / "log") as recorder:
@@ -861,7 +861,7 @@ class TestSettings:
         assert (config.secondary_blocks, config.host_cache_size) == (7, None)
         assert Trial({"tokens_per_block": "4"}).settings(recorded_config).max_tokens == 8
 
-    def test_wrong_values_are_told_as_ever(self) -> None:
+    def test_wrong_values_are_reported_as_ever(self) -> None:
         """The settings' own errors say what is accepted."""
         with pytest.raises(ConfigError, match="primary_blocks: given 'many'; accepted: an integer from 1"):
             Trial({"primary_blocks": "many"}).settings(strategies.config())
@@ -1032,12 +1032,12 @@ def test_arc_evicts_several_as_one_by_one(
     trial = Trial({"primary_blocks": primary, "secondary_blocks": secondary})
 
     def evicted(log: Path, order: type[AdaptiveReplacement]) -> list[Any]:
-        heard: list[Any] = []
-        playback = Playback(trial.settings, order, on_event=heard.append, named=True)
+        received: list[Any] = []
+        playback = Playback(trial.settings, order, on_event=received.append, named=True)
         for batch in recorded(log):
             playback.play(batch)
         playback.finish()
-        gone = [event for event in heard if isinstance(event, ev.BlocksRemoved | ev.BlocksMoved)]
+        gone = [event for event in received if isinstance(event, ev.BlocksRemoved | ev.BlocksMoved)]
         return [
             (type(event), event.group, event.why, event.names[at : at + NAME_BYTES])
             for event in gone

@@ -35,8 +35,8 @@ def test_a_resumed_manager_evicts_alike() -> None:
     assert manager.state.created is not None
     again = strategies.continue_from(manager.config, manager.state.created, manager.state.export())
     events: list[list[Event]] = [[], []]
-    for each, heard in zip((manager, again), events, strict=True):
-        each.bus.subscribe(heard.append, BlocksMoved, BlocksRemoved)
+    for each, received in zip((manager, again), events, strict=True):
+        each.bus.subscribe(received.append, BlocksMoved, BlocksRemoved)
         each.store_context_blocks("b", 10)
         each.remove_sequence("b")
         each.add_sequence("d", [4] * 12)
@@ -91,5 +91,5 @@ def test_names_of_blocks_that_were_never_stored_are_given_before_they_are_used()
         -1
     ] == 0
     feed.fold(EventBatch(0, 0, tuple(events)))  # type: ignore[arg-type]
-    told = {int.from_bytes(name, "big") for name in resident_in(feed, 1, PRIMARY)}
-    assert told == resident_names(manager.state, PRIMARY, 1)
+    reported = {int.from_bytes(name, "big") for name in resident_in(feed, 1, PRIMARY)}
+    assert reported == resident_names(manager.state, PRIMARY, 1)

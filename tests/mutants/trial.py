@@ -105,8 +105,8 @@ class Place:
 
     def _failing(self, known: Map, tests: Sequence[str]) -> tuple[str | None, set[str]]:
         """Run tests. Returns the first one that fails, or the module that cannot be collected; and those begun."""
-        picked, told = self._directory / "picked.json", self._directory / "picked.jsonl"
-        told.unlink(missing_ok=True)
+        picked, reported = self._directory / "picked.json", self._directory / "picked.jsonl"
+        reported.unlink(missing_ok=True)
         picked.write_text(json.dumps(tests))
         shutil.rmtree(self._tree / ".hypothesis", ignore_errors=True)
         temporary = self._directory / "t"
@@ -127,7 +127,7 @@ class Place:
         seconds = 2 * TIMEOUT + 5 * sum(known.tests[test].seconds for test in tests if test in known.tests)
         code = self._python("-m", "pytest", *options, f"--basetemp={temporary}", *modules, seconds=seconds)
         shutil.rmtree(temporary, ignore_errors=True)
-        lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        lines = [json.loads(line) for line in reported.read_text().splitlines()] if reported.exists() else []
         begun = [nodeid for what, nodeid in lines if what == "began"]
         failed = [nodeid for what, nodeid in lines if what == "failed"]
         if code not in (0, NONE_COLLECTED) and not failed:
@@ -160,7 +160,7 @@ def chunks(known: Map, covering: set[str], limit: float) -> Iterator[list[str]]:
     line: what a test keeps for others is counted as run by the first one only.
     """
     modules = set(map(_file, covering))
-    beside = {name for name, test in known.tests.items() if test.passed and _file(name) in modules}
+    alongside = {name for name, test in known.tests.items() if test.passed and _file(name) in modules}
     left, spent = sorted(covering, key=lambda test: known.tests[test].seconds), 0.0
     for most_modules, most_seconds in STEPS:
         step, left = _step(known, left, most_modules, min(most_seconds, limit - spent))
@@ -169,7 +169,7 @@ def chunks(known: Map, covering: set[str], limit: float) -> Iterator[list[str]]:
             yield _by_module(step)
     if left:
         return  # Too many to run all.
-    for more in (set(known.unseen) - covering, beside - covering - set(known.unseen)):
+    for more in (set(known.unseen) - covering, alongside - covering - set(known.unseen)):
         rest = sorted(more, key=lambda test: known.tests[test].seconds)
         step, _ = _step(known, rest, 10**9, limit - spent)
         spent += sum(known.tests[test].seconds for test in step)

@@ -404,9 +404,9 @@ class Model:
         if sequence.input and not any(each.input == sequence.input for each in self.running.values()):
             self.end_input(sequence.input, store=store)
 
-    def expire(self, told: Sequence[dict[Path, int]]) -> None:
+    def expire(self, reported: Sequence[dict[Path, int]]) -> None:
         """End a step."""
-        for window, ranks in zip(self.groups, told, strict=True):
+        for window, ranks in zip(self.groups, reported, strict=True):
             self.stamp = window.expire(self.now, self.stamp, ranks)
 
     def clear(self) -> None:

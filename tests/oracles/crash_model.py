@@ -221,8 +221,8 @@ Change = Callable[[Disk], None]
 class Recording:
     """What a program asks of the system below `root`, step by step; `told` is asked before each what was promised."""
 
-    def __init__(self, root: Path, told: Callable[[], int] = lambda: -1) -> None:
-        self.root, self.told = root, told
+    def __init__(self, root: Path, reported: Callable[[], int] = lambda: -1) -> None:
+        self.root, self.reported = root, reported
         self.steps: list[tuple[Change, int]] = []
         self._lock = threading.RLock()
         self._seen = Disk(root)
@@ -232,14 +232,14 @@ class Recording:
     def disks(self) -> Iterator[tuple[Disk, int]]:
         """The disk after each step, with what had been told by the time of the next. One disk, to be used at once."""
         disk = self._began
-        for (change, _), told in zip(
-            self.steps, [*(told for _, told in self.steps[1:]), self.told()], strict=True
+        for (change, _), reported in zip(
+            self.steps, [*(reported for _, reported in self.steps[1:]), self.reported()], strict=True
         ):
             change(disk)
-            yield disk, told
+            yield disk, reported
 
     def _note(self, change: Change) -> None:
-        self.steps.append((change, self.told()))
+        self.steps.append((change, self.reported()))
         change(self._seen)
 
     def _below(self, path: Any) -> Path | None:

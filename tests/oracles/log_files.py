@@ -239,7 +239,7 @@ class File:
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Beside(msgspec.Struct, array_like=True, frozen=True):
+class Alongside(msgspec.Struct, array_like=True, frozen=True):
     """What is known beside the state."""
 
     next_seq: _Count
@@ -255,7 +255,7 @@ class RawSnapshot:
 
     path: Path
     header: Header
-    beside: Beside
+    alongside: Alongside
     batch: EventBatch
 
     @property
@@ -265,27 +265,27 @@ class RawSnapshot:
 
     def continued_by(self, header: Header) -> bool:
         """Whether this is the header of the segment behind it."""
-        mine, closed = self.header, self.beside.closed
+        mine, closed = self.header, self.alongside.closed
         return (
             (header.log_id, header.number, header.before) == (mine.log_id, mine.number, mine.before)
-            and header.first >= self.beside.next_seq
+            and header.first >= self.alongside.next_seq
             and (header.epoch > mine.epoch or (header.epoch == mine.epoch and not closed))
         )
 
     def is_in_use(self) -> bool:
         """Whether the segment behind it continues it, or the log ends with it. Raises LogError, OSError."""
         paths = segments(self.path.parent)
-        behind = [path for path in paths if int(path.stem) > self.seq]
+        later = [path for path in paths if int(path.stem) > self.seq]
         if not paths:
             return False
-        with File(behind[0] if behind else paths[-1]) as file:
+        with File(later[0] if later else paths[-1]) as file:
             header = file.header(SEGMENT_MAGIC)
         if header is None or int(file.path.stem) != header.first:
             return False
-        if behind:
+        if later:
             return self.continued_by(header)
         mine = self.header
-        return self.beside.closed and header[:3] == (mine.log_id, mine.epoch, mine.number - 1)
+        return self.alongside.closed and header[:3] == (mine.log_id, mine.epoch, mine.number - 1)
 
 
 def read_snapshot(path: Path) -> RawSnapshot:
@@ -307,13 +307,13 @@ def read_snapshot(path: Path) -> RawSnapshot:
         if offset != file.size():
             raise LogDamaged(path, offset, header.first, "something follows the state")
     try:
-        beside = msgspec.msgpack.decode(payloads[0], type=Beside)
+        alongside = msgspec.msgpack.decode(payloads[0], type=Alongside)
         batch = msgspec.msgpack.decode(payloads[1], type=EventBatch)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise LogDamaged(path, HEADER_BYTES, header.first, "it holds no state") from None
     if batch.seq != header.first:
         raise LogDamaged(path, HEADER_BYTES, header.first, "header and payload disagree")
-    return RawSnapshot(path, header, beside, batch)
+    return RawSnapshot(path, header, alongside, batch)
 
 
 def usable_snapshots(directory: Path) -> Iterator[RawSnapshot]:

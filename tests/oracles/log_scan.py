@@ -91,14 +91,14 @@ class Scan:
         self._ended = False
         """A writer may begin another segment behind the last one; it is not for us."""
         self._key_bytes = NAME_BYTES
-        self._block, self._behind_frame = memoryview(b""), 0
+        self._block, self._after_frame = memoryview(b""), 0
         """Frames that were expanded and not read yet; where the file goes on behind the frame that was read last."""
         self._patience = 0
         """Bytes of payloads that are looked at behind damage of this segment."""
 
     def __iter__(self) -> Iterator[Found | Damage | State]:
         previous: Path | None = None
-        while not self._ended and (path := self._behind(previous)) is not None:
+        while not self._ended and (path := self._after(previous)) is not None:
             number = self._number
             try:
                 with raw.File(path) as file:
@@ -107,7 +107,7 @@ class Scan:
                         continue
                     previous = path
                     if state is not None:
-                        self._begin_behind(state)
+                        self._begin_after(state)
                         previous = self._directory / f"{state.seq:020d}.kvlog"
                         yield State(state)
                     else:
@@ -125,7 +125,7 @@ class Scan:
 
     def _has_moved(self, previous: Path | None, path: Path) -> bool:
         """Whether it is not what stands behind the previous one any more: the log's keeper was at work meanwhile."""
-        return not raw.is_there(path) if self._order is not None else self._behind(previous) != path
+        return not raw.is_there(path) if self._order is not None else self._after(previous) != path
 
     def _is_refused(self, file: raw.File) -> bool:
         header = file.header(raw.SEGMENT_MAGIC)
@@ -138,7 +138,7 @@ class Scan:
         offset = self.offset if self.path == path else 0
         return Damage(path, offset, self.seq, f"it cannot be read: {error.strerror}")
 
-    def _behind(self, previous: Path | None) -> Path | None:
+    def _after(self, previous: Path | None) -> Path | None:
         paths = raw.segments(self._directory) if self._order is None else self._order
         if previous in paths and self._order is not None:
             paths = paths[paths.index(previous) + 1 :]
@@ -161,11 +161,11 @@ class Scan:
             return list(self._order[: self._order.index(path)])
         return [each for each in raw.segments(self._directory) if int(each.stem) < int(path.stem)]
 
-    def _begin_behind(self, snapshot: RawSnapshot) -> None:
-        header, beside = snapshot.header, snapshot.beside
+    def _begin_after(self, snapshot: RawSnapshot) -> None:
+        header, alongside = snapshot.header, snapshot.alongside
         self._log_id, self._epoch, self._number = header.log_id, header.epoch, header.number
-        self.seq, self._crc, self._closed = beside.next_seq, header.before, beside.closed
-        self.kind = "clean" if beside.closed else "open"
+        self.seq, self._crc, self._closed = alongside.next_seq, header.before, alongside.closed
+        self.kind = "clean" if alongside.closed else "open"
         self._broken_columns(snapshot.batch)
 
     def _is_named(self, file: raw.File, header: raw.Header) -> bool:
@@ -174,7 +174,7 @@ class Scan:
     def _segment(self, file: raw.File) -> Iterator[Found | Damage]:
         header = file.header(raw.SEGMENT_MAGIC)
         if header is None:
-            if self._behind(file.path) is None and file.size() < raw.HEADER_BYTES:
+            if self._after(file.path) is None and file.size() < raw.HEADER_BYTES:
                 self.kind, self.path, self.offset, self._ended = "torn", file.path, 0, True
                 return
             short = file.size() < raw.HEADER_BYTES
@@ -255,7 +255,7 @@ class Scan:
                 self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
                 self._closed = frame.ends_epoch
                 yield found
-                offset = offset if self._block else self._behind_frame
+                offset = offset if self._block else self._after_frame
             else:
                 self._block = memoryview(b"")
                 yield Damage(file.path, offset, self.seq, found.reason)
@@ -275,7 +275,7 @@ class Scan:
         payload = file.payload(offset, frame)
         if payload is None:
             return _Wrong(offset, "a frame's payload is cut short or not intact")
-        self._behind_frame = offset + raw.FRAME_HEADER_BYTES + frame.bytes
+        self._after_frame = offset + raw.FRAME_HEADER_BYTES + frame.bytes
         if frame.flags & raw.COMPRESSED:
             self._block = memoryview(file.expanded(header, frame, payload) or b"")
             return self._in_block(file, header, offset)
@@ -315,7 +315,7 @@ class Scan:
 
     def _is_end(self, file: raw.File, header: raw.Header, wrong: _Wrong) -> bool:
         """Whether nothing was lost where no frame can be read."""
-        is_last = self._behind(file.path) is None
+        is_last = self._after(file.path) is None
         # The size is looked at after that: a segment that has a successor does not grow.
         if wrong.offset >= file.size():
             self.kind, self._ended = "clean" if self._closed else "open", is_last

@@ -62,7 +62,7 @@ AHEAD_SHARE = 3
 """So that decoding in these small caches evicts ahead: up to 4 blocks of 12."""
 
 
-class ManagerBesideModel(RuleBasedStateMachine):
+class ManagerAgainstModel(RuleBasedStateMachine):
     """Each rule gives one command to both and compares the results; the invariants compare the states."""
 
     manager: KVCacheManager
@@ -448,11 +448,11 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     def order_of_expiry(self, events: Sequence[Event]) -> list[dict[Path, int]]:
         """In which order the manager has told of blocks whose time was over, by window."""
-        told = [event for event in events if isinstance(event, BlocksUpdated)]
-        assert all(event.why == UpdateReason.EXPIRED and event.clock == self.ticks.now for event in told)
+        reported = [event for event in events if isinstance(event, BlocksUpdated)]
+        assert all(event.why == UpdateReason.EXPIRED and event.clock == self.ticks.now for event in reported)
         order = []
         for index, window in enumerate(self.model.groups):
-            names = [name for event in told if event.group == index for name in split_names(event.names)]
+            names = [name for event in reported if event.group == index for name in split_names(event.names)]
             assert len(set(names)) == len(names)
             paths = {name_of(path): path for path in window.cached}
             order.append({paths[name]: rank for rank, name in enumerate(names)})
@@ -591,7 +591,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
 
 def explore(
-    examples: int, steps: int, machine: type[ManagerBesideModel] = ManagerBesideModel, **options: Any
+    examples: int, steps: int, machine: type[ManagerAgainstModel] = ManagerAgainstModel, **options: Any
 ) -> None:
     """Compare the manager with the model in this many random programs of at most this many steps."""
     chosen = settings(

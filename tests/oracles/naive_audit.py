@@ -213,12 +213,12 @@ class NaiveAudit:
 
     # -- one admission
 
-    def admission(self, event: ev.SequenceAdded, behind: Sequence[ev.AnyEvent]) -> Waiting:
+    def admission(self, event: ev.SequenceAdded, later: Sequence[ev.AnyEvent]) -> Waiting:
         """Each token's reason as far as it is known now."""
         prompt = Prompt(event.namespace, self.spelled(event.tokens))
         self.check_reused(event, prompt)
         found = Waiting(event, [], len(self.stores), {})
-        secondary = self.taken_from_secondary(event, behind)
+        secondary = self.taken_from_secondary(event, later)
         for token in range(event.num_tokens):
             reason = self.reason(event, prompt, token, secondary, found.missing)
             found.reasons.append(reason)
@@ -242,11 +242,11 @@ class NaiveAudit:
                 reasons[token] = "same_step"
         return Admission(waiting.event.request_id, seq, reasons, dict(Counter(reasons)))
 
-    def taken_from_secondary(self, event: ev.SequenceAdded, behind: Sequence[ev.AnyEvent]) -> set[int]:
+    def taken_from_secondary(self, event: ev.SequenceAdded, later: Sequence[ev.AnyEvent]) -> set[int]:
         """The blocks of the prompt that some window has to bring back."""
         taken: set[int] = set()
         tokens = [0] * len(self.groups)
-        for other in behind:
+        for other in later:
             if (
                 isinstance(other, ev.BlocksReused)
                 and other.handle == event.handle
@@ -301,8 +301,8 @@ class NaiveAudit:
             return "unknown"
         at = self.first_window_without(block)
         if at is None and self.drops_last_hit and index * self.size == event.reused:
-            behind = self.block(prompt, index + 1) if (index + 2) * self.size < event.num_tokens else None
-            if behind is None or self.first_window_without(behind) is not None:
+            later = self.block(prompt, index + 1) if (index + 2) * self.size < event.num_tokens else None
+            if later is None or self.first_window_without(later) is not None:
                 return "last_hit"
         if at is None:
             return "not_reused" if self.engine and not self.slides else "not_servable"

@@ -62,20 +62,20 @@ class NaivePublisher:
             return
         level = group.levels[MEDIA.get(event.medium and event.medium.upper(), 2)]
         hashes, size, tokens = list(event.block_hashes), event.block_size, event.token_ids
-        told = 0
+        reported = 0
         if size > 0 and len(tokens) <= len(hashes) * size:
             whole = len(tokens) == len(hashes) * size
-            told = len(tokens) // size if whole or group.window is None else 0
-        if told and group.size not in (0, size):
-            told = 0
-        elif told:
+            reported = len(tokens) // size if whole or group.window is None else 0
+        if reported and group.size not in (0, size):
+            reported = 0
+        elif reported:
             group.size = size
-        contents = self._contents(event, told)
+        contents = self._contents(event, reported)
         if contents is not None:
-            self._store_told(event, hashes[:told], contents, group, level)
-            hashes = hashes[told:]
+            self._store_reported(event, hashes[:reported], contents, group, level)
+            hashes = hashes[reported:]
         if hashes:
-            self.counts["untold"] += 1
+            self.counts["stores_without_tokens"] += 1
             self._store_names(hashes, level)
 
     def _group(self, event: BlockStored) -> Group | None:
@@ -91,28 +91,28 @@ class NaivePublisher:
             changed.levels = group.levels
         return changed
 
-    def _contents(self, event: BlockStored, told: int) -> list[Any] | None:
+    def _contents(self, event: BlockStored, reported: int) -> list[Any] | None:
         """Of each block."""
         size = event.block_size
         extras = event.extra_keys
-        if not told or any(
-            type(t) is not int or not -(2**31) <= t < 2**31 for t in event.token_ids[: told * size]
+        if not reported or any(
+            type(t) is not int or not -(2**31) <= t < 2**31 for t in event.token_ids[: reported * size]
         ):
             return None
         salt = event.cache_salt if event.parent_block_hash is None else None
         if not extras or not any(extras):
-            extras = (None,) * told
-        if len(extras) < told:
+            extras = (None,) * reported
+        if len(extras) < reported:
             return None
         found = []
-        for block in range(told):
+        for block in range(reported):
             keys = [key for key in extras[block] or () if key != event.lora_name]
             if block == 0 and salt is not None and salt not in keys:
                 keys.append(salt)
             found.append((tuple(event.token_ids[block * size : (block + 1) * size]), repr(keys)))
         return found
 
-    def _store_told(
+    def _store_reported(
         self, event: BlockStored, hashes: list[Name], contents: list[Any], group: Group, level: set[Name]
     ) -> None:
         names = self.paths.setdefault(group.size, {})

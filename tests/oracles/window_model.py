@@ -183,8 +183,8 @@ class Window:
                 self.offloaded.append(path)
             else:
                 if not self.sliding:
-                    behind = [each for each in self.cached if each != path and each[: len(path)] == path]
-                    self.remove(behind)
+                    later = [each for each in self.cached if each != path and each[: len(path)] == path]
+                    self.remove(later)
                 self.evict_for_good(path)
 
     def make_room(self, path: Path, exempt: Collection[Path]) -> bool:
@@ -359,7 +359,7 @@ class Window:
             if isinstance(entry, tuple) and stated is not None and at * self.size < sequence.prompt:
                 self.cached[entry].priority, self.cached[entry].duration = stated
 
-    def expire(self, now: int, stamp: int, told: dict[Path, int]) -> int:
+    def expire(self, now: int, stamp: int, reported: dict[Path, int]) -> int:
         """Whose time is over goes last among those of the default priority; returns the last stamp.
 
         `told` ranks them as the manager has told of them.
@@ -368,7 +368,7 @@ class Window:
         for kind in sorted({(self.cached[path].level, self.cached[path].priority) for path in over}):
             alike = [path for path in over if (self.cached[path].level, self.cached[path].priority) == kind]
             before: Path | None = None
-            for path in sorted(alike, key=lambda path: (len(path) * self.sliding, told[path])):
+            for path in sorted(alike, key=lambda path: (len(path) * self.sliding, reported[path])):
                 # Blocks that continue each other as told are released together, in a sliding window none are.
                 stamp += self.sliding or path[:-1] != before
                 block, before = self.cached[path], path

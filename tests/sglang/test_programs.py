@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Kvcache
-from tests.support.engines.in_vllm import SECONDS, plugins, run_where, told
+from tests.support.engines.in_vllm import SECONDS, plugins, reported, run_where
 from tests.support.seeds import day, one_a_day
 
 PYTHON_TREE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
@@ -44,7 +44,7 @@ def test_the_mirror_is_what_sglang_has(
     """Random programs: pages, contents, tables, tokens and hits are SGLang's, and the log is good for all."""
     log = tmp_path / "log"
     arguments = (log, day(), json.dumps(settings))
-    seen = told(
+    seen = reported(
         run_where(
             "sglang",
             "tests.support.engines.sglang_programs",
@@ -78,7 +78,7 @@ def test_nothing_of_ours_is_loaded_without_a_setting(tmp_path: Path) -> None:
     """The plugin is installed and no variable set: no hook is asked for, and nothing else is loaded."""
     path = plugins(tmp_path / "plugins")
     done = run_where("sglang", "tests.support.engines.sglang_loaded", tmp_path / "engine", path=path)
-    assert told(done) == [
+    assert reported(done) == [
         "kvcache",
         "kvcache._version",
         "kvcache.integrations",

@@ -55,7 +55,7 @@ def reading(worker: Worker, curve: Curve | None, *, replay: bool = True) -> Subs
     return Subscriber(worker.transport.endpoint, replay=endpoint, start=0 if replay else None, curve=curve)
 
 
-def hear(subscriber: Subscriber, worker: Worker, index: Index | None = None) -> Index:
+def receive(subscriber: Subscriber, worker: Worker, index: Index | None = None) -> Index:
     """What is known when everything was heard."""
     index = Index() if index is None else index
 
@@ -77,10 +77,10 @@ class TestAccess:
                 worker.put(worker.source.store(handle, 3))
             worker.settle()
             with reading(worker, keys.calls("friend", "feed"), replay=replay) as subscriber:
-                index = hear(subscriber, worker)
+                index = receive(subscriber, worker)
                 assert len(index.resident()) == 59 * 3
                 worker.put(worker.source.store(1000, 2), worker.source.remove(1))
-                hear(subscriber, worker, index)
+                receive(subscriber, worker, index)
                 assert (index.missed_batches, subscriber.refused) == (0, 0)
             server = worker.transport.replay
             assert server is not None
@@ -113,7 +113,7 @@ class TestAccess:
                 wait_until(refused)
                 assert worker.feed.subscribers == 0
                 with reading(worker, keys.calls("friend", "feed")) as friend:
-                    hear(friend, worker)
+                    receive(friend, worker)
                 reports += subscriber.poll(50)
                 assert (reports, subscriber.malformed) == ([], 0)
         refusals = [log for log in logs if log["event"] == "peer_refused"]
@@ -123,7 +123,7 @@ class TestAccess:
         assert refused_keys == ([read_public(keys.public("stranger")).decode()] if who == "stranger" else [])
         assert len(refusals) + len(refused_keys) == len(logs)
 
-    def test_the_address_of_who_has_no_key_is_told(self, keys: Keys) -> None:
+    def test_the_address_of_who_has_no_key_is_reported(self, keys: Keys) -> None:
         """If it was there long enough to be asked for: of one that comes and goes at once ZeroMQ does not tell it."""
         with encrypted(keys) as worker, capture_logs() as logs:
             port = int(worker.transport.endpoint.rpartition(":")[2])
@@ -143,7 +143,7 @@ class TestAccess:
             with reading(worker, keys.calls("stranger", "feed")) as subscriber:
                 wait_until(lambda: not subscriber.poll(10) and subscriber.refused > 0)
                 keys.allow("stranger")
-                hear(subscriber, worker)
+                receive(subscriber, worker)
             (keys.clients / "stranger.key").unlink()
             with reading(worker, keys.calls("stranger", "feed")) as subscriber:
                 wait_until(lambda: not subscriber.poll(10) and subscriber.refused > 0)
@@ -168,7 +168,7 @@ class TestAccess:
             with capture_logs() as logs:
                 for _ in range(3):
                     with reading(worker, keys.calls("friend", "feed")) as subscriber:
-                        hear(subscriber, worker)
+                        receive(subscriber, worker)
                 with reading(worker, keys.calls("stranger", "feed")) as subscriber:
                     wait_until(lambda: subscriber.refused > 0, meanwhile=lambda: subscriber.poll(10))
         named = [log["reason"].partition(":")[0] for log in logs if log["event"] == "allow_list_unreadable"]
@@ -194,7 +194,7 @@ class TestAccess:
 
     def test_nobody_gets_in_where_no_gate_stands(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
         """Should the list not be asked, for whatever reason, the answer is no."""
-        heard: list[object] = []
+        received: list[object] = []
         came: set[float] = set()
         monkeypatch.setattr(sockets.Gate, "open", lambda gate: None)
         monkeypatch.setattr("sinks.router.transport.HANDSHAKE_SECONDS", 0.1)
@@ -203,13 +203,13 @@ class TestAccess:
             with reading(worker, keys.calls("friend", "feed"), replay=False) as subscriber:
                 peers = worker.transport.publisher.peers
 
-                def hear_more() -> None:
-                    heard.extend(subscriber.poll(10))
+                def receive_more() -> None:
+                    received.extend(subscriber.poll(10))
                     came.update(peers.connected.values())
 
-                wait_until(lambda: len(came) > 2, meanwhile=hear_more)  # it is hung up on, and comes again
+                wait_until(lambda: len(came) > 2, meanwhile=receive_more)  # it is hung up on, and comes again
             assert worker.feed.subscribers == 0
-        assert heard == []
+        assert received == []
 
 
 class TestURL:
@@ -294,9 +294,9 @@ class TestKeyFiles:
         secret = read_pair(keys.secret("feed")).secret.decode()
         curve = keys.serves("feed")
         with encrypted(keys) as worker:
-            told = [repr(curve), str(curve), repr(worker.transport.settings), repr(worker.runner.stats())]
+            reported = [repr(curve), str(curve), repr(worker.transport.settings), repr(worker.runner.stats())]
         assert curve.own.secret.decode() == secret
-        assert not [text for text in told if secret in text]
+        assert not [text for text in reported if secret in text]
 
     @pytest.mark.parametrize("mode", [0o604, 0o620, 0o666, 0o644])
     def test_a_secret_that_others_may_read_is_refused(self, keys: Keys, mode: int) -> None:
@@ -353,7 +353,9 @@ class TestKeyFiles:
         with pytest.raises(EndpointError, match="publisher's public key"):
             Subscriber("tcp://127.0.0.1:5557", curve=Curve.read(keys.secret("friend")))
 
-    def test_a_library_without_encryption_is_told(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_library_without_encryption_is_reported(
+        self, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """By a typed error, of the library and of a URL."""
         monkeypatch.setattr(sys.modules["zmq"], "has", lambda capability: False)
         with pytest.raises(CurveUnavailable, match="no CURVE encryption"):

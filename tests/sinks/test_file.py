@@ -253,7 +253,7 @@ def test_a_missing_directory_is_known_at_start(tmp_path: Path) -> None:
     runner.close()
 
 
-def test_runs_behind_a_runner(tmp_path: Path) -> None:
+def test_runs_after_a_runner(tmp_path: Path) -> None:
     """Everything put is in the file after close."""
     path = tmp_path / "events.jsonl"
     runner = SinkRunner(open_sink(f"file://{path}", CONTEXT), "file")

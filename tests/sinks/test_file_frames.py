@@ -138,7 +138,7 @@ def test_a_pipe_has_one_beginning(tmp_path: Path) -> None:
     assert [msgspec.msgpack.encode(each) for each in frames(bytes(got))] == given
 
 
-def test_sidecar_goes_on_behind_its_last_frame(tmp_path: Path) -> None:
+def test_sidecar_goes_on_after_its_last_frame(tmp_path: Path) -> None:
     """Killed before it noted how far it was, it writes nothing twice."""
     run(tmp_path, "stdout:")
     log, path = tmp_path / "log", tmp_path / "e"

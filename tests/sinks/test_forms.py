@@ -86,9 +86,9 @@ def test_readers_end_with_what_the_manager_holds(form: str, windows: Any) -> Non
             follow(index, early, manager, signed=signed)
             follow(replayed, asking, manager, signed=signed)
             with Subscriber(transport.endpoint) as late:
-                newcomer = Index()
-                follow(newcomer, late, manager, signed=signed)
-        for each in (index, replayed, newcomer):
+                late_reader = Index()
+                follow(late_reader, late, manager, signed=signed)
+        for each in (index, replayed, late_reader):
             counts = (each.orphans, each.unknown_removals, each.repeated_stores, each.unknown_events)
             assert counts == (0, 0, 0, 0), counts
         assert index.count(0) > 0

@@ -18,7 +18,7 @@ from events.subscribe import sockets
 from events.subscribe.continuity import HELD_MAX
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint
 from events.subscribe.gathering import Gathering, replay_in_topic
-from events.subscribe.gathering import Worker as Heard
+from events.subscribe.gathering import Worker as ReceivedLog
 from events.subscribe.index import Index
 from events.subscribe.sockets import Curve
 from tests.support.feeds.keys import Keys
@@ -32,7 +32,7 @@ class Router:
 
     def __init__(self, port: int, **options: object) -> None:
         self.gathering = Gathering(f"tcp://127.0.0.1:{port}", **options)  # type: ignore[arg-type]
-        self.indexes: dict[Heard, Index] = defaultdict(Index)
+        self.indexes: dict[ReceivedLog, Index] = defaultdict(Index)
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +40,7 @@ class Router:
     def __exit__(self, *_: object) -> None:
         self.gathering.close()
 
-    def hear(self, seconds: float) -> None:
+    def receive(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             for worker, report in self.gathering.poll(int(left * 1000) + 1):
@@ -50,15 +50,15 @@ class Router:
         [index] = [index for worker, index in self.indexes.items() if worker.topic == topic]
         return index
 
-    def told(self) -> dict[str, set[Hash]]:
+    def reported(self) -> dict[str, set[Hash]]:
         """Of each pod the blocks that it is said to have."""
         return {worker.topic.split("@")[1]: index.resident() for worker, index in self.indexes.items()}
 
     def knows(self, workers: dict[str, Worker]) -> bool:
-        return self.told() == {name: resident(worker) for name, worker in workers.items()}
+        return self.reported() == {name: resident(worker) for name, worker in workers.items()}
 
-    def hears(self, condition: Callable[[], bool]) -> bool:
-        wait_until(condition, self.told, meanwhile=lambda: self.hear(0.02))
+    def receives(self, condition: Callable[[], bool]) -> bool:
+        wait_until(condition, self.reported, meanwhile=lambda: self.receive(0.02))
         return True
 
 
@@ -87,7 +87,9 @@ def test_each_worker_is_known_exactly(port: int, keys: Keys, replay: bool, encry
     workers = {
         name: connecting(port, f"topic=kv@{name}@unknown{more}{curve}") for name, curve in curves.items()
     }
-    find = (lambda heard: workers[heard.topic.split("@")[1]].transport.replay_endpoint) if replay else None
+    find = (
+        (lambda received: workers[received.topic.split("@")[1]].transport.replay_endpoint) if replay else None
+    )
     curve = keys.serves("router") if encrypted else None
     random_ = random.Random(7)
     try:
@@ -102,9 +104,9 @@ def test_each_worker_is_known_exactly(port: int, keys: Keys, replay: bool, encry
                         worker.put(worker.source.remove(random_.choice(handles)))
                     else:
                         worker.put(worker.source.store(worker.source.seq, random_.randint(1, 4)))
-                    router.hear(0.004)
-                router.hears(lambda: router.knows(workers))
-                assert router.told() == {name: resident(worker) for name, worker in workers.items()}
+                    router.receive(0.004)
+                router.receives(lambda: router.knows(workers))
+                assert router.reported() == {name: resident(worker) for name, worker in workers.items()}
                 for index in router.indexes.values():
                     assert (index.orphans, index.unknown_removals, index.missed_batches) == (0, 0, 0)
     finally:
@@ -119,7 +121,7 @@ def test_who_does_not_answer_holds_up_nobody_else(port: int, flood: int) -> None
         closing(ReplayServer({}, silent=True)) as silent,
         Router(
             port,
-            replay=lambda heard: silent.endpoint if heard.topic == "silent" else None,
+            replay=lambda received: silent.endpoint if received.topic == "silent" else None,
             replay_timeout=3600.0,
         ) as router,
         zmq.Context() as context,
@@ -128,14 +130,14 @@ def test_who_does_not_answer_holds_up_nobody_else(port: int, flood: int) -> None
         publisher.sndhwm = publisher.linger = 0
         publisher.connect(f"tcp://127.0.0.1:{port}")
         payload = batch(stored(1))
-        router.hears(
+        router.receives(
             lambda: publisher.send_multipart([b"first", bytes(8), payload]) is None and bool(router.indexes)
         )
         for seq in range(1, flood):
             publisher.send_multipart([b"silent", seq.to_bytes(8, "big"), payload])
         publisher.send_multipart([b"other", bytes(8), payload])
-        assert router.hears(lambda: any(heard.topic == "other" for heard in router.indexes))
-        assert not any(heard.topic == "silent" for heard in router.indexes)
+        assert router.receives(lambda: any(received.topic == "other" for received in router.indexes))
+        assert not any(received.topic == "silent" for received in router.indexes)
 
 
 def test_the_replay_is_found_in_the_topic(port: int) -> None:
@@ -144,10 +146,10 @@ def test_the_replay_is_found_in_the_topic(port: int) -> None:
         worker.put(worker.source.store(1, 3))
         worker.settle()
         with Router(port, replay=replay_in_topic) as router:
-            assert router.hears(lambda: len(router.indexes) == 1)
-            [heard] = router.indexes
-            assert worker.transport.replay_endpoint == f"tcp://{heard.topic.split('@')[1]}"
-            assert router.hears(lambda: router.of(heard.topic).resident() == resident(worker))
+            assert router.receives(lambda: len(router.indexes) == 1)
+            [received] = router.indexes
+            assert worker.transport.replay_endpoint == f"tcp://{received.topic.split('@')[1]}"
+            assert router.receives(lambda: router.of(received.topic).resident() == resident(worker))
             server = worker.transport.replay
             assert server is not None
             wait_until(lambda: server.answered == 1)
@@ -159,15 +161,15 @@ def test_who_is_not_allowed_says_nothing_until_he_is(port: int, keys: Keys) -> N
     url = f"topic=kv@b@unknown&curve_key={keys.secret('b')}&curve_server={keys.public('router')}"
     with connecting(port, url) as worker, Router(port, curve=keys.serves("router")) as router:
         worker.put(worker.source.store(1, 3))
-        assert router.hears(lambda: router.gathering.refused > 0 and worker.transport.refused > 0)
+        assert router.receives(lambda: router.gathering.refused > 0 and worker.transport.refused > 0)
         assert router.indexes == {}
         keys.allow("b")
-        assert router.hears(
+        assert router.receives(
             lambda: bool(router.indexes) and router.of("kv@b@unknown").resident() == resident(worker)
         )
 
 
-def test_a_worker_in_clear_is_not_heard(port: int, keys: Keys) -> None:
+def test_a_worker_in_clear_is_not_received(port: int, keys: Keys) -> None:
     """An encrypted router takes nothing from who has no key, nor from who takes another one for the router."""
     keys.allow("a")
     right = f"topic=kv@right@unknown&curve_key={keys.secret('a')}&curve_server={keys.public('router')}"
@@ -175,11 +177,11 @@ def test_a_worker_in_clear_is_not_heard(port: int, keys: Keys) -> None:
     for options in ("topic=kv@a@unknown", wrong):
         with connecting(port, options) as worker, Router(port, curve=keys.serves("router")) as router:
             worker.put(worker.source.store(1, 3))
-            assert router.hears(lambda: router.gathering.refused > 0)
+            assert router.receives(lambda: router.gathering.refused > 0)
             with connecting(port, right) as other:
                 other.put(other.source.store(1, 2))
-                assert router.hears(lambda: bool(router.told().get("right")))
-            assert [*router.told()] == ["right"]
+                assert router.receives(lambda: bool(router.reported().get("right")))
+            assert [*router.reported()] == ["right"]
 
 
 def test_nobody_speaks_for_another_key(port: int, keys: Keys) -> None:
@@ -194,7 +196,7 @@ def test_nobody_speaks_for_another_key(port: int, keys: Keys) -> None:
     ):
         first.put(first.source.store(1, 1))
         second.put(second.source.store(2, 2))
-        assert router.hears(
+        assert router.receives(
             lambda: sorted(len(index.resident()) for index in router.indexes.values()) == [1, 2]
         )
         assert len({worker.key for worker in router.indexes}) == 2
@@ -209,7 +211,7 @@ def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
         connecting(port, "topic=kv@b@unknown"),
         Router(port, max_workers=1) as router,
     ):
-        assert router.hears(lambda: router.gathering.ignored > 2)
+        assert router.receives(lambda: router.gathering.ignored > 2)
         assert len(router.indexes) == 1
 
 
@@ -218,17 +220,17 @@ def test_a_worker_that_was_silent_for_long_gives_way(port: int) -> None:
     with Router(port, max_workers=1, forget_seconds=0.3) as router:
         with connecting(port, "topic=kv@a@unknown") as first:
             first.put(first.source.store(1, 3))
-            assert router.hears(lambda: any(index.resident() for index in router.indexes.values()))
-        router.hear(0.4)
+            assert router.receives(lambda: any(index.resident() for index in router.indexes.values()))
+        router.receive(0.4)
         with connecting(port, "topic=kv@b@unknown") as second:
             second.put(second.source.store(1, 2))
-            assert router.hears(lambda: router.told().get("b") == resident(second))
+            assert router.receives(lambda: router.reported().get("b") == resident(second))
         assert [worker.topic for worker in router.gathering.workers] == ["kv@b@unknown"]
         assert router.of("kv@a@unknown").missed_batches == 1
-        router.hear(0.4)
+        router.receive(0.4)
         with connecting(port, "topic=kv@a@unknown") as again:
             again.put(again.source.store(1, 1))
-            assert router.hears(lambda: router.of("kv@a@unknown").resident() == resident(again))
+            assert router.receives(lambda: router.of("kv@a@unknown").resident() == resident(again))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://0.0.0.0:0"])
@@ -259,4 +261,4 @@ def test_binding_encrypted_needs_a_list(keys: Keys) -> None:
 )
 def test_only_an_address_in_a_topic_is_called(topic: str, endpoint: str | None) -> None:
     """A pod's name alone is none."""
-    assert replay_in_topic(Heard(topic)) == endpoint
+    assert replay_in_topic(ReceivedLog(topic)) == endpoint

@@ -93,15 +93,15 @@ def test_json_is_what_files_have(stack: ExitStack, tmp_path: Path) -> None:
     early.subscribe("")
     wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
     cache.steps(40)
-    told = {}
-    while cache.last_seq not in told:
+    reported = {}
+    while cache.last_seq not in reported:
         assert early.poll(WAIT_MS)
         message = msgspec.json.decode(early.recv_multipart()[2])
         if message["events"]:
-            told[message["seq"]] = message
+            reported[message["seq"]] = message
     wait_until(lambda: len(lines.read_bytes().splitlines()) == cache.last_seq + 1)
     for line in map(msgspec.json.decode, lines.read_bytes().splitlines()[1:]):
-        assert told[line["seq"]] == line
+        assert reported[line["seq"]] == line
     beginning = ["EpochStarted", "CacheCreated", "StateExported"]
     for _ in range(2):  # the second time the state is there already, and what came since is put behind it
         late.connect(transport(cache).endpoint)
@@ -247,7 +247,7 @@ def until(socket: zmq.Socket[bytes], last: int) -> list[bytes]:
     return payloads
 
 
-def test_no_token_and_no_salt_is_told(stack: ExitStack) -> None:
+def test_no_token_and_no_salt_is_reported(stack: ExitStack) -> None:
     """Unless asked for: in no live message, no state, no replay."""
     silent = URL.replace("200ms", "0")
     cache = stack.enter_context(closing(Cache(silent, tokens=TOKENS[:6])))
@@ -264,20 +264,20 @@ def test_no_token_and_no_salt_is_told(stack: ExitStack) -> None:
     late.subscribe("")
     asking.connect(there.replay_endpoint)
     asking.send_multipart([b"", bytes(8)])
-    told = {
+    reported = {
         name: until(socket, cache.manager.feeds[0].last_seq)
         for name, socket in (("early", early), ("late", late))
     }
-    told["asking"] = [frames[-1] for frames in read_answer(asking)]
+    reported["asking"] = [frames[-1] for frames in read_answer(asking)]
     for name, least in (("early", 50), ("late", 1), ("asking", 1)):
-        assert len(told[name]) >= least
-        assert not any(map(betrayed, told[name]))
+        assert len(reported[name]) >= least
+        assert not any(map(betrayed, reported[name]))
     with (
-        closing(Cache(f"{URL}&tokens=1", tokens=TOKENS[:6])) as telling,
-        closing(reader_of(telling)) as reader,
+        closing(Cache(f"{URL}&tokens=1", tokens=TOKENS[:6])) as publishing,
+        closing(reader_of(publishing)) as reader,
     ):
-        telling.steps(10)
-        reader.check(telling)
+        publishing.steps(10)
+        reader.check(publishing)
         assert betrayed(b"".join(map(encode_batch, reader.batches)))
 
 
@@ -421,7 +421,7 @@ def test_joined_messages_say_the_same(codec: NativeCodec) -> None:
     assert codec.join([joined]) == joined
 
 
-def test_epoch_says_whether_tokens_are_told() -> None:
+def test_epoch_says_whether_tokens_are_reported() -> None:
     """Whatever the log has: who folds the stream must know."""
     for tokens in (False, True):
         kept = Batches()

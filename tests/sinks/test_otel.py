@@ -156,7 +156,7 @@ def test_random_logs_have_all_kinds_of_events(log: Callable[[int], Path]) -> Non
     assert names["incomplete"] > 0
 
 
-def test_refusals_are_told_when_the_request_is_admitted() -> None:
+def test_refusals_are_reported_when_the_request_is_admitted() -> None:
     """With the time at which it was refused first, and what it would have needed then."""
     kept = Kept()
     clock = iter(range(10**18, 10**19, 10**9))
@@ -291,7 +291,7 @@ def test_a_collector_gets_them_from_a_sidecar(tmp_path: Path) -> None:
         assert len(collector.wait(12)) == 12
 
 
-def test_spans_tell_no_tokens_salts_or_ids() -> None:
+def test_spans_report_no_tokens_salts_or_ids() -> None:
     """Ids only where they are asked for; the rest never."""
     with collecting() as collector:
         with KVCacheManager(cache(), sinks=[collector.url]) as manager:

@@ -166,7 +166,7 @@ def test_a_log_is_among_the_metrics(tmp_path: Path) -> None:
         assert (value(samples, "log_up"), value(samples, "log_dropped_batches_total")) == (1, 0)
 
 
-def test_metrics_tell_no_tokens_names_or_ids() -> None:
+def test_metrics_report_no_tokens_names_or_ids() -> None:
     """Prompts, request ids and salts are nowhere in the text."""
     with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
         manager.add_sequence(
@@ -182,7 +182,7 @@ def test_metrics_tell_no_tokens_names_or_ids() -> None:
     assert "1234567" not in text
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_reported() -> None:
     """The manager is not made, and the error names the address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -281,7 +281,7 @@ def test_who_begins_no_handshake_holds_up_nobody(tmp_path: Path, monkeypatch: py
             assert b"kvcache_requests_total" in answer.read()
 
 
-def test_certificates_that_cannot_be_read_are_told() -> None:
+def test_certificates_that_cannot_be_read_are_reported() -> None:
     """When the sink is opened."""
     with pytest.raises(SinkOpenError, match="certificates cannot be used: No such file"):
         KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0?certfile=/none&keyfile=/none"])

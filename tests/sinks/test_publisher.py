@@ -62,7 +62,7 @@ def raw_peer(endpoint: str, kind: bytes) -> sockets.socket:
     return peer
 
 
-class TestNewcomers:
+class TestLateSubscribers:
     def test_the_state_comes_first(self, router: Router) -> None:
         """Without any replay, who comes late knows everything: one batch, under the last number, then live ones."""
         with Worker("coalesce=0") as worker:
@@ -123,7 +123,7 @@ class TestNewcomers:
                 )  # else the next one's coming could be overlooked
             assert len(snapshot.tail) == 5
 
-    def test_who_comes_again_is_told_again(self) -> None:
+    def test_who_comes_again_is_sent_again(self) -> None:
         """A feed that dies and comes back with its cache lost takes back what routers held, without their asking."""
         with Worker("coalesce=0") as worker:
             churn(worker, 30)
@@ -146,7 +146,7 @@ class TestNewcomers:
                 wait_until(lambda: bool(router.live.poll(10)))
                 assert len(follow(router, again)) == 2
 
-    def test_a_second_subscription_of_a_connection_tells_nothing_again(self, router: Router) -> None:
+    def test_a_second_subscription_of_a_connection_reports_nothing_again(self, router: Router) -> None:
         """A subscriber of several prefixes is one subscriber, and is told once."""
         with Worker("coalesce=0") as worker:
             worker.settle()

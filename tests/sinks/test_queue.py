@@ -35,7 +35,7 @@ def filled(overflow: Overflow, count: int, max_events: int = 3) -> BatchQueue:
     return queue
 
 
-def test_drop_oldest_keeps_the_newest_behind_one_gap() -> None:
+def test_drop_oldest_keeps_the_newest_after_one_gap() -> None:
     """The losses of one overflow are one gap, before what survived."""
     stream = take_all(filled("drop_oldest", 10))
     assert [batch.seq for batch in stream] == [6, 7, 8, 9]

@@ -141,9 +141,9 @@ class TestRunner:
         stats = runner.stats()
         assert (stats.state, stats.lag_batches) == ("closed", 0)
         assert (stats.dropped_batches, stats.batches) == (lost, feeder.put - lost)
-        told = [log["event"] for log in logs]
+        reported = [log["event"] for log in logs]
         turn = ["sink_quarantined", "sink_recovered"]
-        assert told == ["sink_fails", *turn, *turn, "sink_lost_batches"]
+        assert reported == ["sink_fails", *turn, *turn, "sink_lost_batches"]
         assert sink.holds == 0
 
     def test_one_that_was_slow_to_open_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ class TestRunner:
         assert (sink.opened, sink.closings) == (1, 1)
         assert runner.stats().dropped_batches == 2
 
-    def test_what_cannot_be_opened_is_told_once(self) -> None:
+    def test_what_cannot_be_opened_is_reported_once(self) -> None:
         """By the error, not in the log besides; where opening takes long, there is no error to tell it."""
         with capture_logs() as logs, pytest.raises(SinkOpenError, match="No space left"):
             SinkRunner(Broken("open"), "poor").start()
@@ -229,7 +229,7 @@ class TestRunner:
         assert [log["event"] for log in logs] == ["sink_quarantined"]
 
     @pytest.mark.parametrize("fails", ["write", "tick"])
-    def test_failing_is_told_before_anything_is_given_up(
+    def test_failing_is_reported_before_anything_is_given_up(
         self, fails: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Once, also if it fails again soon, and so is the end of it; the state and the metric say it all the while."""
@@ -276,8 +276,8 @@ class TestRunner:
             wait_until(lambda: sink.opened > 5)
             assert runner.stats().state == "quarantined"
             runner.close()
-        told = [log["event"] for log in logs]
-        assert told == ["sink_fails", "sink_quarantined", "sink_lost_batches"]
+        reported = [log["event"] for log in logs]
+        assert reported == ["sink_fails", "sink_quarantined", "sink_lost_batches"]
         assert sink.opened == sink.closings
 
     def test_pauses_go_on_growing_where_it_fails_soon_again(self) -> None:
@@ -458,7 +458,7 @@ def test_a_feed_that_failed_ends_exact(
     assert site.runner.stats().lag_batches == 0
 
 
-def test_a_state_that_was_itself_lost_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_was_itself_lost_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last batch that a feed lost is the one with the whole state, the manager publishes another."""
     site = Site(tmp_path, 1)
     site.work()

@@ -199,7 +199,7 @@ def test_names_of_blocks_before_are_not_shown() -> None:
     assert "blocks=1 first=1 9a8b7c6d after 1f2e3d4c" in render_event(alone, StreamNames(KEY_BYTES))
 
 
-def test_what_is_reused_is_told_as_all_windows_have_it() -> None:
+def test_what_is_reused_is_reported_as_all_windows_have_it() -> None:
     """Of tokens that one window has in primary and another one must bring back, the line says the latter."""
     event = SequenceAdded(Handle(7), "r", Namespace(), 100, b"", 67, (64, 16), (0, 8), 3)
     assert render_event(event, StreamNames(KEY_BYTES)).endswith("tokens=100 reused=56+8+3")
@@ -207,7 +207,7 @@ def test_what_is_reused_is_told_as_all_windows_have_it() -> None:
     assert render_event(again, StreamNames(KEY_BYTES)).endswith("tokens=100 reused=56+8+3 resumed=yes")
 
 
-def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
+def test_why_a_sequence_ended_is_reported_unless_it_is_over() -> None:
     """A preempted or aborted one says so; of the usual end nothing needs saying."""
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
     assert "why" not in render_event(ended, StreamNames(KEY_BYTES))
@@ -218,7 +218,7 @@ def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
 @pytest.mark.parametrize(
     ("stop", "shown"), [("tool_calls", "tool_calls"), ("\x1b[31m", "'\\x1b[31m'"), ("", "''")]
 )
-def test_why_an_output_ended_is_told_if_it_is_known(stop: str, shown: str) -> None:
+def test_why_an_output_ended_is_reported_if_it_is_known(stop: str, shown: str) -> None:
     """In the engine's words, of which none reaches a terminal that would do something there."""
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8, stop=stop)
     assert render_event(ended, StreamNames(KEY_BYTES)).endswith(f"freed=0 stop={shown}")

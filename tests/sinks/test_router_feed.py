@@ -181,9 +181,9 @@ class TestState:
         assert (state.seq, state.ts) == (sent[-1].seq, sent[-1].ts)
         # Told later, and still what it was then.
         rig.write(rig.source.store(4, 1), rig.source.remove(2))
-        told = state_of([list(state.changes)])
-        assert told == state_of([batch.changes for batch in sent])
-        assert len(told) == 3
+        reported = state_of([list(state.changes)])
+        assert reported == state_of([batch.changes for batch in sent])
+        assert len(reported) == 3
 
     def test_before_anything_was_sent_the_start_goes_out(self) -> None:
         """A state that is asked for at once is the empty one, behind "cleared"."""
@@ -228,7 +228,7 @@ class TestLoss:
         rig.write(rig.source.exported())
         assert rig.feed.resync_after_seq is None
 
-    def test_what_failed_on_its_way_is_told_again_as_a_whole(self, rig: Rig) -> None:
+    def test_what_failed_on_its_way_is_reported_again_as_a_whole(self, rig: Rig) -> None:
         """After a transport has raised, "cleared" and everything visible go out, under a new number."""
         rig.write(rig.source.store(1, 2))
         rig.transport.fails = 1
@@ -310,7 +310,7 @@ class TestSubscribers:
         thread.join(WAIT)
         assert found == [True]
 
-    def test_waiting_ends_in_time_or_when_told(self, rig: Rig) -> None:
+    def test_waiting_ends_in_time_or_when_reported(self, rig: Rig) -> None:
         """It says False after the timeout, and as soon as it is to stop."""
         assert rig.feed.wait_subscribers(0, 0)
         assert not rig.feed.wait_subscribers(1, 0.01)

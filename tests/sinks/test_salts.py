@@ -67,10 +67,10 @@ def _received(socket: zmq.Socket[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [("", salt_digest(SECRET).hex()), ("&salts=digest", salt_digest(SECRET).hex()), ("&salts=plain", SECRET)],
 )
-def test_routers_are_told_what_the_url_asks_for(options: str, told: str) -> None:
+def test_routers_are_reported_what_the_url_asks_for(options: str, reported: str) -> None:
     """The field and the root's key hold the digest, or with salts=plain the salt; decoded blocks have it as well."""
 
     def use(manager: KVCacheManager) -> None:
@@ -80,8 +80,8 @@ def test_routers_are_told_what_the_url_asks_for(options: str, told: str) -> None
     found = stores(options, use)
     salted = [event for event in found if "cache_salt" in event]
     assert [len(event["block_hashes"]) for event in salted] == [3, 1]
-    assert {event["cache_salt"] for event in salted} == {told}
-    assert salted[0]["extra_keys"] == [[told], None, None]
+    assert {event["cache_salt"] for event in salted} == {reported}
+    assert salted[0]["extra_keys"] == [[reported], None, None]
     assert [len(event["block_hashes"]) for event in found if "cache_salt" not in event] == [3, 1]
 
 
@@ -97,7 +97,7 @@ def test_the_salt_is_in_no_event_and_no_report(tmp_path: Path) -> None:
     assert [data for data in written if SECRET.encode() in data] == []
 
 
-def test_a_salt_that_was_not_heard_goes_out_as_its_digest(tmp_path: Path) -> None:
+def test_a_salt_that_was_not_received_goes_out_as_its_digest(tmp_path: Path) -> None:
     """After `resume` blocks are told by digest until a request brings the salt; then new blocks have it."""
     with KVCacheManager(config(), log=tmp_path) as manager:
         compute(manager, "before", SECRET)
@@ -111,9 +111,9 @@ def test_a_salt_that_was_not_heard_goes_out_as_its_digest(tmp_path: Path) -> Non
     def resumed(**options: Any) -> KVCacheManager:
         return KVCacheManager.resume(state, **options)
 
-    told = [event["cache_salt"] for event in stores("&salts=plain", use, resumed)]
-    assert told[-1] == SECRET
-    assert set(told[:-1]) <= {salt_digest(SECRET).hex(), SECRET}
+    reported = [event["cache_salt"] for event in stores("&salts=plain", use, resumed)]
+    assert reported[-1] == SECRET
+    assert set(reported[:-1]) <= {salt_digest(SECRET).hex(), SECRET}
 
 
 class TestPlainSalts:

@@ -19,8 +19,8 @@ def changes(count: int) -> Iterator[AnyChange]:
         yield Stored(0, 0, names(handle, 4), b"", tokens(handle, 4), BLOCK, Namespace())
 
 
-def encode(told: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-    return b"".join(change.names if isinstance(change, Stored) else b"C" for change in told)
+def encode(reported: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+    return b"".join(change.names if isinstance(change, Stored) else b"C" for change in reported)
 
 
 def snapshot(count: int, piece_bytes: int = 4000) -> EncodedState:
@@ -59,7 +59,7 @@ def test_what_is_sent_meanwhile_belongs_to_it() -> None:
     assert (made.last_seq, made.tail) == (9, [b"x" * 10, b"y"])
 
 
-def test_is_worn_when_telling_anew_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_worn_when_sending_anew_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once more was sent than the state takes, and never while it is encoded."""
     monkeypatch.setattr("sinks.router.replay.MIN_TAIL_BYTES", least := 4000)
     made = snapshot(1)

@@ -101,7 +101,9 @@ def stored_blocks(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], Any
 
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("seed", seeds(range(6), quick=2))
-def test_lines_are_what_is_told_who_polls(tmp_path: Path, seed: int, windows: Sequence[int] | None) -> None:
+def test_lines_are_what_is_reported_who_polls(
+    tmp_path: Path, seed: int, windows: Sequence[int] | None
+) -> None:
     """Dict by dict, in the same order, under the same numbers: one folds the state, the other the stream."""
     path = tmp_path / "e.jsonl"
     with KVCacheManager(config(windows), copier=NoBytes(), sinks=[f"file:{path}?format=trtllm"]) as manager:
@@ -145,7 +147,7 @@ def test_offloads_and_what_blocks_are_read_back(tmp_path: Path, windows: Sequenc
     assert all(0 < len(block.tokens) <= size for blocks in index.blocks.values() for block in blocks.values())
 
 
-def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path) -> None:
+def test_resumed_cache_reports_what_it_begins_with(tmp_path: Path) -> None:
     """A manager that goes on with a state tells all of it first, and the rest fits that."""
     settings = config((6, strategies.LIMIT))
     with KVCacheManager(settings, log=tmp_path / "log", copier=NoBytes()) as manager:
@@ -169,9 +171,9 @@ def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path) -> None:
     assert held_in(index) == held != before
     assert odd == []
     said = stored_blocks(map(json.loads, path.read_bytes().splitlines()))
-    told = stored_blocks(json.loads(json.dumps(polled)))
-    assert len(told) > 10
-    assert {place: said[place] for place in told} == told
+    reported = stored_blocks(json.loads(json.dumps(polled)))
+    assert len(reported) > 10
+    assert {place: said[place] for place in reported} == reported
 
 
 def inventory(manager: KVCacheManager) -> Iterator[EventBatch]:
@@ -360,7 +362,7 @@ def test_unknown_formats_are_refused(url: str, reason: str) -> None:
         open_sink(url, SinkContext(32, 4))
 
 
-def test_refuses_what_engines_told() -> None:
+def test_refuses_what_engines_reported() -> None:
     """A log of kind `feed` knows no cache."""
     with pytest.raises(SinkURLError, match="what engines told"):
         open_sink("stdout:?format=trtllm", SinkContext(0, 1, kind="feed"))
@@ -447,7 +449,7 @@ class TestReading:
         assert "secret" not in str(caught.value)
 
 
-def test_blocks_tell_their_adapter_and_dicts_the_rank(tmp_path: Path) -> None:
+def test_blocks_report_their_adapter_and_dicts_the_rank(tmp_path: Path) -> None:
     """Polled or in lines: an adapter's number stands in each of its blocks, and the engine's rank in every dict."""
     path = tmp_path / "dicts.jsonl"
     config = strategies.config(attention_dp_rank=5, event_buffer_max_size=100)

@@ -168,14 +168,14 @@ class TestReplay:
 
     @pytest.mark.parametrize("start", [0, 1, 13])
     @pytest.mark.parametrize("pad", [False, True])
-    def test_beyond_the_ring_the_state_is_told(self, router: Router, start: int, pad: bool) -> None:
+    def test_beyond_the_ring_the_state_is_reported(self, router: Router, start: int, pad: bool) -> None:
         """It clears, its numbers end with the last one, and its sum is the live reader's; padded, none is left out."""
         with Worker(f"coalesce=0&ring=1KiB&max_batch=2KiB&pad={pad}") as worker:
             churn(worker, 60)
             worker.settle()
-            told = router.replay(worker, start)
-            assert told == list(range(start if pad else told[0], last_seq(worker) + 1))
-            assert (1 < len(told) < 30) != pad
+            reported = router.replay(worker, start)
+            assert reported == list(range(start if pad else reported[0], last_seq(worker) + 1))
+            assert (1 < len(reported) < 30) != pad
             assert len(router.reader.state) == 3 * len(worker.source.slots)
             assert router.reader.cleared == 1
             assert worker.transport.replay is not None
@@ -191,8 +191,8 @@ class TestReplay:
             churn(worker, 60)
             worker.settle()
             for reader in range(1, 4):
-                assert len(told := router.replay(worker, 0)) == reader
-                assert told[-1] == last_seq(worker) > 100_000_000
+                assert len(reported := router.replay(worker, 0)) == reader
+                assert reported[-1] == last_seq(worker) > 100_000_000
                 assert len(router.reader.state) == sum(map(len, worker.source.slots.values()))
                 worker.put(worker.source.store(1000 + reader, 1))
                 worker.settle()
@@ -342,8 +342,8 @@ class TestRestart:
             worker.settle()
             assert last_seq(worker) > seen[-1]
             start = seen[-1] + 1
-            told = router.replay(worker, start)
-            assert told == list(range(told[0], last_seq(worker) + 1))
+            reported = router.replay(worker, start)
+            assert reported == list(range(reported[0], last_seq(worker) + 1))
             assert (router.reader.cleared, len(router.reader.state)) == (1, 2)
 
     @pytest.mark.parametrize(
@@ -491,7 +491,7 @@ def test_opening_a_url_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_manager_tells_where_its_feeds_can_be_reached() -> None:
+def test_a_manager_reports_where_its_feeds_can_be_reached() -> None:
     """Programs find the ports that were free by the feed's transports."""
     config = KVCacheConfig(max_sequence_length=64, primary_blocks=4)
     with KVCacheManager(config, sinks=["zmq+pub://127.0.0.1:0?replay=0"]) as manager:

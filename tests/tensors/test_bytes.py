@@ -405,7 +405,7 @@ def test_beams_branch_when_their_last_token_is_scored(prompt: int, windows: tupl
 
 
 @pytest.mark.parametrize("computed", ["prompt", "drafts"])
-def test_a_branch_has_what_nobody_was_told_of(computed: str) -> None:
+def test_a_branch_has_what_nobody_was_reported_of(computed: str) -> None:
     """A whole prompt, or drafts over several blocks, are computed and not reported when a sequence branches."""
     engine = FakeEngine(tokens_per_block=4, primary_blocks=24)
     engine.admit(Request("a", list(range(1, 12))))

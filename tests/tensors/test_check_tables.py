@@ -84,7 +84,7 @@ def test_what_concerns_others_makes_nothing_stale(ask: str) -> None:
 
 
 @pytest.mark.parametrize("ask", OF_STEPS)
-def test_tables_of_a_step_are_stale_when_it_was_told(ask: str) -> None:
+def test_tables_of_a_step_are_stale_when_it_was_reported(ask: str) -> None:
     """The token goes into a block that is there, but the step's tokens are others."""
     manager = cache()
     tables = OF_STEPS[ask](manager)
@@ -242,7 +242,7 @@ def test_an_engine_may_ask_the_ticket_itself(fails: bool) -> None:
     manager.tables.check(manager.block_table("c"))
 
 
-def test_tables_behind_a_failed_copy() -> None:
+def test_tables_after_a_failed_copy() -> None:
     """Once `flush` has noticed it, what was lost is told instead of used."""
     manager = offloaded(lambda copier: FailingCopier(copier, range(1, 9)))
     manager.start_transfers()

@@ -80,9 +80,9 @@ def test_free_memory_is_divided_likewise() -> None:
 def test_what_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
     """Each problem names the setting, and what is accepted."""
     more = {} if settings.keys() & {"primary_blocks", "primary_bytes"} else {"primary_blocks": 8}
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         Layout.of(config(**settings, **more))
-    assert says in str(told.value)
+    assert says in str(reported.value)
 
 
 def test_shares_are_of_windows_only() -> None:

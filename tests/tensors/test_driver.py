@@ -242,12 +242,12 @@ class TestSteps:
         second = ["start_transfers", "poll", "add_tokens", "remove_sequence", "flush"]
         assert named == [*first, *second, "start_transfers", "poll", "flush"]
 
-    def test_progress_is_told_after_each_step(self) -> None:
+    def test_progress_is_reported_after_each_step(self) -> None:
         """Progress counts steps and ended or refused requests."""
-        told: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         trace = [request([1], 40, 1), request(range(20), 9999, 1), request([3], 40, 2)]
-        Stage(SMALL, bytes_too=False).play(trace, progress=lambda *now: told.append(now))
-        assert told == [(1, 2), (2, 3)]
+        Stage(SMALL, bytes_too=False).play(trace, progress=lambda *now: reported.append(now))
+        assert reported == [(1, 2), (2, 3)]
 
     def test_only_the_managers_time_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Time between timed calls is left out, time of several calls of a step adds up."""

@@ -59,7 +59,7 @@ def in_secondary(engine: FakeEngine) -> None:
     assert [block.level for block in engine.manager.match(PROMPT).blocks] == [1, 1]
 
 
-def heard(engine: FakeEngine) -> list[Event]:
+def received(engine: FakeEngine) -> list[Event]:
     """All events from now on."""
     events: list[Event] = []
     engine.manager.bus.subscribe(events.append)
@@ -72,7 +72,7 @@ def test_failed_offload_clears_the_cache() -> None:
     fill(engine, PROMPT)
     engine.admit(Request("a", [2, 2]))
     engine.forward("a")
-    events = heard(engine)
+    events = received(engine)
     switch.on = True
     engine.admit(Request("b", [1] * 10))
     assert engine.manager.count_reusable(PROMPT) == 2
@@ -129,7 +129,7 @@ def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception | Non
     with pytest.raises(CopyFailed, match=reason):
         ticket.wait()
     polled = manager.poll()
-    assert {told for _, told in polled.failed} == {reason}
+    assert {reported for _, reported in polled.failed} == {reason}
     assert dict(polled.invalidated) == {"new": 0}
     assert manager.count_reusable([1] * 12) == 0
     copier.mended = True
@@ -344,7 +344,7 @@ def test_outstanding_copies_are_given_up_with_the_one_that_failed() -> None:
     late = engine.copier
     assert isinstance(late, LateCopier)
     in_secondary(engine)
-    events = heard(engine)
+    events = received(engine)
     switch.on = True
     engine.admit(Request("a", PROMPT))
     engine.start_transfers()
@@ -377,7 +377,7 @@ def test_outstanding_copies_are_given_up_with_the_one_that_failed() -> None:
     engine.verify_running()
 
 
-def test_a_second_failure_is_told_as_well() -> None:
+def test_a_second_failure_is_reported_as_well() -> None:
     """After everything began again, a later failure clears and cuts once more."""
     engine, switch = engine_with()
     for _ in range(2):
@@ -428,7 +428,7 @@ def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
     engine.verify_running()
 
 
-def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
+def test_flush_keeps_what_was_lost_until_it_is_reported() -> None:
     """An engine that flushes before it polls is held back until it has heard what to compute again."""
     engine, switch = engine_with(primary_blocks=7)
     in_secondary(engine)
@@ -510,7 +510,7 @@ def test_closing_waits_for_what_was_given_up() -> None:
     assert not late.waiting
 
 
-def test_routers_are_told_of_a_block_that_begins_with_a_copy_and_cleared_if_that_fails() -> None:
+def test_routers_are_reported_of_a_block_that_begins_with_a_copy_and_cleared_if_that_fails() -> None:
     """Stored is stored: the engine computed behind the copy. Should it fail, everything is cleared for routers too."""
     engine, switch = engine_with(late=2, tokens_per_block=4, block_hash="v2_sha256_64")
     feed, manager = Feed(), engine.manager

@@ -52,7 +52,7 @@ def test_wrong_bytes_are_found_where_they_are_seen(group: int, pool: int) -> Non
                 engine.verify()
 
 
-def test_what_comes_behind_wrong_bytes_is_wrong() -> None:
+def test_what_comes_after_wrong_bytes_is_wrong() -> None:
     """A token that sees something wrong in one window becomes wrong in all."""
     engine = computed()
     engine.decode(["a"], [1])

@@ -47,13 +47,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_memory_is_locked_in_chunks_as_long_as_it_is_used() -> None:
     """Chunks have whole blocks and pages, all are locked while any view lives, and unlocked before it goes."""
-    locker, told = Locker(), list[int]()
-    tensor = host_zeros(7 * PAGE, PAGE // 2, locker, progress=told.append)
+    locker, reported = Locker(), list[int]()
+    tensor = host_zeros(7 * PAGE, PAGE // 2, locker, progress=reported.append)
     begin = tensor.data_ptr()
     assert locker.registered == {
         begin + 2 * number * PAGE: (2 if number < 3 else 1) * PAGE for number in range(4)
     }
-    assert told == list(locker.registered.values())
+    assert reported == list(locker.registered.values())
     part = tensor.view(7, -1)[1]
     del tensor
     gc.collect()
@@ -144,12 +144,12 @@ def test_huge_pages_are_asked_for_or_refused() -> None:
 
 def test_pools_on_the_host_take_their_memory_as_they_are_asked_to() -> None:
     """With `numa_node` secondary is made ready at the start, and progress is told; else it is taken as it is used."""
-    told: list[int] = []
+    reported: list[int] = []
     settings = {"max_sequence_length": 64, "primary_blocks": 4, "secondary_blocks": 8}
     for node, expected in ((None, 0), (0, 1)):
         config = KVCacheConfig.model_validate({**settings, "numa_node": node})
-        pools = Pools(Layout.of(config), "cpu", config=config, progress=told.append)
-        assert told[-1:] == [pools.bytes_secondary] * expected
+        pools = Pools(Layout.of(config), "cpu", config=config, progress=reported.append)
+        assert reported[-1:] == [pools.bytes_secondary] * expected
         assert pools.bytes_ready == expected * pools.bytes_secondary
         (group,) = pools.groups
         assert group[0].secondary.shape[0] == 8

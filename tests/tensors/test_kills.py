@@ -26,15 +26,15 @@ def lives(directory: Path, seed: int, kills: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def judge(told: list[dict[str, Any]]) -> None:
-    assert {life["signal"] for life in told} == {9}, "a life ended by itself: it has found a wrong byte"
-    served = [life for life in told if "verified" in life]
+def judge(reported: list[dict[str, Any]]) -> None:
+    assert {life["signal"] for life in reported} == {9}, "a life ended by itself: it has found a wrong byte"
+    served = [life for life in reported if "verified" in life]
     assert all(life["verified"] == life["expected"] for life in served)
     assert all(life["found"] >= life["verified"] for life in served)
-    sequence = [life["last_seq"] for life in told]
+    sequence = [life["last_seq"] for life in reported]
     assert sequence == sorted(sequence), "something that was durable is lost"
     warm = [life for life in served if life["verified"]]
-    assert len(warm) >= len(told) // 3
+    assert len(warm) >= len(reported) // 3
     assert sum(life["checked"] for life in warm)
 
 

@@ -89,12 +89,12 @@ def claim_one_block_too_many(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {}
 
 
-def tell_one_block_too_many(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def report_one_block_too_many(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A chunk is said to be computed together with the block behind it."""
-    told = KVCacheManager.store_context_blocks
+    reported = KVCacheManager.store_context_blocks
 
     def too_much(manager: KVCacheManager, request_id: Any, number: int) -> Any:
-        return told(manager, request_id, min(number + SIZE, sequence_of(manager, request_id).num_tokens))
+        return reported(manager, request_id, min(number + SIZE, sequence_of(manager, request_id).num_tokens))
 
     patch.setattr(KVCacheManager, "store_context_blocks", too_much)
     return {}
@@ -152,7 +152,7 @@ def reuse_the_last_prompt_token(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     "mutate",
     [
         claim_one_block_too_many,
-        tell_one_block_too_many,
+        report_one_block_too_many,
         skip_a_copy,
         swap_k_and_v,
         shift_a_table,

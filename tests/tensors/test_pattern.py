@@ -152,7 +152,7 @@ class TestWindows:
 class TestForeignBlocks:
     """Blocks that hold good bytes of something else."""
 
-    def test_equal_tokens_behind_another_prefix(self) -> None:
+    def test_equal_tokens_after_another_prefix(self) -> None:
         """A block with the right tokens at the right place, but behind other tokens, is refused."""
         checker = PoolPattern(pools())
         other = TOKENS.copy()

@@ -195,7 +195,7 @@ class TestOutput:
         assert isinstance(other, EpochStarted)
         assert one.log_id != other.log_id
 
-    def test_bytes_are_told_before_they_are_taken(
+    def test_bytes_are_reported_before_they_are_taken(
         self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What the tensors take is on the terminal before the first one is made."""
@@ -244,7 +244,7 @@ class TestOutput:
             assert small["cached"][level] > 0
             assert large["cached"][level] > 0
 
-    def test_windows_are_told_apart_where_there_are_several(self) -> None:
+    def test_windows_are_reported_apart_where_there_are_several(self) -> None:
         """The summary says for each window what was held and what is cached; one window needs no such line."""
         several = (*FEW_BLOCKS, "--set", "max_attention_window=64,1048576")
         shown = played(*several)
@@ -363,7 +363,7 @@ class TestShape:
         assert config["log"]["fsync"] == "never"
         assert config["log"]["overflow"] == "block"
 
-    def test_log_may_be_told_to_drop(self, kvcache: Kvcache, tmp_path: Path) -> None:
+    def test_log_may_be_reported_to_drop(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """The log blocks unless a setting says otherwise."""
         config = self.config(kvcache, tmp_path, TRACE, "--set", "log.overflow=drop")
         assert config["log"]["overflow"] == "drop"
@@ -622,7 +622,7 @@ def test_missing_torch(run_python: Any) -> None:
     assert "pools need torch: install kvcache[torch], or play without them (--no-pools)" in done.stderr
 
 
-def test_a_feed_beside_the_runs_own(kvcache: Kvcache) -> None:
+def test_a_feed_alongside_the_runs_own(kvcache: Kvcache) -> None:
     """Without a trace a router of the run's own is attached, also beside a feed that was asked for, and agrees."""
     done = kvcache("run", "--json", "--no-pools", "--limit", "40", "--sink", "zmq+pub://127.0.0.1:0?replay=0")
     feed = json.loads(done.out)["feed"]

@@ -23,8 +23,8 @@ def arguments(directory: Path, *more: str) -> list[str]:
 def summary(kvcache: Kvcache, directory: Path) -> dict[str, Any]:
     done = kvcache(*arguments(directory, "--limit", "100"))
     assert done.code == 0, done.err
-    told: dict[str, Any] = json.loads(done.out)
-    return told
+    reported: dict[str, Any] = json.loads(done.out)
+    return reported
 
 
 def killed(start: Start, directory: Path, more_bytes: int) -> None:
@@ -41,12 +41,12 @@ def size(directory: Path) -> int:
     return sum(path.stat().st_size for path in (directory / "log").glob("*.kvlog"))
 
 
-def judge(told: dict[str, Any]) -> None:
-    blocks = told["restored"]["blocks"]
+def judge(reported: dict[str, Any]) -> None:
+    blocks = reported["restored"]["blocks"]
     dropped = blocks["changed"] + blocks["in_flight"] + blocks["unreachable"]
     assert blocks["found"] == blocks["verified"] + dropped
-    assert told["fingerprint"] == told["replay_fingerprint"]
-    assert told["checked_blocks"] > 0
+    assert reported["fingerprint"] == reported["replay_fingerprint"]
+    assert reported["checked_blocks"] > 0
 
 
 def test_a_run_goes_on_warm_with_what_an_earlier_one_has_left(kvcache: Kvcache, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_waiting_brings_earlier_batches_forward() -> None:
     assert device.secondary == [0, 11, 0, 0]
 
 
-def test_a_wait_on_the_device_moves_bytes_without_telling_the_host() -> None:
+def test_a_wait_on_the_device_moves_bytes_without_sending_the_host() -> None:
     """The compute stream sees the bytes at once; the host hears of the batch after the ticks, and once is enough."""
     device = Device()
     late = LateCopier(device.copier, steps=1)

@@ -190,15 +190,15 @@ def test_the_record_describes_the_groups(settings: dict[str, Any], tmp_path: Pat
 
 class TestCutWindows:
     @pytest.mark.parametrize(
-        ("blocks", "told", "longest"), [(5, [], 256), (4, [("window_full", 64, 64)], 64)]
+        ("blocks", "reported", "longest"), [(5, [], 256), (4, [("window_full", 64, 64)], 64)]
     )
     def test_enough_blocks_cut_nothing(
-        self, blocks: int, told: list[tuple[str, int, int]], longest: int
+        self, blocks: int, reported: list[tuple[str, int, int]], longest: int
     ) -> None:
         """Where each window fits, to the token, none is cut; one that has no block more cannot slide, and says so."""
         with structlog.testing.capture_logs() as logs:
             manager = KVCacheManager(config(primary_blocks=(blocks, 16)))
-        assert [(each["event"], each["window"], each["max_tokens"]) for each in logs] == told
+        assert [(each["event"], each["window"], each["max_tokens"]) for each in logs] == reported
         assert manager.max_tokens == longest
         assert [(group.window, group.kind) for group in manager.layout.groups] == [
             (64, "sliding"),
@@ -206,7 +206,7 @@ class TestCutWindows:
         ]
         assert manager.layout.cut_windows == ()
 
-    def test_a_cut_window_is_told_as_it_was_given(self) -> None:
+    def test_a_cut_window_is_reported_as_it_was_given(self) -> None:
         """Also where `max_sequence_length` had cut it already."""
         layout = Layout.of(config(max_attention_window=(64, 1 << 20), primary_blocks=(5, 9)))
         assert layout.cut_windows == (CutWindow(1 << 20, 144),)

@@ -166,7 +166,7 @@ def test_bad_input(call: Any, match: str) -> None:
     assert manager.fingerprint() == before
 
 
-def test_nothing_can_be_written_behind_a_window() -> None:
+def test_nothing_can_be_written_after_a_window() -> None:
     """Where a slot is gone, another sequence's K/V would be overwritten."""
     manager = cache(max_attention_window=4)
     manager.add_sequence("a", range(11))

@@ -199,7 +199,7 @@ def test_nothing_wrong_shows_nothing() -> None:
     assert torch.equal(found[-1], anew(tokens, 64, 144)[-1])
 
 
-def test_tokens_that_were_told_and_not_written_show_as_nan() -> None:
+def test_tokens_that_were_reported_and_not_written_show_as_nan() -> None:
     """With `debug_fill_blank` a model that reads them yields NaN, which the example's engine refuses."""
     rig, tokens = Rig(debug_fill_blank=True), prompt(1)
     rig.serve("first", tokens[:40])

@@ -97,7 +97,7 @@ def engine_with(
     return TransferEngine(recorder), memory, recorder
 
 
-def told(engine: TransferEngine) -> Landings:
+def reported(engine: TransferEngine) -> Landings:
     """What the engine tells, recorded at once."""
     landings = engine.poll()
     engine.recorded()
@@ -116,7 +116,7 @@ def test_events_become_bytes_and_landings() -> None:
     assert recorder.batches == []
     engine.start().wait()
     assert not engine.pending
-    assert [told(engine), told(engine)] == [([7, 8], []), ([], [])]  # each is told once
+    assert [reported(engine), reported(engine)] == [([7, 8], []), ([], [])]  # each is told once
     assert len(recorder.batches) == 1
     for source, target in [(0, (1, 1, 3)), (1, (1, 1, 4)), (2, (1, 0, 5))]:
         assert torch.equal(memory.block(target), before[source])
@@ -138,7 +138,7 @@ def test_moves_without_a_transfer_copy_nothing() -> None:
     assert not engine.pending
     engine.start().wait()
     assert recorder.batches == []
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
 
 
 def test_a_copy_onto_itself_lands_without_the_copier() -> None:
@@ -147,13 +147,13 @@ def test_a_copy_onto_itself_lands_without_the_copier() -> None:
     engine.on_event(copied(1, 0, 2, 2, num_tokens=2))
     engine.start()
     assert recorder.batches == []
-    assert told(engine) == ([1], [])
+    assert reported(engine) == ([1], [])
     engine.on_event(moved(2, (1, 0), [(0, 3)]))
     engine.on_event(copied(3, 0, 3, 3, num_tokens=2))
     engine.start()
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
     engine.wait()
-    assert told(engine) == ([2, 3], [])
+    assert reported(engine) == ([2, 3], [])
     assert len(recorder.batches) == 1
 
 
@@ -167,13 +167,13 @@ def test_landings_wait_for_their_batch() -> None:
     late.tick()
     engine.on_event(moved(2, (0, 1), [(1, 1)]))
     engine.start()
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
     assert not ticket.done()
     late.tick()
-    assert told(engine) == ([1], [])
+    assert reported(engine) == ([1], [])
     assert ticket.done()
     late.tick()
-    assert told(engine) == ([2], [])
+    assert reported(engine) == ([2], [])
 
 
 def test_a_step_of_evictions_and_loads_is_two_batches() -> None:
@@ -186,20 +186,20 @@ def test_a_step_of_evictions_and_loads_is_two_batches() -> None:
         engine.on_event(moved(11 + 2 * slot, (1, 0), [(3 + slot, slot)]))
     engine.start().wait()
     assert len(recorder.batches) == 2
-    assert told(engine) == ([10, 11, 12, 13, 14, 15], [])
+    assert reported(engine) == ([10, 11, 12, 13, 14, 15], [])
     for slot in range(3):
         assert torch.equal(memory.block((0, 0, slot)), wanted[slot])
         assert torch.equal(memory.block((0, 1, slot)), saved[slot])
 
 
-def test_nothing_lands_behind_a_failed_batch() -> None:
+def test_nothing_lands_after_a_failed_batch() -> None:
     """What was copied after a failure may have been copied from what is not there, so it does not land."""
     engine, _, _ = engine_with(lambda copier: LateCopier(FailingCopier(copier, {1}), steps=9))
     for transfer in (1, 2, 3):
         engine.on_event(moved(transfer, (0, 1), [(transfer, transfer)]))
         engine.start()
     engine.wait()
-    assert [told(engine), told(engine)] == [([1], [(2, "batch 1 was chosen to fail")]), ([], [])]
+    assert [reported(engine), reported(engine)] == [([1], [(2, "batch 1 was chosen to fail")]), ([], [])]
 
 
 def test_a_failure_gives_up_what_was_noted_before() -> None:
@@ -214,19 +214,19 @@ def test_a_failure_gives_up_what_was_noted_before() -> None:
     engine.start()
     engine.on_event(moved(3, (0, 1), [(5, 5)]))
     late.tick()
-    assert told(engine) == ([], [(1, CHOSEN)])
+    assert reported(engine) == ([], [(1, CHOSEN)])
     assert not engine.pending
     memory.block((0, 0, 0)).fill_(77)
     engine.on_event(moved(4, (0, 1), [(0, 5)]))
     engine.start().wait_on()
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
     engine.wait()
-    assert told(engine) == ([4], [])
+    assert reported(engine) == ([4], [])
     assert memory.block((0, 1, 5)).tolist() == [77] * TOKENS
     assert len(recorder.batches) == 3
 
 
-def test_what_was_told_is_told_again_until_it_is_recorded() -> None:
+def test_what_was_reported_is_reported_again_until_it_is_recorded() -> None:
     """Who was interrupted after asking has lost nothing, though a ticket may tell a failure only once."""
     engine = TransferEngine(Forgetful())
     for transfer in (1, 2):
@@ -234,7 +234,7 @@ def test_what_was_told_is_told_again_until_it_is_recorded() -> None:
         engine.start()
     assert [engine.poll(), engine.poll()] == [([], [(1, "gone"), (2, "gone")])] * 2
     engine.recorded()
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
 
 
 class Forgetful:
@@ -248,11 +248,11 @@ class ForgetfulTicket:
     """Raises once, whichever method is called first."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.reported = False
 
     def done(self) -> bool:
-        if not self.told:
-            self.told = True
+        if not self.reported:
+            self.reported = True
             raise CopyFailed("gone")
         return True
 
@@ -263,13 +263,13 @@ class ForgetfulTicket:
         pass
 
 
-def test_waiting_keeps_what_a_ticket_tells() -> None:
+def test_waiting_keeps_what_a_ticket_reports() -> None:
     """A failure that shows while everything is waited for is told by the next poll."""
     engine = TransferEngine(Forgetful())
     engine.on_event(moved(1, (1, 0), [(1, 1)]))
     engine.start()
     engine.wait()
-    assert told(engine) == ([], [(1, "gone")])
+    assert reported(engine) == ([], [(1, "gone")])
 
 
 def test_a_batch_fails_as_a_whole() -> None:
@@ -281,7 +281,7 @@ def test_a_batch_fails_as_a_whole() -> None:
     ticket = engine.start()
     with pytest.raises(CopyFailed):
         ticket.wait()
-    assert told(engine) == ([], [(3, CHOSEN), (5, CHOSEN)])
+    assert reported(engine) == ([], [(3, CHOSEN), (5, CHOSEN)])
 
 
 class Broken:
@@ -315,7 +315,7 @@ def test_a_ticket_that_raises_anything_has_failed() -> None:
         engine.on_event(moved(transfer, (1, 0), [(transfer, transfer)]))
         engine.start()
     engine.wait()
-    assert [told(engine), told(engine)] == [([1], [(2, "RuntimeError")]), ([], [])]
+    assert [reported(engine), reported(engine)] == [([1], [(2, "RuntimeError")]), ([], [])]
 
 
 class Model:
@@ -356,7 +356,7 @@ class Run:
 
     def report(self, value: int) -> None:
         """Each transfer lands once, or is outstanding when a failure ends them all: then all is written anew."""
-        landed, failed = told(self.engine)
+        landed, failed = reported(self.engine)
         assert self.outstanding.issuperset(landed)
         self.outstanding.difference_update(landed)
         self.landed += len(landed)
@@ -435,7 +435,7 @@ def test_a_start_without_anything_noted_is_done() -> None:
     ticket.wait_on()
     ticket.wait()
     assert ticket.done()
-    assert told(engine) == ([], [])
+    assert reported(engine) == ([], [])
 
 
 class NoCopier:

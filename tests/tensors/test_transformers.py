@@ -343,7 +343,7 @@ def test_chunked_prefill() -> None:
 
 
 @pytest.mark.skipif(RELEASE < (5, 23), reason="prompts are chunked from their beginning, whatever is cached")
-def test_chunks_behind_what_is_reused() -> None:
+def test_chunks_after_what_is_reused() -> None:
     """The first chunk begins where reuse ends."""
     ids, mask = padded([prompt(1, 50)[0].tolist(), prompt(2, 41)[0].tolist()])
     for name in MODELS:
@@ -557,14 +557,14 @@ class TestWhatIsRefused:
             with pytest.raises(UsageError, match="other tokens than the request"):
                 answered("llama", longer, torch.ones_like(longer), request, num_beams=3)
 
-    @pytest.mark.parametrize("told", ["in the call", "in the config"])
-    def test_without_the_cache(self, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("reported", ["in the call", "in the config"])
+    def test_without_the_cache(self, reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """`use_cache=False`, which some models have in their configs, gives all columns to each forward pass."""
         ids, mask = padded([prompt(1, 20)[0].tolist()])
         any_model: Any = model("llama")
-        if told == "in the config":
+        if reported == "in the config":
             monkeypatch.setattr(any_model.generation_config, "use_cache", False)
-        how = {"use_cache": False} if told == "in the call" else {}
+        how = {"use_cache": False} if reported == "in the call" else {}
         with cache_for("llama") as kept:
             with pytest.raises(UsageError, match="pass use_cache=True, or no request"):
                 answered("llama", ids, mask, kept.request(ids, mask), **how)

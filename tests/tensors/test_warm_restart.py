@@ -217,7 +217,7 @@ def with_system_prompt(directory: Path, retention: Retention | None = None) -> F
 SIZES = {"primary_blocks": 7, "secondary_blocks": 8}
 
 
-def test_a_system_prompt_is_computed_again_for_what_hangs_behind_it(tmp_path: Path) -> None:
+def test_a_system_prompt_is_computed_again_for_what_hangs_after_it(tmp_path: Path) -> None:
     """Without it the chats in secondary are lost; with it they are reused, and the right bytes are before them."""
     before = with_system_prompt(tmp_path)
     shutil.copytree(tmp_path / "log", tmp_path / "cold" / "log")
@@ -277,7 +277,7 @@ def test_a_slot_whose_next_block_had_not_arrived_serves_neither(tmp_path: Path) 
     assert exported.groups[0].slots == b""
 
 
-def test_what_cannot_be_computed_again_is_lost_with_what_hangs_behind_it(
+def test_what_cannot_be_computed_again_is_lost_with_what_hangs_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine may decline, as for an adapter that it has not loaded yet."""

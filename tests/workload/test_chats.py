@@ -27,11 +27,11 @@ def conversations(requests: list[TraceRequest], system_blocks: int) -> list[list
 def test_equal_seeds_give_equal_requests_everywhere() -> None:
     """The requests of a seed are those that they have always been, so workloads agree between machines."""
     fields = ("timestamp", "input_length", "output_length", "hash_ids", "cache_salt")
-    told = [
+    reported = [
         f"TraceRequest({', '.join(f'{name}={getattr(each, name)!r}' for name in fields)})"
         for each in generate_chats(16, seed=7)
     ]
-    digest = sha256(f"[{', '.join(told)}]".encode()).hexdigest()
+    digest = sha256(f"[{', '.join(reported)}]".encode()).hexdigest()
     assert digest == "0699fa71779f10b4087b072d8b67fe63f0fedf71e78bf026aa83aab5a9ee769c"
 
 

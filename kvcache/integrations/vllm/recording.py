@@ -360,7 +360,7 @@ class Recording:
             external=running.external,
         )
         self._running[running.id] = self._prefilling[running.id] = running
-        self._look_anew()
+        self._look_up_again()
 
     def _settle_request(self, running: _RecordedRequest) -> None:
         """Record the remaining changes of a request that is about to end."""
@@ -375,10 +375,10 @@ class Recording:
     def _end(self, running: _RecordedRequest, why: str, stop: str | None = None) -> None:
         for requests in (self._prefilling, self._loading, self._running):
             requests.pop(running.id, None)
-        self._look_anew()
+        self._look_up_again()
         self.recorder.ended(running.name, why, stop=stop)  # type: ignore[arg-type]
 
-    def _look_anew(self) -> None:
+    def _look_up_again(self) -> None:
         """Reset for other running requests than before."""
         recorded = dict(zip(self._names, self._recorded, strict=True))
         self._names = [each.name for each in self._running.values()]

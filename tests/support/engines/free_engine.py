@@ -49,7 +49,7 @@ class Line:
     tokens: list[int]
     known: int
     """Leading tokens that have K/V, guesses among them."""
-    told: int
+    reported: int
     """Leading tokens that the manager takes for computed."""
     guesses: list[int]
     """Tokens behind the last one that K/V is computed of in reserved slots."""
@@ -118,7 +118,7 @@ class FreeEngine(FakeEngine):
         for name, line in self.lines.items():
             sequence = sequence_of(self.manager, name)
             assert sequence.tokens.tolist() == line.tokens
-            assert sequence.computed == line.told
+            assert sequence.computed == line.reported
             self.compare_line(name, line)
 
     def compare_line(self, name: RequestId, line: Line) -> None:
@@ -148,7 +148,7 @@ class FreeEngine(FakeEngine):
         polled = super().poll()
         for name, _ in polled.invalidated:
             line = self.lines[name]
-            line.known = line.told = 0
+            line.known = line.reported = 0
             if name in self.given_up:
                 del self.lines[name]
         return polled
@@ -211,13 +211,13 @@ class FreeEngine(FakeEngine):
             self.memories[group].write(slots, offsets, right[start:stop])
         line.known = stop
 
-    def do_tell(self) -> None:
+    def do_report(self) -> None:
         name = self.some()
         if name is not None:
             line = self.lines[name]
             stop = self.random.randint(0, min(line.known, len(line.tokens)))
             self.manager.store_context_blocks(name, stop)
-            line.told = max(line.told, stop)
+            line.reported = max(line.reported, stop)
             self.overwrite_blank()
 
     def do_step(self) -> None:
@@ -242,7 +242,7 @@ class FreeEngine(FakeEngine):
         for name, tokens in zip(names, new, strict=True):
             line = self.lines[name]
             line.tokens += tokens
-            line.known = line.told = len(line.tokens) - 1
+            line.known = line.reported = len(line.tokens) - 1
             line.guesses, line.reserved = [], 0
         self.overwrite_blank()
 
@@ -284,7 +284,7 @@ class FreeEngine(FakeEngine):
             line = self.lines[name]
             known = min(line.known, len(line.tokens))
             self.lines[child] = Line(
-                line.tokens[:], r.choice([known, r.randint(line.told, known)]), line.told, []
+                line.tokens[:], r.choice([known, r.randint(line.reported, known)]), line.reported, []
             )
 
     def do_rewind(self) -> None:
@@ -299,8 +299,8 @@ class FreeEngine(FakeEngine):
         except UsageError:
             return  # a window has left what would be needed
         del line.tokens[left:]
-        line.told, known = min(line.told, left - 1), min(line.known, left)
-        line.known = r.choice([known, r.randint(line.told, known)])
+        line.reported, known = min(line.reported, left - 1), min(line.known, left)
+        line.known = r.choice([known, r.randint(line.reported, known)])
         line.guesses, line.reserved = [], 0
 
     def do_end(self) -> None:

@@ -45,7 +45,7 @@ def environment(path: Path | None = None, **env: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(entries), **env}
 
 
-def told(done: subprocess.CompletedProcess[str]) -> Any:
+def reported(done: subprocess.CompletedProcess[str]) -> Any:
     """What a module has printed last, in JSON."""
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -86,10 +86,10 @@ def killed(log: Path, name: str, at: int) -> int | None:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        told = pipe.read()
+        reported = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == (0 if told else -9), status
-    return int(told) if told else None
+    assert status == (0 if reported else -9), status
+    return int(reported) if reported else None
 
 
 def main() -> None:

@@ -147,7 +147,7 @@ class Workload:
             self._compute()
             self.late.tick()
             self.manager.flush()
-            self._hear()
+            self._receive()
         while self.lines:
             self._end()
         self.manager.flush()
@@ -239,7 +239,7 @@ class Workload:
                 raise WrongAnswer(f"{line.name} at {line.computed} of {len(line.tokens)}")
         for step, logits in zip(steps, found, strict=True):
             if step.line in self.lines:
-                self._told(step, logits)
+                self._reported(step, logits)
 
     def _chosen(self, line: Line) -> Step | None:
         """A chunk, or the next token with or without guesses."""
@@ -263,7 +263,7 @@ class Workload:
             return None
         return Step(line, left + guesses, guesses, draft)
 
-    def _told(self, step: Step, logits: torch.Tensor) -> None:
+    def _reported(self, step: Step, logits: torch.Tensor) -> None:
         """Tell the cache what was computed, and sample, now and then what is likely."""
         line, after = step.line, step.line.computed + len(step.tokens) - len(step.guesses)
         if after < len(line.tokens):
@@ -314,11 +314,11 @@ class Workload:
         try:
             ticket.wait()
         except CopyFailed:
-            self._hear()
+            self._receive()
             return False
         return True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Requests that a failed copy has cut begin again."""
         cut = dict(self.manager.poll().invalidated)
         self.done["cut"] += len(cut)

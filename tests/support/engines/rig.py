@@ -145,7 +145,7 @@ class Rig:
         self.manager.flush()
         return self.manager.get_latest_events()
 
-    def told(self, kind: type[Any]) -> list[Any]:
+    def reported(self, kind: type[Any]) -> list[Any]:
         """The events of a kind since the last time that one asked."""
         found = [event for event in self.events if isinstance(event, kind)]
         self.events.clear()

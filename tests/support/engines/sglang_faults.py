@@ -28,12 +28,12 @@ from tests.support.engines.stock_sglang import StockSGLang
 
 CALLS = ("extended", "inserting", "inserted", "released", "freed", "reset", "stepped", "refused")
 """Of a recording, by SGLang."""
-TOLD = (
+EVENTS = (
     *("admitted", "refused", "allocated", "grown", "computed", "stored", "replaced", "appended"),
     *("ended", "evicted", "cleared", "flush", "close"),
 )
 """Of a recorder, by a recording."""
-PLACES: list[Place] = [(SGLangRecording, name) for name in CALLS] + [(Recorder, name) for name in TOLD]
+PLACES: list[Place] = [(SGLangRecording, name) for name in CALLS] + [(Recorder, name) for name in EVENTS]
 RARE = ("reset", "cleared", "close")
 """Of these the first call breaks."""
 STEPS = 250

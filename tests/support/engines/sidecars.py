@@ -20,7 +20,7 @@ from events.log import LogWriter
 from kvcache import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines.simulated import LateCopier
-from tests.support.feeds.chaos import CONFIG, Engine, NoBytes, Router, Site, Told, residency
+from tests.support.feeds.chaos import CONFIG, Engine, NoBytes, Reported, Router, Site, residency
 from tests.support.forked import DEVNULL, PIPE, Forked
 from tests.support.places import ROOT
 from tests.support.waiting import WAIT, wait_until
@@ -47,7 +47,7 @@ class LoggingEngine(Engine):
         self.running = [int(request) for request in self.manager.state.handles]
         self._next_id = max(self.running, default=0) + 1
 
-    def settle(self) -> tuple[Told, int]:
+    def settle(self) -> tuple[Reported, int]:
         """Wait until all has landed and is durable; returns what is resident, and the log's last batch."""
         wait_until(self._is_at_rest, "the engine does not come to rest")
         self.manager.check()
@@ -90,7 +90,7 @@ class EngineProcess(Process):
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
-    def settle(self) -> tuple[Told, int]:
+    def settle(self) -> tuple[Reported, int]:
         """End the work, until `work`; returns what is resident, and the log's last batch."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -134,35 +134,35 @@ class Sidecar(Process):
         return self.errors.read_text()
 
 
-def agree(routers: list[Router], resident: Told, *, may_be_told_anew: bool = False) -> None:
+def agree(routers: list[Router], resident: Reported, *, may_be_sent_again: bool = False) -> None:
     """Wait until all routers know exactly this, and go on knowing it; none may have seen what a feed must never say.
 
-    `may_be_told_anew`: somebody on the way may still be starting, and then tells "cleared" and the state once more.
+    `may_be_sent_again`: somebody on the way may still be starting, and then tells "cleared" and the state once more.
     A router that loses patience with an answer, as on a busy machine, forgets everything by itself, and may do so.
     """
 
-    def told() -> bool:
+    def reported() -> bool:
         for router in routers:
             router.asleep = 0
             router.look(1)
-        return all(router.told == resident for router in routers)
+        return all(router.reported == resident for router in routers)
 
-    def begun_anew() -> int:
-        return sum(router.begun_anew for router in routers)
+    def restarted() -> int:
+        return sum(router.restarted for router in routers)
 
     deadline = time.monotonic() + WAIT
-    while not told():
-        wrong = [len(router.told ^ resident) for router in routers]
+    while not reported():
+        wrong = [len(router.reported ^ resident) for router in routers]
         assert time.monotonic() < deadline, f"routers are wrong about so many blocks: {wrong}"
-    begun, end = begun_anew(), time.monotonic() + 0.3
+    begun, end = restarted(), time.monotonic() + 0.3
     while time.monotonic() < end:
-        if told():
+        if reported():
             continue
-        by_themselves, begun = begun_anew() > begun, begun_anew()
-        assert may_be_told_anew or by_themselves, (
+        by_themselves, begun = restarted() > begun, restarted()
+        assert may_be_sent_again or by_themselves, (
             "a router knew what is resident, and was told something else"
         )
-        while not told():
+        while not reported():
             assert time.monotonic() < deadline, "routers are told something else again and again"
         end = time.monotonic() + 0.3
     for router in routers:
@@ -185,8 +185,8 @@ def main(log: str, seed: str, *sinks: str) -> None:
             continue
         for word in os.read(0, 4096).decode().split() or ["stop"]:
             if word == "settle":
-                told, seq = engine.settle()
-                print(json.dumps([sorted(told, key=str), seq]), flush=True)
+                reported, seq = engine.settle()
+                print(json.dumps([sorted(reported, key=str), seq]), flush=True)
                 while not select.select([0], [], [], 0.01)[0]:
                     engine.manager.flush()  # a sink that has missed something is told the state so
             elif word == "stop":

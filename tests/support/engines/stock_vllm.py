@@ -55,7 +55,7 @@ def _config(
     block_size: int,
     hashing: str,
     drafts: int,
-    tells_events: bool,
+    publishes_events: bool,
     additional: dict[str, Any] | None,
     on_failure: str | None,
 ) -> VllmConfig:
@@ -75,7 +75,7 @@ def _config(
             target_model_config=config,
             target_parallel_config=ParallelConfig(),
         )
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if publishes_events else None
     transfer = None
     if on_failure is not None:
         transfer = KVTransferConfig(
@@ -150,7 +150,7 @@ class StockVLLM:
         chunked: bool = True,
         reserve_all: bool = True,
         by_priority: bool = False,
-        tells_events: bool = False,
+        publishes_events: bool = False,
         others: Sequence[str] = (),
         retention: int | None = 0,
         on_failure: str | None = None,
@@ -169,7 +169,7 @@ class StockVLLM:
             policy="priority" if by_priority else "fcfs",
         )
         self.config = _config(
-            model, longest, scheduling, block_size, hashing, drafts, tells_events, additional, on_failure
+            model, longest, scheduling, block_size, hashing, drafts, publishes_events, additional, on_failure
         )
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead

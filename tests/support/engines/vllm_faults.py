@@ -26,16 +26,16 @@ from tests.support.engines.vllm_programs import Program
 CALLS = ("taken", "allocated", "freed", "reset", "unnamed", "counted", "stepped")
 """Of a recording, by vLLM."""
 HYBRID_CALLS = ("allocated_in_groups", "naming", "name_given", "names_taken", "allocating", "skipped")
-TOLD = (
+EVENTS = (
     *("admitted", "refused", "allocated", "grown", "computed", "not_loaded", "stored", "filled", "appended"),
     *("ended", "evicted", "invalidated", "cleared", "counted", "flush", "close"),
 )
 """Of a recorder, by a recording."""
-HYBRID_TOLD = ("taken", "left", "named", "unnamed", "deferred")
+HYBRID_EVENTS = ("taken", "left", "named", "unnamed", "deferred")
 PLACES: dict[bool, list[Place]] = {
-    False: [(Recording, name) for name in CALLS] + [(Recorder, name) for name in TOLD],
+    False: [(Recording, name) for name in CALLS] + [(Recorder, name) for name in EVENTS],
     True: [(Recording, name) for name in (*CALLS, *HYBRID_CALLS)]
-    + [(Recorder, name) for name in (*TOLD, *HYBRID_TOLD)],
+    + [(Recorder, name) for name in (*EVENTS, *HYBRID_EVENTS)],
 }
 """What can break, without and with layers of several kinds."""
 A_PROGRAM = 8

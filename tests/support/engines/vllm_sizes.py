@@ -94,11 +94,11 @@ def differing(log: Path) -> list[int]:
     }
     now: dict[Any, int] = {}
 
-    def hear(event: object) -> None:
+    def receive(event: object) -> None:
         if isinstance(event, SequenceAdded):
             now[event.request_id] = event.reused
 
-    playback = Playback(on_event=hear)
+    playback = Playback(on_event=receive)
     for batch in recorded(log):
         playback.play(batch)
     playback.finish()

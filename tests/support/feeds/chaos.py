@@ -55,7 +55,7 @@ RESERVATION = 16
 QUEUED_EVENTS = 60
 """Few, so that a sink that stalls loses something."""
 
-Told = set[tuple[int, int, Hash, Hash | None, tuple[Any, ...]]]
+Reported = set[tuple[int, int, Hash, Hash | None, tuple[Any, ...]]]
 """Group, level, name, parent and tokens of each resident full block."""
 
 
@@ -91,10 +91,10 @@ class Site:
         return cls(free_port(), free_port(), str(directory / "feed.numbers"), options)
 
 
-def residency(manager: KVCacheManager) -> Told:
+def residency(manager: KVCacheManager) -> Reported:
     """The landed full blocks of a manager."""
     size, width = CONFIG.tokens_per_block, manager.state.hashing.key_bytes
-    told: Told = set()
+    reported: Reported = set()
     runs = [
         (index, run) for index, group in enumerate(manager.state.groups) for run in group.tree.runs.values()
     ]
@@ -106,12 +106,12 @@ def residency(manager: KVCacheManager) -> Told:
             name = int.from_bytes(run.keys[block * width : block * width + NAME_BYTES], "big")
             level = landed_level(manager.state, index, run, block)
             if level is not None:
-                told.add((index, level, name, parent, tuple(tokens[block * size : (block + 1) * size])))
+                reported.add((index, level, name, parent, tuple(tokens[block * size : (block + 1) * size])))
             parent = name
-    return told
+    return reported
 
 
-def told_by(index: Index) -> Told:
+def announced_by(index: Index) -> Reported:
     """What an index holds, to be compared with a residency."""
     return {
         (group, level, name, block.parent, block.tokens)
@@ -255,15 +255,15 @@ class Engine:
 
     # -- the end
 
-    def settle(self) -> tuple[Told, int]:
+    def settle(self) -> tuple[Reported, int]:
         """Wait until all is told; returns what is resident, and the number up to which that is told."""
         self.go_on()
-        wait_until(self._is_told, f"the feed does not come to rest: {self.runner.stats()}")
+        wait_until(self._is_reported, f"the feed does not come to rest: {self.runner.stats()}")
         self.manager.check()
         self._check_errors()
         return residency(self.manager), self.feed._numbers.next - 1
 
-    def _is_told(self) -> bool:
+    def _is_reported(self) -> bool:
         self._move()
         if self.manager.flush() is not None or self.manager.state.transfers:
             return False
@@ -317,7 +317,7 @@ class ChildEngine:
         self._process.wait(WAIT)
         self._close()
 
-    def settle(self) -> tuple[Told, int]:
+    def settle(self) -> tuple[Reported, int]:
         self.go_on()
         self._say("settle")
         answer = self._stdout.readline()
@@ -344,7 +344,7 @@ class Router:
         self.index = Index()
         self.subscriber: Subscriber | None = None
         self.faults: list[str] = []
-        self.begun_anew = self.recovered = 0
+        self.restarted = self.recovered = 0
         self.resumes = False
         """Whether it has come back with what it knew, and received nothing since."""
 
@@ -372,7 +372,7 @@ class Router:
             return
         for report in self.subscriber.poll(timeout_ms):
             if isinstance(report, Missed) and not report.recovered:
-                self.begun_anew += 1
+                self.restarted += 1
                 self.connect(anew=True)
                 return
             if isinstance(report, Restarted) and not self.resumes:
@@ -392,7 +392,7 @@ class Router:
                 self.faults.append(f"{fault} at {self.next_seq - 1}")
                 setattr(index, fault, 0)
 
-    def has_heard(self, seq: int) -> bool:
+    def has_received(self, seq: int) -> bool:
         """Whether it knows all up to this number: in the middle of an answer, which tells a state piece by piece and
         gives the pieces the numbers of what they stand for, it may have the number and not yet the state.
         """
@@ -400,9 +400,9 @@ class Router:
         return self.next_seq > seq and not is_asking
 
     @property
-    def told(self) -> Told:
+    def reported(self) -> Reported:
         """What it believes to be resident."""
-        return told_by(self.index)
+        return announced_by(self.index)
 
 
 class LossyForwarder:
@@ -470,8 +470,8 @@ def main(port: str, replay_port: str, state: str, options: str, seed: str) -> No
                 engine.stop()
                 return
             else:
-                told, last_seq = engine.settle()
-                print(json.dumps([sorted(told, key=str), last_seq]), flush=True)
+                reported, last_seq = engine.settle()
+                print(json.dumps([sorted(reported, key=str), last_seq]), flush=True)
                 sys.stdin.read()
                 engine.stop()
                 return

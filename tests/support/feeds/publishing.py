@@ -83,7 +83,7 @@ class FoldingCollector(Collector):
         self.opened = len(self.batches)
 
 
-class Told:
+class Reported:
     """A feed's transport that folds changes into what routers would hold."""
 
     subscribers = 0
@@ -116,8 +116,8 @@ class Told:
                 names.clear()
                 continue
             parts = [change.names[at : at + 8] for at in range(0, len(change.names), 8)]  # type: ignore[union-attr]
-            told = {int.from_bytes(part, "big") for part in parts}
-            names = names | told if type(change).__name__ == "Stored" else names - told
+            reported = {int.from_bytes(part, "big") for part in parts}
+            names = names | reported if type(change).__name__ == "Stored" else names - reported
         return names
 
 
@@ -131,9 +131,9 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return made.setdefault(url.path, Collector())
 
     def feed(url: SinkURL, context: SinkContext) -> Any:
-        told = made.setdefault(url.path, Told())
-        numbers = FeedNumbers(None, first=len(told.batches))
-        return RouterFeed(told, numbers, coalesce_seconds=0, heartbeat_seconds=0)
+        reported = made.setdefault(url.path, Reported())
+        numbers = FeedNumbers(None, first=len(reported.batches))
+        return RouterFeed(reported, numbers, coalesce_seconds=0, heartbeat_seconds=0)
 
     def folding(url: SinkURL, context: SinkContext) -> Any:
         return made.setdefault(url.path, FoldingCollector())

@@ -34,9 +34,9 @@ class Oracle:
     def take(self, payload: bytes) -> None:
         """Count what a payload says."""
         for event in msgspec.msgpack.decode(payload)[1]:
-            self.tell(event)
+            self.announce(event)
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def announce(self, event: dict[str, Any]) -> None:
         kind = event.pop("type")
         if kind == "AllBlocksCleared":
             self.copies.clear()

@@ -47,10 +47,10 @@ class StrictIndex:
         assert len(change.tokens) == 4 * change.tokens_per_block * len(names)
         assert not has_symbols(change.tokens)
         assert len(change.extras) in (0, len(names))
-        parent, orphans_are_told = change.parent, change.group in self.sliding
+        parent, orphans_are_reported = change.parent, change.group in self.sliding
         group = [known for (index, _), known in self.resident.items() if index == change.group]
         for name in names:
-            assert not parent or orphans_are_told or any(parent in known for known in group), "orphan"
+            assert not parent or orphans_are_reported or any(parent in known for known in group), "orphan"
             assert name not in level, "told twice"
             level[name] = parent
             parent = name
@@ -134,15 +134,15 @@ def batches(
 ) -> Iterator[EventBatch]:
     """The stream of a random run, from its first batch on; what was published between two flushes is in one batch."""
     yield EventBatch(0, 0, (manager.state.created,))  # type: ignore[arg-type]
-    engine, heard, seq = kind(manager, rng), list[Any](), 1
-    manager.bus.subscribe(heard.append)
+    engine, received, seq = kind(manager, rng), list[Any](), 1
+    manager.bus.subscribe(received.append)
     for _ in range(steps):
         engine.step()
         if rng.random() < 0.6:
             manager.flush()
-            if heard:
-                yield EventBatch(seq, seq, tuple(heard))
-                heard.clear()
+            if received:
+                yield EventBatch(seq, seq, tuple(received))
+                received.clear()
                 seq += 1
 
 

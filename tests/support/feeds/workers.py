@@ -162,8 +162,8 @@ def last_seq(worker: Worker) -> int:
 @contextmanager
 def port_in_use() -> Iterator[int]:
     """A port of loopback on which something listens inside the context."""
-    with sockets.create_server(("127.0.0.1", free_port())) as listening:
-        yield int(listening.getsockname()[1])
+    with sockets.create_server(("127.0.0.1", free_port())) as subscribed:
+        yield int(subscribed.getsockname()[1])
 
 
 def connecting(port: int, options: str) -> Worker:

@@ -31,7 +31,7 @@ class Account:
     refused: int = 0
     closed: bool = False
 
-    def told(self) -> int:
+    def reported(self) -> int:
         """How many batches were appended, by the log's own counters."""
         stats = self.log.stats()
         return stats.batches + stats.dropped_batches + stats.lag_batches
@@ -39,7 +39,7 @@ class Account:
     def is_balanced(self) -> None:
         """The counters of this moment; for the thread that appends."""
         stats = self.log.stats()
-        assert self.told() == self.appended, f"{stats} after {self.appended} appended batches"
+        assert self.reported() == self.appended, f"{stats} after {self.appended} appended batches"
         assert stats.dropped_batches >= self.refused
         assert stats.durable_seq < self.log.next_seq + self.appended
 
@@ -84,7 +84,7 @@ def accounted() -> Iterator[None]:
         try:
             taken = append(log, batch, size)
         except LogWriteFailed:
-            counted.appended += counted.told() > counted.appended  # It failed later than it was taken.
+            counted.appended += counted.reported() > counted.appended  # It failed later than it was taken.
             raise
         counted.appended += 1
         counted.refused += not taken

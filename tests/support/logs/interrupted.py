@@ -88,7 +88,7 @@ def make_torn(log: Path) -> None:
     path.write_bytes(path.read_bytes()[: -36 - 50])
 
 
-def write(log: Path, fsync: Any, tell: Callable[[Any], None], calls: Calls | None) -> None:
+def write(log: Path, fsync: Any, announce: Callable[[Any], None], calls: Calls | None) -> None:
     """Go on, as an engine would that tries again what was refused."""
     patch.multiple(recorder, _FIRST_PAUSE_SECONDS=0.001, _LONGEST_PAUSE_SECONDS=0.002).start()
     if calls is not None:
@@ -101,13 +101,13 @@ def write(log: Path, fsync: Any, tell: Callable[[Any], None], calls: Calls | Non
         writer.append(item)
         with suppress(LogWriteFailed):
             writer.flush()
-        tell(writer.durable_seq)
+        announce(writer.durable_seq)
     settle(writer)
     with suppress(LogWriteFailed):
         writer.close()
     stats = writer.stats()
-    tell(writer.durable_seq)
-    tell(
+    announce(writer.durable_seq)
+    announce(
         [
             stats.batches,
             stats.dropped_batches,
@@ -118,22 +118,22 @@ def write(log: Path, fsync: Any, tell: Callable[[Any], None], calls: Calls | Non
     )
 
 
-def teller(pipe: int) -> Callable[[Any], None]:
+def announcer(pipe: int) -> Callable[[Any], None]:
     """Tells somebody who lives on, by a call that is not watched."""
     os_write = os.write
 
-    def tell(told: Any) -> None:
-        os_write(pipe, f"{json.dumps(told)}\n".encode())
+    def announce(reported: Any) -> None:
+        os_write(pipe, f"{json.dumps(reported)}\n".encode())
 
-    return tell
+    return announce
 
 
 def child(log: Path, point: dict[str, Any], pipe: int) -> None:
     """Be the process that is interrupted; what it is told goes into the pipe."""
-    tell = teller(pipe)
+    announce = announcer(pipe)
     try:
         calls = Calls(log, point["at"], point["how"], point.get("times", 1))
-        write(log, point["fsync"], tell, calls)
+        write(log, point["fsync"], announce, calls)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -149,13 +149,13 @@ def interrupted(log: Path, point: dict[str, Any]) -> tuple[int, list[Any]]:
         child(log, point, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = [json.loads(line) for line in pipe.read().splitlines()]
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), told
+        reported = [json.loads(line) for line in pipe.read().splitlines()]
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), reported
 
 
-def judge(log: Path, told: list[Any]) -> dict[str, Any]:
+def judge(log: Path, reported: list[Any]) -> dict[str, Any]:
     """What can be read, before and after going on."""
-    durable = max((each for each in told if isinstance(each, int)), default=2)
+    durable = max((each for each in reported if isinstance(each, int)), default=2)
     reader = LogReader(log)
     read = list(reader)
     assert read == CONTENT[: len(read)], "something else is read than was appended"
@@ -170,16 +170,16 @@ def judge(log: Path, told: list[Any]) -> dict[str, Any]:
 def main() -> None:
     directory = Path(sys.argv[1])
     if sys.argv[2:]:
-        write(directory, sys.argv[2], teller(sys.stdout.fileno()), None)
+        write(directory, sys.argv[2], announcer(sys.stdout.fileno()), None)
         return
     torn = directory / "torn"
     make_torn(torn)
     for line in sys.stdin:
         point = json.loads(line)
         log = Path(shutil.copytree(torn, directory / "log"))
-        status, told = interrupted(log, point)
-        final = [each for each in told if isinstance(each, list)]
-        found = {**point, "status": status, "final": final[0] if final else None, **judge(log, told)}
+        status, reported = interrupted(log, point)
+        final = [each for each in reported if isinstance(each, list)]
+        found = {**point, "status": status, "final": final[0] if final else None, **judge(log, reported)}
         print(json.dumps(found), flush=True)
         shutil.rmtree(log)
 

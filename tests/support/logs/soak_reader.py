@@ -19,16 +19,16 @@ class Checked:
 
     def __init__(self) -> None:
         self.batches = self.events = self.missing = 0
-        self.untold: list[tuple[int, int]] = []
+        self.unannounced: list[tuple[int, int]] = []
         self._next: int | None = None
 
     def take(self, batch: EventBatch) -> None:
         """The next one."""
         gaps = [event for event in batch.events if isinstance(event, Gap)]
         if self._next is not None and batch.seq != self._next:
-            told = any(gap.first_seq <= self._next and batch.seq - 1 <= gap.last_seq + 1 for gap in gaps)
-            if not told:
-                self.untold.append((self._next, batch.seq))
+            reported = any(gap.first_seq <= self._next and batch.seq - 1 <= gap.last_seq + 1 for gap in gaps)
+            if not reported:
+                self.unannounced.append((self._next, batch.seq))
             self.missing += batch.seq - self._next
         self._next = batch.seq + 1
         self.batches += 1

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.support.engines.sidecars import EngineProcess, Sidecar
-from tests.support.feeds.chaos import Told, told_by
+from tests.support.feeds.chaos import Reported, announced_by
 from tests.support.servers.fleet import StreamReader
 from tests.support.servers.server import Server
 from tests.support.waiting import WAIT
@@ -110,10 +110,10 @@ class Router:
         self.leave()
         self._thread.join()
 
-    def wrong(self, resident: Told) -> list[int]:
+    def wrong(self, resident: Reported) -> list[int]:
         """By how many blocks it errs about each worker."""
         with self._lock:
-            return [len(told_by(self._reader.indexes[worker]) ^ resident) for worker in WORKERS]
+            return [len(announced_by(self._reader.indexes[worker]) ^ resident) for worker in WORKERS]
 
     def faults(self) -> dict[str, int]:
         """What it has been told that a feed must never say, or has missed for good."""
@@ -180,7 +180,7 @@ class Scene:
         assert not any(router.faults() for router in routers), [router.faults() for router in routers]
         late.leave()
 
-    def _wait_for(self, resident: Told, routers: list[Router]) -> None:
+    def _wait_for(self, resident: Reported, routers: list[Router]) -> None:
         """Until all know it, and go on knowing it."""
         deadline, since = time.monotonic() + WAIT, None
         while since is None or time.monotonic() - since < 0.3:
@@ -218,7 +218,7 @@ class Scene:
             "engine": [self._kill_engine, self._stop_engine, self._suspend_engine],
             "sidecar": [self._kill_sidecar, self._stop_sidecar, self._suspend_sidecar],
             "broker": [self._suspend_broker],
-            "router": [self._sleep, self._come_anew],
+            "router": [self._sleep, self._reconnect],
         }
         if self._network is not None:  # Kafka's mock cannot be started again in its place
             of["broker"] += [self._kill_broker, self._kill_broker, self._lose_end, self._empty, self._drop]
@@ -318,7 +318,7 @@ class Scene:
     def _sleep(self) -> None:
         self.rng.choice(self.routers).asleep.set()  # until the next check
 
-    def _come_anew(self) -> None:
+    def _reconnect(self) -> None:
         number = self.rng.randrange(len(self.routers))
         self.routers[number].leave()
         self.routers[number] = self._router(self._urls[number % 2])
