@@ -753,6 +753,9 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """For engines with workers that only append to their block tables, such as vLLM's: whether a sequence keeps its own
     slots of blocks that another sequence stored first, until it ends, instead of returning them at once. Workers may
     read and write them as before, and the engine may ignore StoreResult.replaced. Such blocks take two slots."""
+    keep_reservations: bool = False
+    """Whether reserved slots that the next tokens do not need stay reserved, until another reserve, a rewind or the end
+    of the sequence: for engines that launch a step before the number of tokens sampled by the last one is known."""
     secondary_offload_min_priority: Annotated[
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30

@@ -506,7 +506,8 @@ class KVCacheManager(EventSourcedCache):
         last one count as computed from now on, including the prompt and earlier samples, with or without
         `store_context_blocks`, and the blocks that they fill become reusable. With `draft`, tokens that `rewind` may
         take back do not count as computed, and are not stored, before the next call without it. Reserved slots of a
-        sequence are used first, and returned if these tokens do not need them. Returns the sequences with changed
+        sequence are used first, and returned if these tokens do not need them, or kept with `keep_reservations`.
+        Returns the sequences with changed
         tables. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of them cannot be had;
         `OutOfBlocks.index` is the first sequence that does not fit. Raises `TransfersPending` as `store_context_blocks`
         does, and `PromptTooLong` if one has reached `max_tokens`.
@@ -542,10 +543,11 @@ class KVCacheManager(EventSourcedCache):
 
         So an engine launches a step before it has read the samples of the last one, or writes K/V of tokens that it may
         reject. The slots are in the block tables, after those of the present tokens; the next `add_tokens` that names
-        the sequence takes those that its tokens need and returns the others, and another `reserve` replaces this count
-        (0 returns all). For a prompt that was admitted with `reserve_tokens`, and has not got all its slots, `counts`
-        are of the tokens after the computed ones: its next chunk, which stays the sequence's. Raises `OutOfBlocks` (and
-        reserves nothing) as `add_tokens` does, and `PromptTooLong` beyond `max_tokens`.
+        the sequence takes those that its tokens need and returns the others (with `keep_reservations` these stay), and
+        another `reserve` replaces this count (0 returns all). `rewind` returns them, and the sequence's end. For a
+        prompt that was admitted with `reserve_tokens`, and has not got all its slots, `counts` are of the tokens after
+        the computed ones: its next chunk, which stays the sequence's. Raises `OutOfBlocks` (and reserves nothing) as
+        `add_tokens` does, and `PromptTooLong` beyond `max_tokens`.
         """
         ids = listed(request_ids, "request_ids")
         sizes = pack_counts(counts, len(ids))

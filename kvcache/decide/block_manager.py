@@ -381,6 +381,11 @@ class BlockManager:
                 for each, blocks in zip(sequences, wanted, strict=True)
                 if each.computed < each.num_tokens - 1 or blocks > self._blocks_for(each.num_tokens)
             ]
+        if self._config.keep_reservations:
+            needed, wanted = wanted, list(map(max, wanted, [len(each.tables[0]) for each in sequences]))
+            if counts is None and wanted != needed:
+                # Without counts they would decode like sequences with exactly the slots that they need.
+                counts = array("I", [1]) * len(sequences)
         self._resize(sequences, wanted, AllocateReason.DECODE)
         self._emit(
             ev.TokensAppended(

@@ -56,7 +56,7 @@ class Future:
 
     def _add(self, tokens_per_block: int, prompt: RecordedPrompt) -> None:
         number = self.numbers[prompt.handle] = len(self.numbers)
-        names = names_in(prompt, tokens_per_block)
+        names = names_in(prompt, tokens_per_block) if prompt.lookup else b""
         for begin in range(0, len(names), NAME_BYTES):
             block = self.ids.setdefault(names[begin : begin + NAME_BYTES], len(self.ids))
             use = len(self.prompt_of)

@@ -8,8 +8,10 @@ import pytest
 
 from events.types import AllocateReason, BlocksAllocated, BlocksReturned, BlocksStored, TokensAppended
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
+from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 
 def cache(**settings: Any) -> tuple[KVCacheManager, list[Any]]:
@@ -55,6 +57,61 @@ class TestReserve:
         manager.reserve(["a"], [7])
         assert table(manager, "a")[1:] == given
         manager.check()
+
+    @pytest.mark.parametrize("counts", [None, [1]])
+    def test_the_rest_is_kept(self, counts: list[int] | None) -> None:
+        """With `keep_reservations` step after step, until the tokens have used it up; then they take one slot each."""
+        manager, events = cache(keep_reservations=True)
+        manager.add_sequences([Request("a", [1, 2]), Request("b", [9])])
+        manager.store_context_blocks("a", 2)
+        manager.reserve(["a"], [7])
+        reserved = table(manager, "a")
+        events.clear()
+        for token in range(3, 10):  # "b" fills a block meanwhile
+            manager.add_tokens(["a", "b"], [token, token], counts and counts * 2)
+            assert table(manager, "a") == reserved
+            manager.check()
+        allocated = [event for event in events if isinstance(event, BlocksAllocated)]
+        assert [event.why for event in allocated] == [AllocateReason.DECODE]
+        assert not any(isinstance(event, BlocksReturned) for event in events)
+        assert sequence_of(manager, "a").stored_blocks == 2
+        for token in range(10, 14):
+            manager.add_tokens(["a", "b"], [token, token], counts and counts * 2)
+        assert table(manager, "a")[:3] == reserved
+        assert len(table(manager, "a")) == 4
+        manager.check()
+
+    def test_what_is_kept_goes_back_when_asked(self) -> None:
+        """Another count replaces the reservation, 0 returns it; and so do a rewind and the end."""
+        manager, _ = cache(keep_reservations=True)
+        manager.add_sequence("a", [1, 2])
+        for count, blocks in ((10, 3), (2, 2)):
+            manager.reserve(["a"], [count])
+            manager.add_tokens(["a"], [3])
+            assert len(table(manager, "a")) == blocks
+        manager.reserve(["a"], [0])
+        assert (len(table(manager, "a")), manager.num_free_blocks) == (1, 11)
+        manager.reserve(["a"], [10])
+        assert len(table(manager, "a")) == 4
+        manager.rewind("a", 2)
+        assert (len(table(manager, "a")), manager.num_free_blocks) == (1, 11)
+        manager.reserve(["a"], [10])
+        manager.remove_sequence("a", store=False)
+        assert manager.num_free_blocks == 12
+        manager.check()
+
+    def test_what_is_kept_is_in_a_snapshot(self) -> None:
+        """A manager that goes on from it appends as this one does."""
+        manager, _ = cache(keep_reservations=True)
+        manager.add_sequence("a", [1, 2])
+        manager.reserve(["a"], [7])
+        manager.add_tokens(["a"], [3])
+        other = KVCacheManager.resume(manager.state)
+        for each in (manager, other):
+            each.add_tokens(["a"], [4])
+            assert len(table(each, "a")) == 3
+            each.check()
+        assert manager.fingerprint() == other.fingerprint()
 
     def test_another_count_takes_its_place(self) -> None:
         """It is not added to the one before, and none gives back all."""

@@ -73,6 +73,7 @@ class Model:
         cross: bool = False,
         stops: dict[str, Kept] | None = None,
         append_only: bool = False,
+        keep_reserved: bool = False,
     ) -> None:
         self.stops = stops or {}
         """How the blocks of a sequence are kept that ends for one of these reasons."""
@@ -100,7 +101,7 @@ class Model:
         """Requests to be admitted that read nothing from the cache."""
         self.inputs: dict[Hashable, Running] = {}
         self.groups = [*self.windows, *self.cross]
-        self.append_only = append_only
+        self.append_only, self.keep_reserved = append_only, keep_reserved
         for window in self.groups:
             window.append_only = append_only
         self.running: dict[Hashable, Running] = {}
@@ -266,7 +267,10 @@ class Model:
         storing = [
             each for each, length in zip(ids, lengths, strict=True) if self.fills_or_computes(each, length)
         ]
-        self.grow(ids, [self.blocks_for(length) for length in lengths])
+        least = [self.blocks_of(each) if self.keep_reserved else 0 for each in ids]
+        self.grow(
+            ids, [max(self.blocks_for(length), has) for length, has in zip(lengths, least, strict=True)]
+        )
         rest = list(tokens)
         for request_id, count in zip(ids, counts, strict=True):
             sequence = self.running[request_id]

@@ -122,6 +122,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             levels=settings.eviction_policy == "levels",
             cross=settings.cross_kv_cache_fraction is not None,
             append_only=settings.append_only_tables,
+            keep_reserved=settings.keep_reservations,
             stops={
                 stop: (rule.priority, (rule.duration_ms or 0) * strategies.MS)
                 for stop, rule in settings.stop_retention.items()

@@ -88,6 +88,7 @@ def configs(
         enable_block_reuse=st.sampled_from([True, True, True, False]),
         enable_partial_reuse=st.booleans(),
         append_only_tables=st.sampled_from([False, False, True]),
+        keep_reservations=st.booleans(),
         secondary_offload_min_priority=st.sampled_from([0, 35, 35, 36]),
         eviction_policy=st.sampled_from(["lru", "levels"]),
         stop_retention=st.sampled_from(
