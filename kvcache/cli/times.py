@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
@@ -258,16 +258,19 @@ def span(batches: UpTo, begin: LogPosition | None) -> Iterator[tuple[EventBatch,
 
 
 class Times:
-    """Formatter of batch times in one of `FORMS`; `first_ts` is the time of the log's first batch."""
+    """Formatter of batch times in one of `FORMS`; `first_ts` is the time of the log's first batch.
 
-    def __init__(self, form: str, first_ts: int = 0) -> None:
-        self._form = form
+    `relative` formats a time relative to it: to the millisecond, as `--at` takes it, or for people (`later`).
+    """
+
+    def __init__(self, form: str, first_ts: int = 0, relative: Callable[[int, int], str] = since) -> None:
+        self._form, self._relative = form, relative
         self.first_ts = first_ts
 
     def of(self, ts: int) -> str:
         """Format a batch's time."""
         if self._form == "relative":
-            return since(ts, self.first_ts)
+            return self._relative(ts, self.first_ts)
         time = _EPOCH + timedelta(milliseconds=ts // _NS["ms"])
         if self._form == "local":
             return time.astimezone().isoformat(timespec="milliseconds")

@@ -140,7 +140,8 @@ class TrialRow:
     """The trial; None for the recording."""
     outcome: TrialOutcome
     of_bound: float | None
-    """Reused tokens as a part of the bound's with the same settings; None without a bound, or if that reused none."""
+    """Reused tokens as a part of the bound's with the same settings; None without a bound, if that reused none, or with
+    rules of retention, which decide before any eviction order."""
     of_gap: float | None
     """Gain over the base (`lru`) as a part of the bound's gain; None if these reuse the same, or if one was not
     replayed with the same settings."""
@@ -193,7 +194,8 @@ def _row(trial: Trial | None, outcome: TrialOutcome, reused: dict[tuple[str, str
     settings, own = _settings(outcome), outcome.tally.reused_tokens
     base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
     of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
-    return TrialRow(trial, outcome, own / bound if bound else None, of_gap)
+    of_bound = own / bound if bound and not outcome.config.stop_retention else None
+    return TrialRow(trial, outcome, of_bound, of_gap)
 
 
 def _settings(outcome: TrialOutcome) -> str:

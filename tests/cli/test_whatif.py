@@ -215,6 +215,12 @@ def test_rules_for_stop_reasons(kvcache: Kvcache, tmp_path: Path, tool_ms: int, 
     lines = [line.split() for line in kvcache("whatif", tmp_path / "log", *rules).out.splitlines()]
     assert lines[1][0] == "stop_retention.tool_use"
     assert [line[1] for line in lines[2:6]] == ["-", "-", "60:60s", "60"]
+    # With rules the bound is none.
+    bounded = ("whatif", tmp_path / "log", "--set", "stop_retention.tool_use=none,60", "--jobs", 1)
+    parts = [each["of_bound"] for each in found(kvcache(*bounded, "--json"))["trials"]]
+    assert parts == [0.0, None]
+    lines_of_trials = kvcache(*bounded).out.splitlines()[3:5]
+    assert [line.split("%")[1].split()[0] for line in lines_of_trials] == ["0.0", "-"]
     # A reason that nothing ended with has a rule in vain.
     misspelled = kvcache("whatif", trace, *size, "--set", "stop_retention.tooluse=none,60,36", *rules[2:])
     assert misspelled.code == 0
