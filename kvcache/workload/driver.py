@@ -150,7 +150,9 @@ class Engine:
 
     def _line_of(self, trace: Iterable[TraceRequest]) -> WaitingLine:
         limits = WaitingLimits.of(self._manager.config, self._manager.layout)
-        return WaitingLine(trace, limits, self._clock, self._options.seed, self._result.refuse)
+        only_numbers = self._manager.config.block_hash == "v1_block_key"
+        seed, refuse = self._options.seed, self._result.refuse
+        return WaitingLine(trace, limits, self._clock, seed, refuse, lora_ids=only_numbers)
 
     def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
         """Step until all requests are done, or `stop` is set; then no request of the trace is running any more.

@@ -102,7 +102,11 @@ class Line(ABC):
 
 
 class WaitingLine(Line):
-    """Requests of a trace in its order. The index in the trace, from 0, is the request id."""
+    """Requests of a trace in its order. The index in the trace, from 0, is the request id.
+
+    Models are played as LoRA adapters: an engine's models differ in these, and those of several engines share as
+    little. With `lora_ids` they are numbers, for hashes that know no names of adapters.
+    """
 
     def __init__(
         self,
@@ -111,7 +115,11 @@ class WaitingLine(Line):
         clock: StepClock,
         seed: int,
         refuse: Callable[[int, str], None],
+        *,
+        lora_ids: bool = False,
     ) -> None:
+        self._models: dict[str, int] | None = {} if lora_ids else None
+        """Numbers of models, from 1 in the order in which they come; None: they are known by name."""
         self._trace = enumerate(trace)
         self._limits = limits
         self._clock = clock
@@ -160,10 +168,14 @@ class WaitingLine(Line):
         prompt = request.prompt(self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
+        name, number = request.model, None
+        if request.model is not None and self._models is not None:
+            name, number = None, self._models.setdefault(request.model, len(self._models) + 1)
         admitted = Request(
             index,
             prompt,
-            lora_name=request.model,  # an engine's models differ in adapters; those of several engines share as little
+            lora_id=number,
+            lora_name=name,
             cache_salt=request.cache_salt,
             session=request.session,
             labels=request.labels,
