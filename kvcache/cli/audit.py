@@ -46,7 +46,7 @@ from kvcache.cli.output import (
 from kvcache.cli.times import Times, UpTo, span
 from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
-from kvcache.phrases import count, iso, printable, share
+from kvcache.phrases import count, iso, later, printable, share
 
 _BARS = 24
 """Most rows of the picture over time."""
@@ -127,16 +127,17 @@ def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) 
         raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
+    when = Times(args.time, batches.first_ts, later)
     spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
     if by is not None:
-        _show_groups(by, turns, audit, spent, (Times(args.time, batches.first_ts), end), args, out)
+        _show_groups(by, turns, audit, spent, (when, end), served, args, out)
         return 0
     if args.json:
         memory = memory_json(Memory.of(audit, costs.model))
-        own = {**spent.to_json(), "memory": memory, **reported_json(served.reported)}
+        own = {**spent.to_json(), "memory": memory, **served.to_json(), **reported_json(served.reported)}
         out.json({**to_json(audit), **own, "end": end_json(end)})
     else:
-        _show(args.log, audit, spent, Times(args.time, batches.first_ts), args.top, out)
+        _show(args.log, audit, spent, when, args.top, out, served.facts())
         show_reported(served.reported, out)
     return 0
 
@@ -147,6 +148,7 @@ def _show_groups(
     audit: Audit,
     spent: AuditCosts,
     when: tuple[Times, LogEnd | None],
+    served: Served,
     args: argparse.Namespace,
     out: Output,
 ) -> None:
@@ -156,9 +158,9 @@ def _show_groups(
         sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
         sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top, spent)
         sums |= {"turns": groups.turns_json(turns)} if of_sessions else {}
-        out.json(sums | spent.to_json() | {"end": end_json(end)})
+        out.json(sums | spent.to_json() | served.to_json() | {"end": end_json(end)})
     else:
-        groups.show(args.log, by, audit, args.top, times_of, spent, out)
+        groups.show(args.log, by, audit, args.top, times_of, spent, out, served.facts())
         groups.show_turns(turns, out)
 
 
@@ -175,13 +177,15 @@ def hours_of(audits: Sequence[Audit]) -> float | None:
 # -- for people
 
 
-def _show(log: Path, audit: Audit, spent: AuditCosts, when: Times, top: int, out: Output) -> None:
+def _show(
+    log: Path, audit: Audit, spent: AuditCosts, when: Times, top: int, out: Output, origin: Facts = ()
+) -> None:
     out.heading(
         f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, "
         f"{when.of(audit.first_at)} to {when.of(audit.last_at)}"
     )
     memory = Memory.of(audit, spent.costs.model)
-    out.facts([*_admitted(audit), *spent.facts(), *spent.costs.model_facts(), *memory_facts(memory)])
+    out.facts([*origin, *_admitted(audit), *spent.facts(), *spent.costs.model_facts(), *memory_facts(memory)])
     out.line()
     _show_reasons(audit, spent, out)
     _show_time(audit, when, out)

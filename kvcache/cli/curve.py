@@ -29,6 +29,7 @@ from kvcache.audit.prefill import PrefillCost
 from kvcache.audit.timeouts import TIMEOUTS, SpanAges, TimeoutCurve
 from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import (
+    TOKENS_PER_BLOCK,
     SizeInBytes,
     add_cost_options,
     add_shared,
@@ -126,7 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
     add_shared(parser, "json", log="a log directory, or a trace of requests; -: one on stdin")
     add_trace_options(parser)
-    option(parser, "--tokens-per-block N", "tokens of a block, for a trace with tokens (64)", type=positive)
+    option(
+        parser,
+        "--tokens-per-block N",
+        f"tokens of a block, for a trace with tokens ({TOKENS_PER_BLOCK})",
+        type=positive,
+    )
     option(
         parser,
         "--sample RATE",
@@ -209,7 +215,7 @@ def _prompts(
         source,
         block_tokens=args.trace_block_size,
         tokenizer=args.tokenizer,
-        tokens_per_block=args.tokens_per_block or 64,
+        tokens_per_block=args.tokens_per_block or TOKENS_PER_BLOCK,
         shown=str(args.log),
         progress=update,
         watch=reported.see,

@@ -20,7 +20,7 @@ from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit
 from kvcache.audit.turns import KINDS_IN_WORDS, SessionTurns, TurnKind
 from kvcache.cli.costs import AuditCosts
-from kvcache.cli.output import Output, Row, stamp
+from kvcache.cli.output import Facts, Output, Row, stamp
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 
@@ -29,9 +29,16 @@ _COLUMNS, _ROWS = 6, 12
 
 
 def show(
-    log: Path, groups: RequestGroups, audit: Audit, top: int, when: Times, spent: AuditCosts, out: Output
+    log: Path,
+    groups: RequestGroups,
+    audit: Audit,
+    top: int,
+    when: Times,
+    spent: AuditCosts,
+    out: Output,
+    origin: Facts = (),
 ) -> None:
-    """Print the groups for people."""
+    """Print the groups for people; `origin` are facts on how a trace was played."""
     view = TopGroups(groups, audit.last_at, top)
     out.heading(
         f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, by {printable(groups.by)}"
@@ -39,6 +46,7 @@ def show(
     part = share(audit.reused / max(audit.prompt_tokens, 1))
     out.facts(
         [
+            *origin,
             ("requests", f"{audit.requests:,} admitted, in {count(len(groups.totals), 'group')}"),
             ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {part}"),
             *spent.facts(),

@@ -111,6 +111,8 @@ _SPELLING = (
     "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "
     "time of day"
 )
+TOKENS_PER_BLOCK = 64
+"""Tokens of a block, where neither an option nor the hash_ids of a trace say."""
 CONCURRENCY = 32
 """Requests that a played trace runs at once."""
 _MOMENT = {"type": times.LogPosition.parse}
@@ -141,9 +143,17 @@ _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
         f"most requests running at once ({CONCURRENCY})",
         {"type": positive, "default": CONCURRENCY},
     ),
-    "tokens_per_block": ("--tokens-per-block N", "tokens of a block (64)", {"type": positive}),
-    "primary_blocks": ("--primary-blocks N", "blocks on the device", {"type": positive}),
-    "secondary_blocks": ("--secondary-blocks N", "blocks in host memory; 0: none", {"type": natural}),
+    "tokens_per_block": (
+        "--tokens-per-block N",
+        f"tokens of a block ({TOKENS_PER_BLOCK})",
+        {"type": positive},
+    ),
+    "primary_blocks": ("--primary-blocks N", "blocks on the device", {"type": cache_size}),
+    "secondary_blocks": (
+        "--secondary-blocks N",
+        "blocks in host memory; 0: none",
+        {"type": cache_size_or_none},
+    ),
     "lora_id": ("--lora-id N", "the adapter's number", {"type": integer}),
     "lora_name": ("--lora-name NAME", "the adapter's name", {}),
     "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
@@ -221,9 +231,17 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_sizes(place: Place) -> None:
-    """Declare the size options of the cache that plays a trace."""
-    add_shared(place, "tokens_per_block", "primary_blocks", "secondary_blocks")
+def add_cache_sizes(
+    place: Place, model: str, tokens_per_block: str = f"tokens of a block ({TOKENS_PER_BLOCK})"
+) -> None:
+    """Declare the size options of the cache that plays a trace; `model` is what bytes are taken with."""
+    in_bytes = f"; or, with {model}, their bytes, as in 12GiB"
+    add_shared(
+        place,
+        tokens_per_block=tokens_per_block,
+        primary_blocks=f"blocks on the device{in_bytes}",
+        secondary_blocks=f"blocks in host memory; 0: none{in_bytes}",
+    )
 
 
 @contextmanager

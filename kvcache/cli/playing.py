@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from kvcache.audit.kv_shape import KVShape
+from kvcache.audit.memory import names_model
 from kvcache.cli import config as settings
-from kvcache.cli.options import CONCURRENCY, SizeInBytes
+from kvcache.cli.options import CONCURRENCY, TOKENS_PER_BLOCK, SizeInBytes
 from kvcache.cli.output import Output
 from kvcache.cli.summary import RequestSizes, RunSource
+from kvcache.cli.traces import Played
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
 from kvcache.layout import Layout
@@ -29,7 +30,11 @@ from kvcache.workload.summary import RunResult
 from kvcache.workload.traces import BlockNumbers, TraceRequest, read_trace
 from kvcache.workload.waiting import WaitingLimits
 
+_LARGEST_BLOCK = 2048
+"""Most tokens of a block that a cache takes over from a trace."""
 _SIZES = ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path")
+_IN_BYTES = {"primary_blocks": "primary_bytes", "secondary_blocks": "host_cache_size"}
+"""Settings in blocks, with their equivalents in bytes."""
 
 
 def open_trace(
@@ -70,25 +75,42 @@ def _watched(
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
-    """The settings of ``--set``, and those that have options of their own."""
-    given = {
-        name: _in_blocks(args, name, value) for name in _SIZES if (value := vars(args).get(name)) is not None
-    }
-    return settings.parse_sets(sets) | given
+    """The settings of ``--set``, and those that have options of their own.
+
+    Sizes in bytes are settings of their own where the command takes a model from the settings. Raises UsageError.
+    """
+    own = settings.parse_sets(sets)
+    given = {name: value for name in _SIZES if (value := vars(args).get(name)) is not None}
+    in_bytes = {name: value for name, value in given.items() if isinstance(value, SizeInBytes)}
+    if "model_config" in vars(args):
+        given |= {name: _in_blocks(args, name, value) for name, value in in_bytes.items()}
+    elif in_bytes:
+        if not names_model(settings.read_settings(args.config, own).values):
+            raise _unknown_bytes(
+                next(iter(in_bytes)), "a model's shape, as in --set num_layers=32 --set head_dim=128"
+            )
+        for name, value in in_bytes.items():
+            del given[name]
+            given[_IN_BYTES[name]] = int(value)
+    return own | given
 
 
-def _in_blocks(args: argparse.Namespace, name: str, value: Any) -> Any:
-    """The value, or of a size in bytes the blocks of the model that fit."""
-    if not isinstance(value, SizeInBytes):
-        return value
-    which = f"--{name.replace('_', '-')}"
-    if vars(args).get("model_config") is None:
-        raise UsageError(f"{which}: how many bytes a block has is not known: give blocks, or --model-config")
+def _unknown_bytes(name: str, instead: str) -> UsageError:
+    which = name.replace("_", "-")
+    return UsageError(f"--{which}: how many bytes a block has is not known: give blocks, or {instead}")
+
+
+def _in_blocks(args: argparse.Namespace, name: str, value: int) -> int:
+    """Return the blocks of the model that fit in a size in bytes."""
+    if args.model_config is None:
+        raise _unknown_bytes(name, "--model-config")
     model = KVShape.read(args.model_config, dtype=args.kv_dtype, tensor_parallel=args.tensor_parallel)
     tokens = args.tokens_per_block or int(settings.RUN_DEFAULTS["tokens_per_block"])
     block = model.bytes_per_token * tokens
     if value < block:
-        raise UsageError(f"{which}: {size(value)} is less than a block, which has {size(block)}")
+        raise UsageError(
+            f"--{name.replace('_', '-')}: {size(value)} is less than a block, which has {size(block)}"
+        )
     return value // block
 
 
@@ -128,19 +150,18 @@ def note_refused(result: RunResult, out: Output) -> None:
         out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
 
 
-def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse:
+def play_into(log: Path, args: argparse.Namespace, out: Output) -> Played:
     """Play `args.trace` at its own times, without tensors, into a log.
 
-    Returns the values that the trace reports of its prompts. The log of equal requests in equal caches is equal. A note
-    states the cache's size. Raises what `open_trace` raises, and UsageError for a trace that does not show which
-    prompts share a beginning.
+    The log of equal requests in equal caches is equal. A note states the cache's size; its blocks are those of the
+    trace unless another size is given. Raises what `open_trace` raises, and UsageError for a trace that does not show
+    which prompts share a beginning.
     """
     concurrency = args.concurrency or CONCURRENCY
-    # This log need not survive a crash.
-    sets = given_sizes(args, ["log.fsync=never"])
-    source, reported = _read(args, sets, out)
+    source, reported, args.tokens_per_block = _read(args, out)
     sizes = source.sizes
-    config = sized_config(None, sets, sizes, concurrency)
+    # This log need not survive a crash.
+    config = sized_config(None, given_sizes(args, ["log.fsync=never"]), sizes, concurrency)
     require_room(config, sizes)
     inputs = (config.model_dump_json(), sizes.digest, concurrency)
     writer = open_log(log, config.log, log_id=sha256(repr(inputs).encode()).digest()[:16])
@@ -152,22 +173,22 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> ReportedReuse
     ):
         engine = Engine(manager, source.requests, options, clock=clock, watch=reported.watch)
         result = engine.run(progress=lambda step, done: update(done))
-        blocks = " + ".join(f"{level:,}" for level in manager.layout.groups[0].num_blocks)
+        num_blocks = manager.layout.groups[0].num_blocks
     if result.log_failure is not None:
         raise result.log_failure
     note_refused(result, out)
+    played = Played(reported, num_blocks, config.tokens_per_block, result.refused, result.refusals)
     out.note(
-        f"{printable(str(args.log))} is a trace: played at its own times through a cache of {blocks} blocks of "
-        f"{config.tokens_per_block:,} tokens (--primary-blocks, --secondary-blocks, --tokens-per-block)"
+        f"{printable(str(args.log))} is a trace: played at its own times through a cache of {played.in_words} "
+        "(--primary-blocks, --secondary-blocks, --tokens-per-block)"
     )
-    return reported
+    return played
 
 
-def _read(args: argparse.Namespace, sets: Values, out: Output) -> tuple[RunSource, ReportedReuse]:
-    """Return the requests, and their reported values."""
-    known = settings.read_settings(None, sets).values
-    numbers = BlockNumbers(int(known.get("tokens_per_block") or settings.RUN_DEFAULTS["tokens_per_block"]))
-    reported = ReportedReuse()
+def _read(args: argparse.Namespace, out: Output) -> tuple[RunSource, ReportedReuse, int]:
+    """Return the requests, their reported values, and the block size: the given one, or else the trace's."""
+    given = args.tokens_per_block or settings.read_settings(None, {}).values.get("tokens_per_block")
+    numbers, reported = BlockNumbers(int(given or TOKENS_PER_BLOCK)), ReportedReuse()
     with out.progress("reading") as update:
 
         def watch(request: TraceRequest) -> None:
@@ -177,4 +198,5 @@ def _read(args: argparse.Namespace, sets: Values, out: Output) -> tuple[RunSourc
         source = open_trace(args, args.log, threading.Event(), named=True, watch=watch)
     if reported.doubt is not None:
         out.warning(reported.doubt)
-    return source, reported
+    own = numbers.tokens_per_block
+    return source, reported, int(given or (own if own <= _LARGEST_BLOCK else TOKENS_PER_BLOCK))

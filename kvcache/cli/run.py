@@ -116,7 +116,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     add = partial(option, group)
-    add_cache_sizes(group)
+    add_cache_sizes(group, "a model in the settings (num_layers, ...)")
     add(
         "--secondary-path FILE",
         "the file in which secondary lies; with --continue its blocks are found again, even after kill -9",

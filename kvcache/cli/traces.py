@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from events.structs import LEVEL_NAMES
 from kvcache.cli.options import (
+    TOKENS_PER_BLOCK,
+    add_cache_sizes,
     add_shared,
     add_trace_options,
-    cache_size,
-    cache_size_or_none,
     option,
     seekable,
 )
-from kvcache.cli.output import Output, pick
+from kvcache.cli.output import Facts, Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.errors import UsageError
 from kvcache.phrases import count, share
+from kvcache.workload.summary import Refusal
 
 if TYPE_CHECKING:
     from kvcache.workload.reported import ReportedReuse
@@ -36,12 +38,8 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_options(group)
     add_shared(group, "concurrency")
-    add_shared(group, "tokens_per_block")
-    in_bytes = "; or, with --model-config, their bytes, as in 12GiB"
-    option(group, "--primary-blocks N", f"blocks on the device{in_bytes}", type=cache_size)
-    option(
-        group, "--secondary-blocks N", f"blocks in host memory; 0: none{in_bytes}", type=cache_size_or_none
-    )
+    own = f"tokens of a block (those of the trace's hash_ids; {TOKENS_PER_BLOCK} where it has tokens)"
+    add_cache_sizes(group, "--model-config", own)
     option(
         group, "--keep-log DIR", "keep the log of that cache, in a directory that is not there yet", type=Path
     )
@@ -59,11 +57,58 @@ _OPTIONS = (
 )
 
 
+class Played(NamedTuple):
+    """A trace that was played through a cache."""
+
+    reported: ReportedReuse
+    num_blocks: tuple[int, ...]
+    """Blocks of the cache by level."""
+    tokens_per_block: int
+    refused: int
+    """Number of requests that no cache of this size can serve."""
+    refusals: Sequence[Refusal]
+    """First of them, by place in the trace."""
+
+    @property
+    def in_words(self) -> str:
+        """The cache, as in "4,000 + 0 blocks of 512 tokens"."""
+        return f"{' + '.join(f'{each:,}' for each in self.num_blocks)} blocks of {self.tokens_per_block:,} tokens"
+
+    def facts(self) -> Facts:
+        """Yield the cache, and the requests that did not fit."""
+        yield "played through", f"{self.in_words}, at the trace's own times"
+        if self.refused:
+            first = self.refusals[0]
+            yield (
+                "did not fit",
+                f"{self.refused:,} requests, such as number {first.request_id}: {first.reason}",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same for programs."""
+        levels = dict(zip(LEVEL_NAMES, self.num_blocks, strict=True))
+        refusals = [pick(each, "request_id", "reason") for each in self.refusals]
+        return {"num_blocks": levels, **pick(self, "tokens_per_block", "refused"), "refusals": refusals}
+
+
 class Served(NamedTuple):
-    """A log, with the reported values of the trace that it comes from, if any."""
+    """A log, and how it was made if it comes from a trace."""
 
     log: Path
-    reported: ReportedReuse | None = None
+    played: Played | None = None
+
+    @property
+    def reported(self) -> ReportedReuse | None:
+        """Reported values of the trace."""
+        return None if self.played is None else self.played.reported
+
+    def facts(self) -> Facts:
+        """Yield how a trace was played; nothing of a log."""
+        return iter(()) if self.played is None else self.played.facts()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same under its key."""
+        return {} if self.played is None else {"played": self.played.to_json()}
 
 
 @contextmanager
@@ -90,8 +135,8 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
         seekable(args.log) as source,
     ):
         log = Path(directory) / ("stdin" if str(args.log) == "-" else args.log.name)
-        reported = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
-        yield Served(log if kept is None else log.rename(kept), reported)
+        played = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
+        yield Served(log if kept is None else log.rename(kept), played)
 
 
 def is_trace(path: Path) -> bool:

@@ -23,7 +23,7 @@ from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
-from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
+from kvcache.cli.traces import LOG_OR_TRACE, Served, add_trace, as_log
 from kvcache.config import ANY_STOP, KVCacheConfig, look_up, windows_of
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
@@ -90,18 +90,18 @@ def run(args: argparse.Namespace, out: Output) -> int:
     axes, costs = [alternatives(text) for text in args.sets], Costs.of(args)
     trials = combinations(axes, _policies(args.policies))
     with as_log(args, out) as served:
-        return _compare(served.log, args, out, trials, [axis[0][0] for axis in axes], costs)
+        return _compare(served, args, out, trials, [axis[0][0] for axis in axes], costs)
 
 
 def _compare(
-    log: Path,
+    served: Served,
     args: argparse.Namespace,
     out: Output,
     trials: Sequence[Trial],
     names: Sequence[str],
     costs: Costs,
 ) -> int:
-    config = first_config(log)
+    log, config = served.log, first_config(served.log)
     if costs.model is not None:
         trials = [_in_blocks(trial, config, costs.model) for trial in trials]
     for trial in trials:
@@ -120,10 +120,11 @@ def _compare(
         of = {"log": args.log, "log_id": open_log(log).log_id, "end": end_json(outcomes[0].end)}
         then = pick(outcomes[0], passed_over_tokens="passed_over") | {"engine": outcomes[0].engine or None}
         recorded, *tried = (row.to_json() | _costs_json(row, costs, hours) for row in rows)
-        out.json({**of, **then, **costs.to_json(hours), "recorded": recorded, "trials": tried})
+        then |= costs.to_json(hours) | served.to_json()
+        out.json({**of, **then, "recorded": recorded, "trials": tried})
     else:
         fields = names if costs.model is None else [_IN_BLOCKS.get(name, name) for name in names]
-        _show(args.log, rows, fields, costs, out)
+        _show(args.log, rows, fields, costs, served, out)
     return 0
 
 
@@ -260,12 +261,14 @@ _NUMBERS: dict[str, Callable[[Tally], int]] = {
 """Columns that are shown if any of their values is not 0."""
 
 
-def _show(log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Costs, out: Output) -> None:
+def _show(
+    log: Path, rows: Sequence[TrialRow], fields: Sequence[str], costs: Costs, served: Served, out: Output
+) -> None:
     then, hours = rows[0].outcome.tally, rows[0].outcome.hours
     out.heading(
         f"{printable(str(log))}: {count(then.requests, 'request')}, {count(then.prompt_tokens, 'prompt token')}"
     )
-    out.facts([*costs.prefill_facts(), *costs.model_facts()])
+    out.facts([*served.facts(), *costs.prefill_facts(), *costs.model_facts()])
     shown = [name for name, of in _NUMBERS.items() if any(of(row.outcome.tally) for row in rows)]
     bounded = any(row.of_bound is not None for row in rows)
     gaps = [row.of_gap for row in rows if row.trial and row.trial.policy == HINTED and row.of_gap is not None]

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from events.log import LogReader
+from events.types import CacheCreated
 from kvcache.workload.clock import START_NS
 from tests.support.commands import TRACE, Kvcache, Start
 from tests.support.waiting import wait_until
@@ -99,6 +101,73 @@ def test_the_cache_is_as_large_as_asked(kvcache: Kvcache, tmp_path: Path) -> Non
     assert said.out.startswith(f"{trace}: batches 0 to")
 
 
+@pytest.mark.parametrize("form", ["mooncake", "of 528 tokens", "bailian", "tokens"])
+def test_blocks_are_those_of_the_trace(kvcache: Kvcache, tmp_path: Path, form: str) -> None:
+    """Without options `audit` reuses the full blocks that `curve` counts, of the same size, and says which that is."""
+    size = {"mooncake": 512, "of 528 tokens": 528, "bailian": 16, "tokens": 64}[form]
+    options = ("--trace-block-size", 528) if form == "of 528 tokens" else ()
+    lines: list[dict[str, Any]] = []
+    for at, ids in enumerate(PROMPTS * 2):
+        lines.append({"timestamp": at * 100_000, "input_length": len(ids) * size - 8, "output_length": 3})
+        lines[-1] |= {"hash_ids": ids}
+        if form == "bailian":
+            lines[-1] |= {"chat_id": at, "timestamp": at * 100}
+        if form == "tokens":
+            tokens = [number for number in ids for _ in range(size)][: len(ids) * size - 8]
+            lines[-1] = {
+                "timestamp": at * 100.0,
+                "prompt_token_ids": tokens,
+                "usage": {"completion_tokens": 3},
+            }
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = json.loads(kvcache("curve", trace, *options, "--json").out)
+    audit = json.loads(kvcache("audit", trace, *options, "--json").out)
+    # By hand: the last block of each prompt is cut, so all others are whole.
+    whole = sum(
+        max((common(ids[:-1], other[:-1]) for other in (PROMPTS * 2)[:at]), default=0)
+        for at, ids in enumerate(PROMPTS * 2)
+    )
+    assert curve["tokens_per_block"] == audit["played"]["tokens_per_block"] == size
+    assert audit["reasons"]["primary"] == size * whole == size * curve["sizes"][-1]["hits"]
+    for command in (("audit",), ("whatif", "--jobs", 1)):
+        said = kvcache(*command, trace, *options).out
+        assert f" blocks of {size} tokens, at the trace's own times\n" in said
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many numbers both begin with."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def test_blocks_of_a_cache_are_not_as_large_as_one_likes(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A trace whose numbers stand for more tokens than a cache's blocks have is played in blocks of 64."""
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 9000, "output_length": 1, "hash_ids": [1, 2, 3]}
+    trace.write_text(json.dumps(line) + "\n")
+    assert json.loads(kvcache("audit", trace, "--json").out)["played"]["tokens_per_block"] == 64
+
+
+def test_what_did_not_fit_is_said(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Where people look, and in JSON, of each command about the cache; nothing where all fit."""
+    trace = write(tmp_path / "t.jsonl", [at * 60_000 for at in range(6)])
+    sizes = ("--primary-blocks", 2, "--secondary-blocks", 0)
+    refused = [at for at, ids in enumerate(PROMPTS) if len(ids) > 2]
+    for command in (("audit",), ("whatif", "--jobs", 1)):
+        said = kvcache(*command, trace, *sizes).out
+        assert f"did not fit     {len(refused)} requests, such as number 0: " in said
+        played = json.loads(kvcache(*command, trace, *sizes, "--json").out)["played"]
+        assert (played["refused"], [each["request_id"] for each in played["refusals"]]) == (
+            len(refused),
+            refused,
+        )
+        assert played["num_blocks"] == {"primary": 2, "secondary": 0}
+        assert "did not fit" not in kvcache(*command, trace).out
+    assert "did not fit" in kvcache("audit", trace, *sizes, "--by", "session").out
+
+
 def test_whatif_reports_the_same_cache(kvcache: Kvcache, tmp_path: Path) -> None:
     """The row of what was recorded is the audit's, and equal calls say the same, so a report takes it."""
     sizes = ("--primary-blocks", 90, "--secondary-blocks", 0)
@@ -182,8 +251,14 @@ def test_late_times(kvcache: Kvcache, tmp_path: Path, command: tuple[str, ...]) 
     assert f"{later}:{len(prompts)}: timestamp is 56,319,644 years after the start" in done.err
 
 
-def test_models_and_salts_are_distinguished(kvcache: Kvcache, tmp_path: Path) -> None:
-    """Salts are those of the trace, by their digests; models share nothing, and are names of adapters."""
+@pytest.mark.parametrize("hashed", ["v2_sha256_64", "v1_block_key"])
+def test_models_and_salts_are_distinguished(
+    kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: str
+) -> None:
+    """Salts are those of the trace, by their digests; models share nothing, and are adapters of their names, or of
+    numbers in the order in which they come where the hash of blocks knows no names.
+    """
+    monkeypatch.setenv("KVCACHE_BLOCK_HASH", hashed)
     own: list[dict[str, str]] = [
         {"model": "a"},
         {"model": "b"},
@@ -199,8 +274,12 @@ def test_models_and_salts_are_distinguished(kvcache: Kvcache, tmp_path: Path) ->
         return {each["name"]: each["requests"] for each in groups}
 
     assert grouped("salt") == {None: 4, sha256(b"x").hexdigest(): 4}
-    assert grouped("lora") == {"a": 4, "b": 2, None: 2}
+    a, b = ("1", "2") if hashed == "v1_block_key" else ("a", "b")
+    assert grouped("lora") == {a: 4, b: 2, None: 2}
     assert grouped("model") == {"a": 4, "b": 2, None: 2}
+    # Of each of the four the second one comes after its own kind alone.
+    assert audited(kvcache, trace)["reasons"]["primary"] == 4 * BLOCK
+    assert kvcache("run", trace, "--no-pools", "--tokens-per-block", BLOCK).code == 0
 
 
 @pytest.mark.parametrize(
@@ -260,7 +339,37 @@ def test_sizes_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
     assert "through a cache of 12 + 3 blocks of 16 tokens" in done.err
     assert "--primary-blocks: how many bytes a block has is not known" in kvcache("audit", trace, *sizes).err
     small = kvcache("audit", trace, "--primary-blocks", "1KiB", "--model-config", model)
-    assert "--primary-blocks: 1.0 KiB is less than a block, which has 8.0 KiB" in small.err
+    assert "--primary-blocks: 1.0 KiB is less than a block, which has 2.0 KiB" in small.err
+
+
+def test_sizes_of_a_run_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
+    """As many blocks as fit, of the model that the settings name; without one that is an error."""
+    trace = write(tmp_path / "trace", list(range(6)))
+    shape = [f"--set={each}" for each in ("num_layers=2", "num_kv_heads=2", "head_dim=8", "dtype=bfloat16")]
+    sizes = (
+        "--primary-blocks",
+        "25KiB",
+        "--secondary-blocks",
+        "6KiB",
+        "--tokens-per-block",
+        BLOCK,
+        "--no-pools",
+    )
+    done = kvcache("run", trace, *sizes, *shape, "--log", tmp_path / "log")
+    assert done.code == 0, done.err
+    [created] = [
+        event
+        for batch in LogReader(tmp_path / "log")
+        for event in batch.events
+        if isinstance(event, CacheCreated)
+    ]
+    assert created.groups[0].num_blocks == (12, 3)
+    done = kvcache("run", trace, *sizes)
+    assert (done.code, done.out) == (2, "")
+    assert (
+        "--primary-blocks: how many bytes a block has is not known: give blocks, or a model's shape"
+        in done.err
+    )
 
 
 def test_a_request_of_a_trace_is_explained(kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
@@ -307,7 +416,7 @@ def test_the_log_of_a_trace_is_kept(kvcache: Kvcache, tmp_path: Path, temporary:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "t.jsonl", "temporary"]
     again = json.loads(kvcache("audit", kept, "--json").out)
     assert (again["reused_tokens"], again["requests"]) == (in_turn(PROMPTS), 6)
-    del first["reported"]  # which no log has
+    del first["reported"], first["played"]  # which no log has
     assert again == first
     assert kvcache("log", "verify", kept).code == 0
     for place in (kept, trace, tmp_path / "no" / "kept"):
