@@ -3,8 +3,8 @@
 Events are the only way in which the cache's state changes, so all of them together are the state. `events.codec`
 encodes them as bytes and JSON, `events.log` keeps them on disk.
 
-`Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
-`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for
+`Subscriber`, `AsyncSubscriber` and `FanInSubscriber` follow live streams of KV events, of any publisher of a format
+that `events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for
 encrypted ones. They are imported on first use: nothing else here needs ZeroMQ.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from events.subscribe.continuity import Report as Report
     from events.subscribe.continuity import Restarted as Restarted
     from events.subscribe.continuity import Restated as Restated
-    from events.subscribe.gathering import Gathering as Gathering
+    from events.subscribe.fan_in import FanInSubscriber as FanInSubscriber
     from events.subscribe.index import Index as Index
     from events.subscribe.sockets import Curve as Curve
     from events.subscribe.subscriber import AsyncSubscriber as AsyncSubscriber
@@ -33,7 +33,7 @@ KVCACHE_PACKAGE = "kvcache"
 
 _LAZY = {
     "continuity": ("Missed", "Received", "ReceivedBatch", "Report", "Restarted", "Restated"),
-    "gathering": ("Gathering",),
+    "fan_in": ("FanInSubscriber",),
     "index": ("Index",),
     "sockets": ("Curve",),
     "subscriber": ("AsyncSubscriber", "NativeSubscriber", "Subscriber"),

@@ -732,4 +732,4 @@ class KVCacheManager(EventSourcedCache):
         if self._pools is not None and self.transfers is not None:
             # After a failure, started copies may still write.
             self.transfers.wait()
-            self._pools.give_back(self)
+            self._pools.release(self)

@@ -226,7 +226,7 @@ class Pools:
                 "close it first, or allocate other pools"
             )
 
-    def give_back(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         """Release the blocks of this owner; does nothing for any other."""
         if self._owner is not None and self._owner() is owner:
             self._owner = None

@@ -233,7 +233,7 @@ class FileSink(LineOutput):
     def close(self) -> None:
         """Close the file."""
         descriptor, self._fd = self._fd, -1
-        _let_go(descriptor)
+        _release(descriptor)
 
     def _is_full(self, more: int) -> bool:
         size = os.fstat(self._fd).st_size if self._max_bytes else 0
@@ -255,7 +255,7 @@ class FileSink(LineOutput):
         """Write to this descriptor from now on."""
         before, self._fd = self._fd, fd
         if before >= 0:
-            _let_go(before)
+            _release(before)
         self._regular = stat.S_ISREG(os.fstat(fd).st_mode)
         self._looked_at = time.monotonic()
 
@@ -268,7 +268,7 @@ class FileSink(LineOutput):
                 )
             return
         self._lock(fd)
-        self._refuse_what_was_kept(status.st_size)
+        self._refuse_existing(status.st_size)
         if status.st_size:
             # A writer may have been killed in the middle of a line or frame.
             with self._path.open("rb") as file:
@@ -288,7 +288,7 @@ class FileSink(LineOutput):
         except OSError:
             return
 
-    def _refuse_what_was_kept(self, size: int) -> None:
+    def _refuse_existing(self, size: int) -> None:
         instead = "remove it, choose another, or add ?append=1"
         if size and not self._append:
             raise SinkError(f"{self._path} is not empty: {instead}")
@@ -326,7 +326,7 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
     return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
 
 
-def _let_go(descriptor: int) -> None:
+def _release(descriptor: int) -> None:
     """Close a file; without keeping its lock in a forked process that has it too."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)

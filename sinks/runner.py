@@ -360,7 +360,7 @@ class SinkRunner:
             self._report_quarantine()
         while self._serve() and self._recover():
             pass
-        if self._may_go_on():
+        if self._may_continue():
             self._settle()
         self._close_sink()
 
@@ -387,7 +387,7 @@ class SinkRunner:
             self._closing, pause_after(self._retries + 1, self._retry_seconds, self._retry_seconds_max)
         ):
             self._retries += 1
-            if self._open() and self._takes_what_it_missed():
+            if self._open() and self._redelivers_missed():
                 self._errors_in_row = self._tick_errors_in_row = 0
                 self._recovered_at = self._clock()
                 self._queue.accept("quarantined")
@@ -399,7 +399,7 @@ class SinkRunner:
                 break
         return False
 
-    def _takes_what_it_missed(self) -> bool:
+    def _redelivers_missed(self) -> bool:
         """Return True if the sink works: opening alone proves little, as when a disk is full."""
         for loss in self._queue.take_losses():
             note_loss(self._owed, loss)
@@ -409,13 +409,13 @@ class SinkRunner:
         dropped = self._queue.dropped_batches + self._failed_batches
         _log.warning("sink_recovered", sink=self.name, dropped=dropped)
 
-    def _may_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.
         return self._state != "quarantined" and not self._forked
 
     def _next(self) -> Item | None:
         """Take the head of the queue, waiting for one; None when closing has emptied it, or the sink was abandoned."""
-        while self._may_go_on():
+        while self._may_continue():
             # Read before `take`: nothing is queued any more after it is set, so empty then means finished.
             closing = self._closing.is_set()
             if closing and self._clock() >= self._deadline:
@@ -464,13 +464,13 @@ class SinkRunner:
         return not self._forked
 
     def _call_tick(self) -> None:
-        if self._reopen_asked and self._may_go_on():
+        if self._reopen_asked and self._may_continue():
             self._reopen_asked = False
             self._run_tick("reopen", self.sink.reopen)
         self._run_tick("tick", self.sink.tick)
 
     def _run_tick(self, what: str, method: Callable[[], None]) -> None:
-        if not self._may_go_on():
+        if not self._may_continue():
             return
         # Counted separately: a sink that accepts batches may still fail in `tick`.
         if self._call(what, method):

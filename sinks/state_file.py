@@ -78,7 +78,7 @@ class StateFile(Generic[Content]):
         """Unlock it. A second call does nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            lock.give_back()
+            lock.release()
 
     def _read(self) -> Content | None:
         try:

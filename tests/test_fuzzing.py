@@ -35,7 +35,7 @@ from kvcache.maintenance.compress import compress
 from kvcache.maintenance.verify import verify
 from kvcache.publish.start import Position, position_file
 from kvcache.replay import replay
-from kvcache.report.given import GivenCurve, NotUnderstood, WhatIf, understood
+from kvcache.report.imported import ImportedCurve, UnreadableInput, WhatIf, understood
 from kvcache.tap.lines import LineListener
 from kvcache.workload.traces import TraceError, read_trace
 from sinks.base import SinkError
@@ -358,10 +358,12 @@ READERS: dict[str, Reader] = {
         (ConfigError,),
     ),
     "curves": Reader(
-        lambda data, path: understood(data, GivenCurve, str(path)), lambda _: [b"{}", b"[]"], (NotUnderstood,)
+        lambda data, path: understood(data, ImportedCurve, str(path)),
+        lambda _: [b"{}", b"[]"],
+        (UnreadableInput,),
     ),
     "what-ifs": Reader(
-        lambda data, path: understood(data, WhatIf, str(path)), lambda _: [b"{}"], (NotUnderstood,)
+        lambda data, path: understood(data, WhatIf, str(path)), lambda _: [b"{}"], (UnreadableInput,)
     ),
 }
 

@@ -31,7 +31,7 @@ RAISING = {
     "kvcache.workload.traces": "About traces.",
     "kvcache.audit.kv_shape": "About a model's configuration.",
     "kvcache.audit.export": "Raised by `kvcache export`.",
-    "kvcache.report.given": "Raised by `kvcache report`.",
+    "kvcache.report.imported": "Raised by `kvcache report`.",
     "kvcache.audit.curve": "Raised by curves.",
     "kvcache.audit.advice": "Raised by `kvcache advise`.",
     "kvcache.whatif.commands": "Raised by `kvcache whatif`.",

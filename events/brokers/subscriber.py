@@ -37,7 +37,7 @@ from events.subscribe.continuity import (
     Restarted,
     begins_with_clear,
 )
-from events.subscribe.gathering import Worker
+from events.subscribe.fan_in import Worker
 
 _READERS = {
     "kafka": ("events.brokers.kafka", "KafkaReader"),
@@ -216,7 +216,7 @@ _PAUSE_SECONDS = 0.2
 """Pause before an unavailable broker is retried."""
 
 
-class Follows(Protocol[AnyReport]):
+class RecordFollowerProtocol(Protocol[AnyReport]):
     """Turns one worker's records into reports."""
 
     @property
@@ -241,7 +241,7 @@ class StreamSubscriber(Generic[AnyReport]):
     refuses; one that is unavailable is waited for.
     """
 
-    _follower: Callable[[str], Follows[AnyReport]]
+    _follower: Callable[[str], RecordFollowerProtocol[AnyReport]]
     """Makes the follower of a worker."""
 
     def __init__(self, url: str) -> None:
@@ -252,7 +252,7 @@ class StreamSubscriber(Generic[AnyReport]):
         self._address = address
         module, name = _READERS[address.scheme]
         self._reader: Reader | None = getattr(import_module(module), name)(address, worker)
-        self._followers: dict[Worker, Follows[AnyReport]] = {}
+        self._followers: dict[Worker, RecordFollowerProtocol[AnyReport]] = {}
         self._retry_at = 0.0
         self._malformed = 0
         """Unreadable states of followers that were replaced."""

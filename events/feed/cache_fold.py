@@ -37,7 +37,7 @@ class StreamFold(ABC, Generic[Change_co]):
         self._beginning = False
         """True if the stream began anew in this batch."""
         self._changes: list[Any] = []
-        self._handlers: dict[type, Callable[[Any], None]] = {ev.Gap: self._meet_gap}
+        self._handlers: dict[type, Callable[[Any], None]] = {ev.Gap: self._handle_gap}
 
     def fold(self, batch: ev.EventBatch) -> list[Change_co]:
         """Return the changes of the batch, in order."""
@@ -56,7 +56,7 @@ class StreamFold(ABC, Generic[Change_co]):
     def snapshot(self) -> Iterator[Change_co]:
         """Yield everything there is at the time of this call, parents first; later folds do not affect it."""
 
-    def _meet_gap(self, gap: ev.Gap) -> None:
+    def _handle_gap(self, gap: ev.Gap) -> None:
         """A log's own loss does not concern a fold that has seen those batches."""
         if self.last_seq is None or gap.last_seq > self.last_seq:
             self.lost = True

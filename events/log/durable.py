@@ -56,19 +56,19 @@ class Lock:
         """Write content into the lock file, instead of its holder."""
         os.pwrite(self._file, content.ljust(os.fstat(self._file).st_size, b"\n"), 0)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Unlock. A second call does nothing."""
-        for descriptor in self._let_go():
+        for descriptor in self._release():
             # Explicit, because a forked child may still hold the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def disown(self) -> None:
         """In a forked child: release the parent's lock without unlocking it. A second call does nothing."""
-        for descriptor in self._let_go():
+        for descriptor in self._release():
             os.close(descriptor)
 
-    def _let_go(self) -> list[int]:
+    def _release(self) -> list[int]:
         """Return the open descriptors, once: their numbers will soon be those of other files."""
         held, self._held = self._held, False
         return [each for each in (self._file, self._directory) if held and each is not None]

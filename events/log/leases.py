@@ -54,7 +54,7 @@ class Lease:
         if lock is not None:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            lock.give_back()
+            lock.release()
 
 
 def leased(directory: Path) -> int | None:

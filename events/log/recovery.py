@@ -91,7 +91,7 @@ def claim(directory: Path, resume: bool) -> Lock:
             raise LogExists(directory)
         _make_private(directory, is_new)
     except BaseException:
-        lock.give_back()
+        lock.release()
         raise
     return lock
 
@@ -116,7 +116,7 @@ def _lock(directory: Path) -> Lock:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TailCut:
     """A part of a frame at the end of a segment, to be put into quarantine."""
 
     path: Path
@@ -125,7 +125,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Aside:
+class QuarantinedFile:
     """A segment without a whole frame, to be put into quarantine."""
 
     path: Path
@@ -139,15 +139,15 @@ class Recovery:
 
     chain: Chain
     """The chain at the end of the last segment, with its epoch (no `log_id`: there is none)."""
-    aside: tuple[Aside, ...] = ()
-    cut: Cut | None = None
+    quarantined: tuple[QuarantinedFile, ...] = ()
+    cut: TailCut | None = None
     unfinished: tuple[Path, ...] = ()
     """Segments, and copies of them, without their names yet: they never held anything that is nowhere else."""
 
     @property
     def loses(self) -> bool:
         """True if the beginning of something cut off may have been read."""
-        return self.cut is not None or bool(self.aside)
+        return self.cut is not None or bool(self.quarantined)
 
 
 def recover(directory: Path) -> tuple[Chain, bool]:
@@ -156,7 +156,7 @@ def recover(directory: Path) -> tuple[Chain, bool]:
     Raises LogDamaged, LogTooNew, OSError.
     """
     recovery = plan(directory)
-    carry_out(directory, recovery)
+    execute(directory, recovery)
     return recovery.chain, recovery.loses
 
 
@@ -166,7 +166,7 @@ def plan(directory: Path) -> Recovery:
     Raises LogDamaged, LogTooNew, UnsafeFile, OSError.
     """
     unfinished = tuple(sorted(directory.glob(f"*{segments.UNFINISHED_SUFFIX}")))
-    aside: list[Aside] = []
+    quarantined: list[QuarantinedFile] = []
     paths = segments.segment_paths(directory)
     while paths:
         path = paths.pop()
@@ -175,21 +175,21 @@ def plan(directory: Path) -> Recovery:
             # The log must not continue after data that only the page cache has.
             sync_file(segment.descriptor)
             closed = closed_chain(segment)
-            chain, torn = (closed, False) if closed else _scan(segment, is_last=not aside)
+            chain, torn = (closed, False) if closed else _scan(segment, is_last=not quarantined)
             if closed or segment.offset > SEGMENT_HEADER_BYTES:
                 _refuse_foreign_segments(segment, paths)
-                cut = Cut(path, segment.offset, segment.size() - segment.offset) if torn else None
-                return Recovery(chain, tuple(aside), cut, unfinished)
-            aside.append(Aside(path, chain.epoch, segment.size()))
-    return Recovery(Chain(), tuple(aside), None, unfinished)
+                cut = TailCut(path, segment.offset, segment.size() - segment.offset) if torn else None
+                return Recovery(chain, tuple(quarantined), cut, unfinished)
+            quarantined.append(QuarantinedFile(path, chain.epoch, segment.size()))
+    return Recovery(Chain(), tuple(quarantined), None, unfinished)
 
 
-def carry_out(directory: Path, recovery: Recovery) -> None:
+def execute(directory: Path, recovery: Recovery) -> None:
     """Carry out the steps in a locked directory. Raises OSError."""
     for unfinished in recovery.unfinished:
         unfinished.unlink(missing_ok=True)
-    for aside in recovery.aside:
-        _move_aside(directory, aside)
+    for quarantined in recovery.quarantined:
+        _move_to_quarantine(directory, quarantined)
     if recovery.cut is not None:
         _cut_tail(recovery.cut)
 
@@ -208,10 +208,10 @@ def repair(log: Path, *, dry_run: bool = False) -> Recovery:
     lock = claim(log, resume=True)
     try:
         recovery = plan(log)
-        carry_out(log, recovery)
+        execute(log, recovery)
         return recovery
     finally:
-        lock.give_back()
+        lock.release()
 
 
 def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
@@ -253,7 +253,7 @@ def _header_of(path: Path) -> SegmentHeader | None:
     return None
 
 
-def _cut_tail(cut: Cut) -> None:
+def _cut_tail(cut: TailCut) -> None:
     """Copy the bytes after the last whole frame to the quarantine, then cut them off; each step durable."""
     directory = _quarantine(cut.path.parent)
     copy = directory / f"{cut.path.name}.{cut.offset}"
@@ -276,10 +276,10 @@ def _cut_tail(cut: Cut) -> None:
         os.close(source)
 
 
-def _move_aside(directory: Path, aside: Aside) -> None:
+def _move_to_quarantine(directory: Path, quarantined: QuarantinedFile) -> None:
     """Move away a segment without a whole frame, which has its name and nothing to keep, for the next one."""
     quarantine = _quarantine(directory)
-    aside.path.rename(quarantine / f"{aside.path.name}.epoch{aside.epoch}")
+    quarantined.path.rename(quarantine / f"{quarantined.path.name}.epoch{quarantined.epoch}")
     # Durable there before it is removed here, if a file system does not do both at once.
     sync_directory(quarantine)
     sync_directory(directory)

@@ -80,7 +80,7 @@ class LogStats:
     """The last batch known to be on disk; with "never" known only at the end of each file. -1: none."""
 
 
-def pauses() -> Iterator[float]:
+def retry_delays() -> Iterator[float]:
     """Yield the seconds to wait before each retry of a failing disk."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -120,9 +120,9 @@ class LogThread:
         self.done_bytes = 0
         self.skipped = 0
         """Lost batches from the queue."""
-        self.spoiled: int | None = None
+        self.unencodable_seq: int | None = None
         """The first lost batch; all after it are lost until one that announces the loss."""
-        self.spoiled_by = ""
+        self.encode_error = ""
         self.trouble: LogWriteFailed | None = None
         """The error of the last failed write."""
         self.failed_tries = 0
@@ -144,7 +144,7 @@ class LogThread:
         self._look_at = clock() + _LOOK_SECONDS
         """Time of the next check of the files, by the same clock."""
         self._hurried = False
-        self._pauses = pauses()
+        self._retry_delays = retry_delays()
         self._pause = 0.0
 
     def run(self) -> None:
@@ -230,11 +230,11 @@ class LogThread:
 
     def _encoded(self, batch: EventBatch) -> Record | None:
         """Encode a batch; None if it is lost."""
-        if self.spoiled is not None:
-            if batch.seq != self.announced[1] or not self.is_announced(self.spoiled):
+        if self.unencodable_seq is not None:
+            if batch.seq != self.announced[1] or not self.is_announced(self.unencodable_seq):
                 self.skipped += 1
                 return None
-            self.spoiled = None
+            self.unencodable_seq = None
         try:
             return self.output.encode(batch)
         except Exception as error:  # noqa: BLE001 - a batch that cannot be encoded is lost, whatever the reason
@@ -242,7 +242,7 @@ class LogThread:
             reason = f"a batch cannot be encoded ({type(error).__name__})"
             _log.warning("log_lost_batch", log=str(self._directory), seq=batch.seq, reason=reason)
             self.skipped += 1
-            self.spoiled_by, self.spoiled = reason, batch.seq
+            self.encode_error, self.unencodable_seq = reason, batch.seq
             return None
 
     def _write_group(self) -> None:
@@ -303,8 +303,8 @@ class LogThread:
     def _record_trouble(self, failure: LogWriteFailed) -> None:
         again = self.trouble is not None
         if not again:
-            self._pauses = pauses()
-        self._pause = next(self._pauses)
+            self._retry_delays = retry_delays()
+        self._pause = next(self._retry_delays)
         self.trouble = failure
         self.failed_tries += 1
         self.notify_waiters()
@@ -406,7 +406,7 @@ class LogWriter:
                 refuse_other_kind(self.directory, kind)
                 return recover(self.directory)
             except BaseException:
-                self._lock.give_back()
+                self._lock.release()
                 raise
         except OSError as error:
             raise LogUnavailable(self.directory, system_reason(error)) from error
@@ -497,7 +497,7 @@ class LogWriter:
     @property
     def has_lost(self) -> bool:
         """True if batches are lost that no `Gap` has announced yet."""
-        self._note_spoiled()
+        self._record_unencodable()
         return self._lost is not None
 
     # --- engine thread ------------------------------------------------------------------------------
@@ -577,8 +577,8 @@ class LogWriter:
         The next batch must carry it, and the whole state; it is accepted whatever its size. To record a loss
         before closing, call `flush` first: it makes room.
         """
-        if self._recorder.spoiled is not None:
-            self._note_spoiled()
+        if self._recorder.unencodable_seq is not None:
+            self._record_unencodable()
         trouble = self._recorder.trouble
         if self._lost is None or trouble is not None or self._is_half_full(self._appended_bytes):
             return None
@@ -586,13 +586,13 @@ class LogWriter:
         first, last = self._lost
         return Gap(first_seq=first, last_seq=last, reason=self._lost_by)
 
-    def _note_spoiled(self) -> None:
+    def _record_unencodable(self) -> None:
         """Record that a batch could not be encoded, by which all batches after it are lost."""
         recorder = self._recorder
-        spoiled = recorder.spoiled
-        if spoiled is not None and not recorder.is_announced(spoiled):
-            first = spoiled if self._lost is None else min(spoiled, self._lost[0])
-            self._lost, self._lost_by = (first, self._expected_seq - 1), recorder.spoiled_by
+        unencodable_seq = recorder.unencodable_seq
+        if unencodable_seq is not None and not recorder.is_announced(unencodable_seq):
+            first = unencodable_seq if self._lost is None else min(unencodable_seq, self._lost[0])
+            self._lost, self._lost_by = (first, self._expected_seq - 1), recorder.encode_error
 
     def check(self) -> None:
         """Raise LogWriteFailed if nothing is recorded any more or, with overflow="block", while writing fails."""
@@ -648,7 +648,7 @@ class LogWriter:
                 recorder.progress.wait(left)
         return True
 
-    def lose(self) -> None:
+    def mark_incomplete(self) -> None:
         """Record that the state continues and the log does not: its end shows one more lost batch."""
         self._num_lost_at_end = 1
 
@@ -667,7 +667,7 @@ class LogWriter:
         for event in (recorder.hurry, recorder.work, recorder.retry):
             event.set()
         self._thread.join()
-        self._lock.give_back()
+        self._lock.release()
         atexit.unregister(self._drain_at_exit)
         _open_logs.discard(self)
         self._when_closed()

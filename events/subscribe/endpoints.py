@@ -79,7 +79,7 @@ def refuse_foreign(endpoint: str) -> None:
         raise EndpointError(endpoint, "publishers are not reached that way")
 
 
-def is_to_be_bound(endpoint: str) -> bool:
+def should_bind(endpoint: str) -> bool:
     """Return True if it stands for any address of this machine, to which others connect."""
     host = endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
     return endpoint.startswith("tcp://") and is_wildcard(host)

@@ -8,7 +8,7 @@ socket.
             index.fold(report)             # events.subscribe.index
 
 `AsyncSubscriber` is the same for asyncio (``async with``, ``async for``); `NativeSubscriber` reads all events of a
-cache (``format=native``). For many publishers that connect to one reader, see `events.subscribe.gathering`.
+cache (``format=native``). For many publishers that connect to one reader, see `events.subscribe.fan_in`.
 
 From the bottom up: a `Connection` is one socket, reopened if the other end refused it; a `Follower` puts the messages
 of one publisher in order and opens a new connection for each replay request, so that no late answer to an old one mixes

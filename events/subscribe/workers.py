@@ -283,7 +283,7 @@ class Lineage:
             self._children[group, block.parent] = self._children.get((group, block.parent), 0) + 1
         back = self.kept.pop((group, block.name), None)
         if back is not None:
-            self._let_go(group, back)
+            self._release(group, back)
 
     def take(self, group: int, block: WorkerBlock, *, is_last: bool) -> None:
         """Count one place of residence less; `is_last`: it is now resident nowhere in its group."""
@@ -292,14 +292,14 @@ class Lineage:
         if is_last and (group, block.name) in self._children:
             self.kept[group, block.name] = block
         else:
-            self._let_go(group, block)
+            self._release(group, block)
 
     def clear(self) -> None:
         """Remove everything."""
         self._children.clear()
         self.kept.clear()
 
-    def _let_go(self, group: int, block: WorkerBlock) -> None:
+    def _release(self, group: int, block: WorkerBlock) -> None:
         """Unlink it from its parent, which may have been kept for it alone."""
         gone: WorkerBlock | None = block
         while gone is not None and gone.parent is not None:

@@ -55,7 +55,7 @@ class SequenceTokens:
         """Return a copy of the same that can be appended to."""
         return bytearray(memoryview(self.tokens)[first:stop])
 
-    def cut(self, num_tokens: int) -> None:
+    def truncate(self, num_tokens: int) -> None:
         """Take back all tokens after the first `num_tokens`."""
         del self.tokens[num_tokens:]
 
@@ -82,7 +82,7 @@ class NamedTokens(SequenceTokens):
 
     def rewind(self, num_tokens: int, tokens_per_block: int) -> None:
         """Take back all tokens after the first ones, and names of blocks that these do not fill."""
-        self.cut(num_tokens)
+        self.truncate(num_tokens)
         del self.names[(num_tokens - 1) // tokens_per_block * NAME_BYTES :]
 
     def branch(self) -> NamedTokens:

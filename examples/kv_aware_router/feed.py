@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from events.subscribe.gathering import Gathering, Worker, replay_in_topic
+from events.subscribe.fan_in import FanInSubscriber, Worker, replay_in_topic
 from examples.kv_aware_router.index import Overlaps
 
 _POLL_MS = 50
@@ -15,8 +15,8 @@ class Feed:
 
     def __init__(self, index: Overlaps, endpoint: str = "tcp://127.0.0.1:0") -> None:
         self._index = index
-        self._gathering = Gathering(endpoint, replay=replay_in_topic, topic="kv@")
-        self.endpoint = self._gathering.endpoint
+        self._fan_in = FanInSubscriber(endpoint, replay=replay_in_topic, topic="kv@")
+        self.endpoint = self._fan_in.endpoint
         self._gone: list[str] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="feed", daemon=True)
@@ -33,9 +33,9 @@ class Feed:
         self._thread.join()
 
     def _listen(self) -> None:
-        with self._gathering as gathering:
+        with self._fan_in as subscriber:
             while not self._end.is_set():
-                for worker, report in gathering.poll(_POLL_MS):
+                for worker, report in subscriber.poll(_POLL_MS):
                     self._index.fold(worker.topic, report)
                 while self._gone:
-                    gathering.forget(Worker(self._gone.pop()))
+                    subscriber.forget(Worker(self._gone.pop()))

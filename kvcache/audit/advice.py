@@ -237,10 +237,10 @@ def advise(found: Observed, timeout: float) -> Advised:
     return Advised(advice, [each for each in said if isinstance(each, Unanswered)])
 
 
-Said = Advice | Unanswered
+TopicResult = Advice | Unanswered
 
 
-def _volatile(found: Observed, timeout: float) -> Said:
+def _volatile(found: Observed, timeout: float) -> TopicResult:
     of = found.volatile
     if of is None or not of.requests:
         return Advice("volatile", False, 0, {"requests": 0, "compared_tokens": found.compared})
@@ -257,7 +257,7 @@ def _volatile(found: Observed, timeout: float) -> Said:
     return Advice("volatile", _is_worth(found, of.tokens), of.tokens, about)
 
 
-def _size(found: Observed, timeout: float) -> Said:
+def _size(found: Observed, timeout: float) -> TopicResult:
     curve, losses = found.curve, found.losses
     if (lacking := _uncovered("size", found)) is not None:
         return lacking
@@ -283,7 +283,7 @@ def _size(found: Observed, timeout: float) -> Said:
     return Advice("size", verdict != "enough", saved, about)
 
 
-def _primary(found: Observed, timeout: float) -> Said:
+def _primary(found: Observed, timeout: float) -> TopicResult:
     if isinstance(losses := _full("primary", found, curve=True), Unanswered):
         return losses
     blocks = 2 * losses.primary
@@ -291,7 +291,7 @@ def _primary(found: Observed, timeout: float) -> Said:
     return Advice("primary", _pays(found, gained), gained, {"blocks": blocks})
 
 
-def _host(found: Observed, timeout: float) -> Said:
+def _host(found: Observed, timeout: float) -> TopicResult:
     """Advise on host memory: the blocks needed to reach the knee, with primary unchanged."""
     if isinstance(losses := _full("host", found, curve=True), Unanswered):
         return losses
@@ -300,7 +300,7 @@ def _host(found: Observed, timeout: float) -> Said:
     return Advice("host", _pays(found, gained), gained, {"blocks": blocks, "blocks_now": losses.secondary})
 
 
-def _ttl(found: Observed, timeout: float) -> Said:
+def _ttl(found: Observed, timeout: float) -> TopicResult:
     if found.seconds < 2 * timeout:
         reason = f"it covers {span(found.seconds)}, too little for a timeout of {span(timeout)}"
         return Unanswered("ttl", reason, 2 * timeout)
@@ -314,7 +314,7 @@ def _ttl(found: Observed, timeout: float) -> Said:
     return Advice("ttl", worth, lost[timeout] if worth else 0, about)
 
 
-def _pin(found: Observed, timeout: float) -> Said:
+def _pin(found: Observed, timeout: float) -> TopicResult:
     prefix = found.prefix
     if prefix is None:
         return Advice("pin", False, 0, {"prefix_tokens": 0})
@@ -337,7 +337,7 @@ def _pin(found: Observed, timeout: float) -> Said:
     return Advice("pin", worth, prefix.lost if worth else 0, about)
 
 
-def _running(found: Observed, timeout: float) -> Said:
+def _running(found: Observed, timeout: float) -> TopicResult:
     if isinstance(losses := _full("running", found), Unanswered):
         return losses
     held = losses.held
@@ -363,7 +363,7 @@ def _is_filled(found: Observed, losses: LossCounter) -> bool:
     return several and held.full >= _OFTEN * held.moments and _is_worth(found, losses.lost_tokens)
 
 
-def _tenant(found: Observed, timeout: float) -> Said:
+def _tenant(found: Observed, timeout: float) -> TopicResult:
     if isinstance(losses := _full("tenant", found), Unanswered):
         return losses
     tenants = losses.tenants

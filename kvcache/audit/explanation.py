@@ -84,7 +84,7 @@ class PromptPart:
 
 
 @dataclass(slots=True)
-class Stay:
+class Residency:
     """Time from an admission to the request's end, or to the end of the log."""
 
     admitted: LogMoment
@@ -122,7 +122,7 @@ class Explanation:
     request_id: RequestId
     refusals: list[RefusedAdmission] = field(default_factory=list)
     exported: list[Exported] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
+    stays: list[Residency] = field(default_factory=list)
 
 
 class Explanations(HistoryListener):
@@ -134,7 +134,7 @@ class Explanations(HistoryListener):
         """Explanations by the engine's request id: 7 and "7" are two requests."""
         self._admitted: set[int] = set()
         """Admission numbers seen."""
-        self._open: dict[int, Stay | Exported] = {}
+        self._open: dict[int, Residency | Exported] = {}
         """Stays and exported requests that have not ended, by admission number."""
         self._ended: list[tuple[int, ev.SequenceRemoved]] = []
         self._not_loaded: list[tuple[int, int]] = []
@@ -184,7 +184,7 @@ class Explanations(HistoryListener):
         if explanation is None:
             return
         before = max((stay.computed_at_end for stay in explanation.stays), default=0)
-        stay = Stay(
+        stay = Residency(
             LogMoment(admission.batch, admission.at),
             admission.namespace,
             admission.num_tokens,
@@ -210,7 +210,7 @@ class Explanations(HistoryListener):
         """Add the ends of the batch, now that its admissions are known."""
         for number, tokens in self._not_loaded:
             waited = self._open.get(number)
-            if isinstance(waited, Stay):
+            if isinstance(waited, Residency):
                 waited.not_loaded += tokens
         self._not_loaded.clear()
         for number, event in self._ended:
@@ -360,7 +360,7 @@ def _exported(name: str, exported: Exported, when: When) -> ExplanationView:
     return ExplanationView(f"request {name}: {since}", facts, [], [])
 
 
-def _stay(name: str, stay: Stay, when: When) -> ExplanationView:
+def _stay(name: str, stay: Residency, when: When) -> ExplanationView:
     several = any(part.window is not None for part in stay.parts)
     rows = [
         [
@@ -384,7 +384,7 @@ def _what(part: PromptPart) -> str:
     return f"cached, but lost in {group_in_words(part.group, part.kind)}"
 
 
-def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
+def _facts(stay: Residency, when: When) -> list[tuple[str, str]]:
     facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
     if stay.not_loaded:
         facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} that were to come from outside"))
@@ -402,7 +402,7 @@ def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
     return [*facts, _end(stay, when)]
 
 
-def _end(stay: Stay | Exported, when: When) -> tuple[str, str]:
+def _end(stay: Residency | Exported, when: When) -> tuple[str, str]:
     if stay.ended is None:
         return "ended", "not in this log"
     outcome = f"with {count(stay.tokens_at_end, 'token')}, {stay.computed_at_end:,} computed"

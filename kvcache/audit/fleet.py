@@ -343,7 +343,7 @@ def in_processes(
         yield from (audit_or_leave_out(log, top, model) for log in logs)
         return
     with processes(min(jobs, len(logs))) as pool:
-        with deaf_children():
+        with interrupts_ignored():
             futures = [pool.submit(audit_or_leave_out, log, top, model) for log in logs]
         for future in as_completed(futures):
             yield future.result()
@@ -371,7 +371,7 @@ def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[Proc
 
 
 @contextmanager
-def deaf_children() -> Iterator[None]:
+def interrupts_ignored() -> Iterator[None]:
     """Make processes started inside ignore signals of terminals and launchers, even at startup: the parent decides."""
     ensure_running()  # it would undo what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

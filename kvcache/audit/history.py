@@ -350,7 +350,7 @@ class HistoryFold:
                 self._name(ids, names)
         for handle, sequence in self.replayed.state.sequences.items():
             if handle not in self._inputs:
-                self._go_on(handle, sequence, running.get(handle))
+                self._continue_sequence(handle, sequence, running.get(handle))
         for pin in self.replayed.state.pins.values():
             if pin.named:
                 self._pin(pin)
@@ -358,7 +358,7 @@ class HistoryFold:
         for each in self.listeners:
             each.restarted(self)
 
-    def _go_on(self, handle: int, sequence: Sequence, known: RunningRequest | None) -> None:
+    def _continue_sequence(self, handle: int, sequence: Sequence, known: RunningRequest | None) -> None:
         number = known.number if known is not None else self._numbered(sequence.request_id, NO_ORIGIN)
         request = self.running[handle] = RunningRequest(number, sequence)
         self._set_computed(request, min(sequence.computed, sequence.num_prompt_tokens), added=True)

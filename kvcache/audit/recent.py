@@ -24,7 +24,7 @@ _COLUMNS = _REASONS + len(Reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Lately:
+class RecentTotals:
     """Counts over a time that ends with the last batch or later."""
 
     seconds: float
@@ -78,7 +78,7 @@ class Recent(HistoryListener):
         self._waiting: dict[RequestId, int] = {}
         """Time of the last refusal or preemption of requests that were not admitted since."""
 
-    def over(self, length: int, until: int) -> Lately:
+    def over(self, length: int, until: int) -> RecentTotals:
         """Return counts over the `length` ns up to `until`, which is no earlier than the last batch."""
         since = until - length
         parts = [part for part in self._parts if part.at >= since]
@@ -86,7 +86,7 @@ class Recent(HistoryListener):
         counts = np.sum([part.counts for part in parts], axis=0) if parts else np.zeros(_COLUMNS, np.int64)
         first = parts[0].first_seq if parts else None
         steps, admitted, refused, preempted, *evicted = counts[:_REASONS].tolist()
-        return Lately(
+        return RecentTotals(
             min(length, max(until - begun, 0)) / 1e9,
             first,
             steps,

@@ -37,7 +37,7 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, few, printable, share, size, span
 from kvcache.workload.traces import TracePrompts
 
-Said = tuple[str, str | None]
+AdviceText = tuple[str, str | None]
 """A sentence, and the command that proves it; None: there is none."""
 _MINUTES = 5.0
 _WIDTH = 120
@@ -239,7 +239,7 @@ class Page:
 
     # -- sentences, with the commands that prove them
 
-    def volatile(self, advice: Advice) -> Said:
+    def volatile(self, advice: Advice) -> AdviceText:
         """Format advice on the volatile part."""
         about, unit = advice.about, advice.about["compared_tokens"]
         where = "" if unit == 1 else f" (to blocks of {unit:,} tokens: the trace has no token ids)"
@@ -256,7 +256,7 @@ class Page:
             return said, None
         return said, self.command("explain", "--request", self.quoted(about["request_id"]))
 
-    def size(self, advice: Advice) -> Said:
+    def size(self, advice: Advice) -> AdviceText:
         """Format advice on the knee of the curve."""
         about = advice.about
         knee = f"{self.room(about['knee_blocks'])} reuse {share(about['knee_hit_rate'])} of the full blocks"
@@ -270,13 +270,13 @@ class Page:
             said = f"larger than need be: {said}; running requests hold up to {held} besides"
         return said, self.command("curve", "--sizes", f"{about['knee_blocks']},{about['blocks']}")
 
-    def primary(self, advice: Advice) -> Said:
+    def primary(self, advice: Advice) -> AdviceText:
         """Format advice on twice the blocks."""
         blocks = advice.about["blocks"]
         said = f"{self.room(blocks)} save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"primary_blocks={blocks}")
 
-    def host(self, advice: Advice) -> Said:
+    def host(self, advice: Advice) -> AdviceText:
         """Format advice on a secondary level."""
         blocks, now = advice.about["blocks"], advice.about["blocks_now"]
         if blocks == now:
@@ -284,7 +284,7 @@ class Page:
         said = f"{self.room(blocks)} in secondary, for {now:,} today, save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"secondary_blocks={blocks}")
 
-    def ttl(self, advice: Advice) -> Said:
+    def ttl(self, advice: Advice) -> AdviceText:
         """Format advice on dropping idle blocks."""
         about = advice.about
         lost = f"after {span(about['seconds'])} a cache of any size loses {self.saved(about['lost_tokens'])}"
@@ -294,7 +294,7 @@ class Page:
         keep = "do not drop idle blocks" if enough is None else f"keep idle blocks for {span(enough)}"
         return f"{keep}: {lost}", self.command("curve", "--ttl")
 
-    def pin(self, advice: Advice) -> Said:
+    def pin(self, advice: Advice) -> AdviceText:
         """Format advice on the prefix that many prompts share."""
         about = advice.about
         if not about["prefix_tokens"]:
@@ -314,7 +314,7 @@ class Page:
             return said, self.command("audit")
         return said, self.command("events", "--block", about["name"])
 
-    def running(self, advice: Advice) -> Said:
+    def running(self, advice: Advice) -> AdviceText:
         """Format advice on blocks held by running requests."""
         about = advice.about
         held = f"{about['held_blocks']:,} of {count(about['blocks'], 'block')} on average"
@@ -332,7 +332,7 @@ class Page:
             return said, self.command("report")
         return said, self.command("replay", "--at", about["seq"])
 
-    def tenant(self, advice: Advice) -> Said:
+    def tenant(self, advice: Advice) -> AdviceText:
         """Format advice on the tenant that loses the largest part."""
         about, proof = advice.about, self.command("audit", "--by", advice.about["by"])
         if about["tenants"] < 2:
@@ -350,9 +350,9 @@ class Page:
             said += f", most of them for {printable(about['taker'])}"
         return said, proof
 
-    def words(self, advice: Advice) -> Said:
+    def words(self, advice: Advice) -> AdviceText:
         """Return the sentence of a piece of advice, and the command that proves it."""
-        by_topic: dict[Topic, Callable[[Advice], Said]] = {
+        by_topic: dict[Topic, Callable[[Advice], AdviceText]] = {
             "volatile": self.volatile,
             "size": self.size,
             "primary": self.primary,

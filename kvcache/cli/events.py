@@ -13,7 +13,7 @@ from kvcache.cli import times
 from kvcache.cli.filters import NamingBlock, OfSequences, add_filters, conditions_of
 from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, paint, stamp
-from kvcache.cli.process import nobody_reads
+from kvcache.cli.process import reader_is_gone
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import UsageError
 from sinks.render import StreamNames, render_event
@@ -108,7 +108,7 @@ def _of_sequences(args: argparse.Namespace) -> str:
 
 def _end_with_the_reader() -> bool:
     """Return True if there is no reader any more. Called while there is nothing new."""
-    if nobody_reads(sys.stdout):
+    if reader_is_gone(sys.stdout):
         raise BrokenPipeError
     return False
 

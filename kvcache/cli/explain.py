@@ -12,7 +12,7 @@ from kvcache.audit.explanation import (
     Exported,
     LogMoment,
     PromptPart,
-    Stay,
+    Residency,
     explain_request,
     views_of,
 )
@@ -137,7 +137,7 @@ def to_json(found: Explanation) -> dict[str, Any]:
     }
 
 
-def _stay_json(stay: Stay) -> dict[str, Any]:
+def _stay_json(stay: Residency) -> dict[str, Any]:
     return {
         **_moment_json(stay.admitted),
         **namespace_json(stay.namespace),
@@ -149,7 +149,7 @@ def _stay_json(stay: Stay) -> dict[str, Any]:
     }
 
 
-def _end_json(stay: Stay | Exported) -> dict[str, Any]:
+def _end_json(stay: Residency | Exported) -> dict[str, Any]:
     if stay.ended is None:
         return dict.fromkeys(("ended", "tokens_at_end", "computed_at_end"))
     return {"ended": _moment_json(stay.ended)} | pick(stay, "tokens_at_end", "computed_at_end")

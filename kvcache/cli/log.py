@@ -203,7 +203,7 @@ def _repair(args: argparse.Namespace, out: Output) -> None:
             "dry_run": args.dry_run,
             "next_seq": done.chain.seq,
             "cut": done.cut and pick(done.cut, "path", "offset", "bytes"),
-            "set_aside": [pick(each, "path", "bytes") for each in done.aside],
+            "set_aside": [pick(each, "path", "bytes") for each in done.quarantined],
             "unfinished": [path.name for path in done.unfinished],
         }
     )
@@ -213,13 +213,13 @@ def _say_repaired(done: Recovery, out: Output, *, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     for path in done.unfinished:
         out.line(f"{path.name} {would}removed: a segment, or a copy of one, that was not whole yet")
-    for each in done.aside:
+    for each in done.quarantined:
         out.line(f"{each.path.name} {would}moved to quarantine/: {size(each.bytes)} without a whole batch")
     if done.cut is not None:
         cut = done.cut
         where = f"{cut.path.name}, from byte {cut.offset:,}"
         out.line(f"{size(cut.bytes)} {would}moved to quarantine/: a part of a batch ({where})")
-    if not (done.unfinished or done.aside or done.cut):
+    if not (done.unfinished or done.quarantined or done.cut):
         out.line("nothing to repair")
     out.line(f"the log goes on with batch {done.chain.seq:,}")
 

@@ -101,7 +101,7 @@ def open_missing() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
-def nobody_reads(stream: TextIO) -> bool:
+def reader_is_gone(stream: TextIO) -> bool:
     """Return True if the reader of a pipe is gone. Writing would show it, but there may be nothing to write."""
     poll = select.poll()
     with suppress(OSError, ValueError):  # closed, or no file descriptor

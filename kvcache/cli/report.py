@@ -16,13 +16,13 @@ from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
 from kvcache.errors import UsageError
 from kvcache.phrases import printable, size
-from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import ImportedCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
 """Beginning of a page: no other file is overwritten."""
 
-_Form = TypeVar("_Form", GivenCurve, WhatIf)
+_Form = TypeVar("_Form", ImportedCurve, WhatIf)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log, or that of the trace, twice, and write the page."""
     costs = Costs.of(args)
-    curve = _given(args.log, args.curve, GivenCurve, out)
+    curve = _given(args.log, args.curve, ImportedCurve, out)
     whatif = _given(args.log, args.whatif, WhatIf, out)
     with as_log(args, out) as served:
         for path, given in ((args.curve, curve), (args.whatif, whatif)):
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _write(
     log: Path,
-    curve: GivenCurve | None,
+    curve: ImportedCurve | None,
     whatif: WhatIf | None,
     costs: Costs,
     args: argparse.Namespace,
@@ -102,9 +102,9 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
     return given
 
 
-def _is_of_trace(given: GivenCurve | WhatIf, log: Path, path: Path, out: Output) -> bool:
+def _is_of_trace(given: ImportedCurve | WhatIf, log: Path, path: Path, out: Output) -> bool:
     """Whether it is of the trace `log`; raises UsageError if it is of another one."""
-    if not isinstance(given, GivenCurve) or given.trace is None:
+    if not isinstance(given, ImportedCurve) or given.trace is None:
         return False
     if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
         raise UsageError(

@@ -16,7 +16,7 @@ from events.log.segments import Segment, segment_paths
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, EpochStarted, EventBatch
 from kvcache.audit.history import HistoryFold
-from kvcache.audit.recent import Lately, Recent
+from kvcache.audit.recent import Recent, RecentTotals
 from kvcache.audit.tables import occupancy
 from kvcache.cli import times
 from kvcache.cli.audit import reasons_json, show_reasons
@@ -169,7 +169,7 @@ class Followed:
         """Requests that were refused or preempted in the window, and not admitted since."""
         return self._recent.waiting(self._until)
 
-    def lately(self, length: int) -> Lately:
+    def recent_totals(self, length: int) -> RecentTotals:
         """Return counts over the last `length` ns, or over those before the end of a closed log."""
         return self._recent.over(length, self._until)
 
@@ -271,10 +271,10 @@ def show(log: Followed, out: Output) -> None:
     out.line()
     show_levels(log.state, out, bars=True)
     out.line()
-    lately = log.lately(log.window)
+    recent = log.recent_totals(log.window)
     # Most first, because a terminal may cut off the last.
-    show_reasons(f"prompt tokens of the last {span(lately.seconds)}", lately.reasons, out, most_first=True)
-    if not lately.reasons.any():
+    show_reasons(f"prompt tokens of the last {span(recent.seconds)}", recent.reasons, out, most_first=True)
+    if not recent.reasons.any():
         out.line("no request was admitted in this time")
 
 
@@ -297,26 +297,26 @@ def _status(log: Followed) -> list[str]:
 
 def _show_rates(log: Followed, out: Output) -> None:
     """Print rates of two intervals in columns: now, and in the window."""
-    spans = [log.lately(min(NOW_NS, log.window)), log.lately(log.window)]
+    spans = [log.recent_totals(min(NOW_NS, log.window)), log.recent_totals(log.window)]
     if span(spans[0].seconds) == span(spans[1].seconds):
         spans = spans[:1]
-    rates: list[tuple[str, Callable[[Lately], int]]] = [
-        ("prompt tokens/s", lambda lately: lately.prompt_tokens),
-        ("requests/s", lambda lately: lately.admitted),
-        ("refusals/s", lambda lately: lately.refused),
-        ("preemptions/s", lambda lately: lately.preempted),
-        ("evictions/s from primary", lambda lately: lately.evicted[PRIMARY]),
+    rates: list[tuple[str, Callable[[RecentTotals], int]]] = [
+        ("prompt tokens/s", lambda recent: recent.prompt_tokens),
+        ("requests/s", lambda recent: recent.admitted),
+        ("refusals/s", lambda recent: recent.refused),
+        ("preemptions/s", lambda recent: recent.preempted),
+        ("evictions/s from primary", lambda recent: recent.evicted[PRIMARY]),
     ]
     if has_secondary(log.state):
-        rates.append(("evictions/s from secondary", lambda lately: lately.evicted[SECONDARY]))
+        rates.append(("evictions/s from secondary", lambda recent: recent.evicted[SECONDARY]))
     columns = [f"last {span(each.seconds)}" for each in spans]
     cells = [("token hit rate", [_hit_rate(each) for each in spans])]
     cells += [(name, [_per_second(of(each), each.seconds) for each in spans]) for name, of in rates]
     out.table([{"": name} | dict(zip(columns, row, strict=True)) for name, row in cells], right=columns)
 
 
-def _hit_rate(lately: Lately) -> str:
-    return share(lately.reused_tokens / lately.prompt_tokens) if lately.prompt_tokens else _NONE
+def _hit_rate(recent: RecentTotals) -> str:
+    return share(recent.reused_tokens / recent.prompt_tokens) if recent.prompt_tokens else _NONE
 
 
 def _per_second(number: int, seconds: float) -> str:
@@ -358,16 +358,16 @@ def to_json(log: Followed) -> dict[str, Any]:
         "tokens_recorded": log.history.tokens_recorded,
         "running": len(state.sequences),
         "groups": levels_json(state),
-        "now": _lately_json(log.lately(min(NOW_NS, log.window))),
-        "recent": _lately_json(log.lately(log.window)),
+        "now": _recent_json(log.recent_totals(min(NOW_NS, log.window))),
+        "recent": _recent_json(log.recent_totals(log.window)),
     }
 
 
-def _lately_json(lately: Lately) -> dict[str, Any]:
+def _recent_json(recent: RecentTotals) -> dict[str, Any]:
     return {
-        **pick(lately, "seconds", "first_seq", "preempted", "prompt_tokens", "reused_tokens"),
-        **pick(lately, batches="steps", requests="admitted", refusals="refused"),
-        "hit_rate": lately.reused_tokens / lately.prompt_tokens if lately.prompt_tokens else None,
-        "evicted": dict(zip(LEVEL_NAMES, lately.evicted, strict=True)),
-        "reasons": reasons_json(lately.reasons),
+        **pick(recent, "seconds", "first_seq", "preempted", "prompt_tokens", "reused_tokens"),
+        **pick(recent, batches="steps", requests="admitted", refusals="refused"),
+        "hit_rate": recent.reused_tokens / recent.prompt_tokens if recent.prompt_tokens else None,
+        "evicted": dict(zip(LEVEL_NAMES, recent.evicted, strict=True)),
+        "reasons": reasons_json(recent.reasons),
     }

@@ -112,7 +112,7 @@ def _compare(
             outcomes = _play(log, args, out, stop, played)
         except Stopped:
             return stop.exit_code
-    _warn_of_rules_in_vain(trials, outcomes, out)
+    _warn_of_unused_rules(trials, outcomes, out)
     rows = compared(played, outcomes, len(trials))
     hours = outcomes[0].hours
     out.note_end(outcomes[0].end)
@@ -128,7 +128,7 @@ def _compare(
     return 0
 
 
-def _warn_of_rules_in_vain(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], out: Output) -> None:
+def _warn_of_unused_rules(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], out: Output) -> None:
     """Of reasons with a rule for which nothing ended: most are misspelled."""
     recorded, *tried = outcomes
     ruled = (

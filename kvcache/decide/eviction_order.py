@@ -58,9 +58,9 @@ class EvictionOrder(Watcher, ABC):
         the others.
         """
         run = self.next(level)
-        return [] if run is None else [(run, self.alike(run, min(count, len(run.slots))))]
+        return [] if run is None else [(run, self.num_same_rank(run, min(count, len(run.slots))))]
 
-    def alike(self, run: Run, count: int, other: Run | None = None) -> int:
+    def num_same_rank(self, run: Run, count: int, other: Run | None = None) -> int:
         """Count how many of the last `count` blocks of the next run precede any other run's, and those of `other`: all
         of them, unless an order ranks the blocks of a run one by one.
         """

@@ -16,7 +16,7 @@ from events.packed import NAME_BYTES, names_between, names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
-from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
+from kvcache.decide.window_manager import BlockNames, Claims, Plan, RetentionRow, WindowManager
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import last_reversed
 from kvcache.fold.prefix_tree import GroupMatch, Run, covered, covered_child, match, runs_below
@@ -118,7 +118,7 @@ class FullAttentionManager(WindowManager):
 
     # -- retention
 
-    def _kept_rows(
+    def _retention_rows(
         self,
         sequence: Sequence,
         first: int,
@@ -126,7 +126,7 @@ class FullAttentionManager(WindowManager):
         changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
-    ) -> Iterator[KeptRow]:
+    ) -> Iterator[RetentionRow]:
         """Yield the rows with equal retention of the sequence's path, which it holds as a whole."""
         path = [
             run
@@ -145,7 +145,7 @@ class FullAttentionManager(WindowManager):
                 begin, end = max(first - run.start, 0), max(last - run.start, 0)
                 slots += run.slots[begin:end]
                 keys += run.keys[begin * size : end * size]
-            yield KeptRow(level, old, slots, names_of_keys(bytes(keys), size))
+            yield RetentionRow(level, old, slots, names_of_keys(bytes(keys), size))
 
     # -- eviction
 
@@ -163,7 +163,7 @@ class FullAttentionManager(WindowManager):
             together = False
             run = self.order.next(PRIMARY)
             assert run is not None, "counted before"
-            take = self.order.alike(run, min(short, len(run.slots)))
+            take = self.order.num_same_rank(run, min(short, len(run.slots)))
             room = self._room_in_secondary(run, take, handle, spares) if self._offloads else 0
             if room:
                 self._offload([(run, min(take, room))], handle)
@@ -220,7 +220,7 @@ class FullAttentionManager(WindowManager):
             if lower is None or not self.order.precedes(lower, run):
                 return 0
             after = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
-            going = self.order.alike(lower, min(take, after, len(lower.slots)), run)
+            going = self.order.num_same_rank(lower, min(take, after, len(lower.slots)), run)
             self._remove_tails([(lower, going)], RemoveReason.CAPACITY, handle)
         return len(secondary.blank)
 

@@ -19,7 +19,7 @@ from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ReleaseOrder
-from kvcache.decide.window_manager import BlockNames, Claims, KeptRow, Plan, WindowManager
+from kvcache.decide.window_manager import BlockNames, Claims, Plan, RetentionRow, WindowManager
 from kvcache.fold.group import indexes
 from kvcache.fold.prefix_tree import GroupMatch, Node, Run, common_bytes, covered, covered_child
 from kvcache.fold.sequence import DETACHED, BlockRetention, Sequence, packed_handles
@@ -306,7 +306,7 @@ class SlidingWindowManager(WindowManager):
 
     # -- retention
 
-    def _kept_rows(
+    def _retention_rows(
         self,
         sequence: Sequence,
         first: int,
@@ -314,7 +314,7 @@ class SlidingWindowManager(WindowManager):
         changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
-    ) -> Iterator[KeptRow]:
+    ) -> Iterator[RetentionRow]:
         """Yield the blocks that the sequence holds inside its window, each with its own retention."""
         begin, end = self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end)
         held = sequence.tables[self.index][begin:end]
@@ -323,7 +323,7 @@ class SlidingWindowManager(WindowManager):
         for old, alike in groupby(held, self.group.retention_at):
             if changes(old):
                 slots = array("i", alike)
-                yield KeptRow(PRIMARY, old, slots, self.group.names_of(slots))
+                yield RetentionRow(PRIMARY, old, slots, self.group.names_of(slots))
 
     # -- eviction
 

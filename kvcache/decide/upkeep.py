@@ -34,7 +34,7 @@ _END_NS = 2**62 - 1
 """Last value of the clock, after some 146 years: the longest duration added to it still fits in an int64."""
 
 
-class _Alike(NamedTuple):
+class _EqualRetention(NamedTuple):
     """Common fields of all blocks that one event expires."""
 
     group: int
@@ -106,7 +106,7 @@ class Expiry:
         Of more than `AT_ONCE` blocks only those that expired first, and all that expire with the last one of these, so
         that run boundaries and the order in which runs are found do not matter.
         """
-        now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
+        now, over = self.now(), defaultdict[_EqualRetention, dict[int, Run | None]](dict)
         blocks = last = 0
         while self.waiting and self.waiting[0][0] <= (now if blocks < AT_ONCE else last):
             expiry, index, number = heappop(self.waiting)
@@ -115,12 +115,12 @@ class Expiry:
             if isinstance(group, SlidingGroup):
                 if group.expiries[number] != expiry:
                     continue
-                alike = _Alike(index, group.slot_of(number)[0], group.priorities[number])
+                alike = _EqualRetention(index, group.slot_of(number)[0], group.priorities[number])
             else:
                 run = group.tree.runs.get(number)
                 if run is None or run.expiry != expiry:
                     continue
-                alike = _Alike(index, run.level, run.priority)
+                alike = _EqualRetention(index, run.level, run.priority)
             if number not in over[alike]:
                 over[alike][number], last = run, expiry
                 blocks += len(run.slots) if run is not None else 1
@@ -128,7 +128,7 @@ class Expiry:
         for event in [self._event(alike, over[alike], now) for alike in sorted(over)]:
             self._emit(event)
 
-    def _event(self, alike: _Alike, over: dict[int, Run | None], now: int) -> ev.BlocksUpdated:
+    def _event(self, alike: _EqualRetention, over: dict[int, Run | None], now: int) -> ev.BlocksUpdated:
         group = self._state.groups[alike.group]
         if isinstance(group, SlidingGroup):
             places = array("i", sorted(over, key=lambda place: (group.depth(place), place)))

@@ -92,7 +92,7 @@ class Plan(NamedTuple):
         return num_tokens, min(num_tokens, self.cross[0].primary + self.cross[0].secondary)
 
 
-class KeptRow(NamedTuple):
+class RetentionRow(NamedTuple):
     """Consecutive cached blocks of a sequence with the same retention."""
 
     level: LevelIndex
@@ -335,7 +335,7 @@ class WindowManager(ABC):
         """Make the blocks from `first` up to `full` reusable, and the part after them up to the token `stop`."""
 
     @abstractmethod
-    def _kept_rows(
+    def _retention_rows(
         self,
         sequence: Sequence,
         first: int,
@@ -343,7 +343,7 @@ class WindowManager(ABC):
         changes: Callable[[BlockRetention], bool],
         *,
         alone: bool,
-    ) -> Iterator[KeptRow]:
+    ) -> Iterator[RetentionRow]:
         """Yield the cached blocks from `first` up to `last` that the sequence holds (with `alone`, as the only holder)
         and with a retention that `changes` accepts.
         """
@@ -635,7 +635,9 @@ class WindowManager(ABC):
         def changes(old: BlockRetention) -> bool:
             return old.priority != priority or (duration is not None and old.duration != duration)
 
-        found = list(self._kept_rows(sequence, first, last, changes, alone=alone)) if first < last else []
+        found = (
+            list(self._retention_rows(sequence, first, last, changes, alone=alone)) if first < last else []
+        )
         for level, old, slots, names in found:
             self._emit(
                 ev.BlocksUpdated(

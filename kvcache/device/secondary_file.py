@@ -191,7 +191,7 @@ class SecondaryFile:
             finally:
                 os.close(descriptor)
         except BaseException:
-            self._lock.give_back()
+            self._lock.release()
             raise
         whole = self._memory.numpy()
         self._rows: list[list[npt.NDArray[np.uint8]]] = [
@@ -199,7 +199,7 @@ class SecondaryFile:
         ]
         self.bytes_read = 0
         """Bytes read for checksums so far."""
-        self._closing = weakref.finalize(self, self._lock.give_back)
+        self._closing = weakref.finalize(self, self._lock.release)
         _open_files.add(self)
 
     def memory(self, group: int, pool: int) -> torch.Tensor:

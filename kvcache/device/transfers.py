@@ -275,7 +275,7 @@ def engine_for(
     belong to another manager.
     """
     if pools is not None:
-        methods = ("copier", "refuse_taken", "take", "give_back")
+        methods = ("copier", "refuse_taken", "take", "release")
         if not all(callable(getattr(pools, method, None)) for method in methods):
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
         if pools.layout != layout:

@@ -505,7 +505,7 @@ class CacheState:
             blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
             invariant(blank.tobytes() == freed, "other slots were freed")
         self.running.forget_row()
-        sequence.cut(num_tokens)
+        sequence.truncate(num_tokens)
         sequence.computed = computed
         sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, num_tokens)
         sequence.inherited = tuple(each for each in sequence.inherited if each.block <= blocks)

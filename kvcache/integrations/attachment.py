@@ -100,7 +100,7 @@ class Attachment:
             self.release()
             self._logger.warning("The KV cache is not recorded any further: %s", describe_error(error))
         if self._log is not None:
-            self._log.lose()
+            self._log.mark_incomplete()
         self._end()
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ _SETTINGS = ("log", "model", "model_variant", "checkpoint_spacing")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RecorderSettings:
     """Requested recording."""
 
     log: Path | None
@@ -32,7 +32,7 @@ class Wanted:
         return KVCacheConfig.load(env=env, **{**self.settings, **decided})
 
 
-def wanted(given: object, directory: str | None, rank: int | None) -> Wanted:
+def recorder_settings(given: object, directory: str | None, rank: int | None) -> RecorderSettings:
     """Read the settings under "kvcache", and in the variable. Raises ConfigError.
 
     `rank`: of a data-parallel engine, each of which has a directory of its own.
@@ -64,4 +64,4 @@ def wanted(given: object, directory: str | None, rank: int | None) -> Wanted:
     path = None if log is None else Path(log).expanduser()
     if path is not None and rank is not None:
         path /= f"rank{rank}"
-    return Wanted(path, tuple(sinks), dict(further))
+    return RecorderSettings(path, tuple(sinks), dict(further))

@@ -27,7 +27,7 @@ def exclusive_access(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.give_back()
+        lock.release()
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

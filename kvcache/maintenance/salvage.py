@@ -71,7 +71,7 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
     try:
         done = _copy(log, _Copy(unfinished, lock), progress)
     finally:
-        lock.give_back()
+        lock.release()
     if not done.batches:
         raise LogDamaged(log, 0, None, "no batch of it can be gone on from")
     unfinished.rename(to)

@@ -47,7 +47,7 @@ class _Seen:
 
     def name(self, name: Hash, holding: Holding | Aliases) -> None:
         """Count a name that is kept there."""
-        _law(name not in self.names, "a name stands for two contents")
+        _require(name not in self.names, "a name stands for two contents")
         self.names[name] = holding
 
 
@@ -55,61 +55,65 @@ def prove(tree: ContentTree, sources: Sources) -> None:
     """Raise InvariantViolated unless everything fits together."""
     seen: dict[Owner, _Seen] = {}
     for adapter, sizes in tree.roots.items():
-        _law(bool(sizes), "an adapter without anything is kept")
+        _require(bool(sizes), "an adapter without anything is kept")
         for size, root in sizes.items():
-            _law(
+            _require(
                 (root.adapter, root.block_bytes, root.size) == (adapter, size, 0),
                 "a root is in a wrong place",
             )
-            _law(bool(root.children), "a root with nothing below is kept")
+            _require(bool(root.children), "a root with nothing below is kept")
     for root, run in tree.runs():
         _prove_run(root, run)
         for holder, first in run.holders.items():
             _prove_holding(holder, first, run, seen.setdefault(holder, _Seen()))
     known: set[Owner] = {holder for source in sources.values() for holder in source.holders.values()}
-    _law(seen.keys() <= known, "somebody who is forgotten has blocks")
+    _require(seen.keys() <= known, "somebody who is forgotten has blocks")
     for publisher, source in sources.items():
         _prove_source(publisher, source)
         for size, holder in source.holders.items():
-            _law(
+            _require(
                 holder.publisher == source.publisher
                 and holder.counts is source.counts
                 and holder.block_bytes == TOKEN_BYTES * size,
                 "blocks belong to somebody else",
             )
-            _law(not size or holder.tree is tree, "blocks are in another tree")
+            _require(not size or holder.tree is tree, "blocks are in another tree")
             _prove_holder(holder, seen.get(holder) or _Seen())
 
 
 def _prove_run(root: ContentRoot, run: ContentRun) -> None:
-    _law(0 < run.size <= RUN_BLOCKS_MAX, "a run is empty or too long")
-    _law(len(run.tokens) == run.size * root.block_bytes, "a run's tokens do not fit its blocks")
-    _law(run.key == bytes(run.tokens[: root.block_bytes]) + run.extra, "a run's key is not its first block")
-    _law(run.parent.children.get(run.key) is run, "a run does not hang below its parent")
+    _require(0 < run.size <= RUN_BLOCKS_MAX, "a run is empty or too long")
+    _require(len(run.tokens) == run.size * root.block_bytes, "a run's tokens do not fit its blocks")
+    _require(
+        run.key == bytes(run.tokens[: root.block_bytes]) + run.extra, "a run's key is not its first block"
+    )
+    _require(run.parent.children.get(run.key) is run, "a run does not hang below its parent")
     longest = max((len(first.names) for first in run.holders.values()), default=0)
-    _law(longest == run.size, "a run has blocks that nobody needs")
+    _require(longest == run.size, "a run has blocks that nobody needs")
 
 
 def _prove_holding(holder: Owner, first: Holding, run: ContentRun, seen: _Seen) -> None:
     assert isinstance(holder, Holder)
-    _law(len(run.tokens) == run.size * holder.block_bytes, "blocks of one size are in a run of another")
+    _require(len(run.tokens) == run.size * holder.block_bytes, "blocks of one size are in a run of another")
     below = sum(holder in child.holders for child in run.children.values())
-    _law(first.children == below, "the runs below are counted wrongly")
+    _require(first.children == below, "the runs below are counted wrongly")
     if isinstance(run.parent, ContentRun):
         above = run.parent.holders.get(holder)
-        _law(above is not None and len(above.names) == run.parent.size, "what is before a block is not known")
-    _law(not below or len(first.names) == run.size, "something is known behind an end")
-    _law(bool(below) or first.end() == len(first.names), "a name is kept that nothing needs")
-    _law(len(first.names) <= run.size, "more blocks are named than there are")
-    _law(first.run is run, "a holding is of another run")
+        _require(
+            above is not None and len(above.names) == run.parent.size, "what is before a block is not known"
+        )
+    _require(not below or len(first.names) == run.size, "something is known behind an end")
+    _require(bool(below) or first.end() == len(first.names), "a name is kept that nothing needs")
+    _require(len(first.names) <= run.size, "more blocks are named than there are")
+    _require(first.run is run, "a holding is of another run")
     there = 0
     for mask in first.masks.values():
-        _law(mask > 0, "a mask is empty")
+        _require(mask > 0, "a mask is empty")
         there |= mask
     seen.resident.update({plane: mask.bit_count() for plane, mask in first.masks.items()})
-    _law(there.bit_length() <= len(first.names), "a block without a name is somewhere")
+    _require(there.bit_length() <= len(first.names), "a block without a name is somewhere")
     for at, name in enumerate(first.names):
-        _law(name is not None or not there >> at & 1, "a block without a name is somewhere")
+        _require(name is not None or not there >> at & 1, "a block without a name is somewhere")
         if name is not None:
             seen.name(name, first)
     if first.more is not None:
@@ -117,44 +121,44 @@ def _prove_holding(holder: Owner, first: Holding, run: ContentRun, seen: _Seen) 
 
 
 def _prove_aliases(first: Holding, aliases: Aliases, seen: _Seen) -> None:
-    _law(aliases.first is first, "a holding is of another run")
-    _law(bool(aliases.names), "room for second names is kept that nothing needs")
+    _require(aliases.first is first, "a holding is of another run")
+    _require(bool(aliases.names), "room for second names is kept that nothing needs")
     masks: dict[Plane, int] = {}
     counts: Counter[tuple[Plane, int]] = Counter()
     for name, (place, planes) in aliases.names.items():
-        _law(planes > 0, "a second name is kept that nothing needs")
-        _law(place < len(first.names), "more blocks are named than there are")
+        _require(planes > 0, "a second name is kept that nothing needs")
+        _require(place < len(first.names), "more blocks are named than there are")
         for plane in planes_of(planes):
             masks[plane] = masks.get(plane, 0) | 1 << place
             counts[plane, place] += 1
             seen.resident[plane] += 1
         seen.name(name, aliases)
-    _law(aliases.masks == masks and aliases._counts == counts, "second names are counted wrongly")
+    _require(aliases.masks == masks and aliases._counts == counts, "second names are counted wrongly")
 
 
 def _prove_holder(holder: Holder, seen: _Seen) -> None:
-    _law(holder.names == seen.names, "names are not those in the tree")
-    _law(holder.names.keys().isdisjoint(holder.loose), "a name is known and loose")
-    _law(all(planes > 0 for planes in holder.loose.values()), "a loose name is nowhere")
-    for planes in holder.loose.values():
+    _require(holder.names == seen.names, "names are not those in the tree")
+    _require(holder.names.keys().isdisjoint(holder.unresolved), "a name is known and loose")
+    _require(all(planes > 0 for planes in holder.unresolved.values()), "a loose name is nowhere")
+    for planes in holder.unresolved.values():
         seen.resident.update(plane for plane in range(planes.bit_length()) if planes >> plane & 1)
-    _law(holder.resident == dict(seen.resident), "resident blocks are counted wrongly")
-    _law(not holder._suspects, "a store is not finished")
+    _require(holder.resident == dict(seen.resident), "resident blocks are counted wrongly")
+    _require(not holder._suspects, "a store is not finished")
 
 
 def _prove_source(publisher: tuple[Hashable, int], source: PublisherState) -> None:
-    _law(source.publisher == publisher, "a publisher has another's place")
-    _law(all(0 <= index < GROUPS_MAX for index in source.groups), "a group has a number that none has")
+    _require(source.publisher == publisher, "a publisher has another's place")
+    _require(all(0 <= index < GROUPS_MAX for index in source.groups), "a group has a number that none has")
     followed = [group for group in source.groups.values() if group.followed]
-    _law(source.followed == followed, "groups are followed that are not known")
+    _require(source.followed == followed, "groups are followed that are not known")
     planes = {plane for group in followed for plane in group.planes}
     for group in source.groups.values():
-        _law(source.holders.get(group.block_size) is group.holder, "a group's blocks are of another size")
+        _require(source.holders.get(group.block_size) is group.holder, "a group's blocks are of another size")
     for holder in source.holders.values():
-        _law(holder.resident.keys() <= planes, "blocks are in a group that is not followed")
+        _require(holder.resident.keys() <= planes, "blocks are in a group that is not followed")
 
 
-def _law(holds: bool, law: str) -> None:
+def _require(holds: bool, law: str) -> None:
     if not holds:
         raise InvariantViolated(law, "in the prefix index")
 
@@ -185,7 +189,7 @@ class _SavedRun(msgspec.Struct, array_like=True):
 
 class _SavedHolder(msgspec.Struct, array_like=True):
     block_size: int
-    loose: list[tuple[Hash, bytes]]
+    unresolved: list[tuple[Hash, bytes]]
     resident: dict[Plane, int]
 
 
@@ -251,7 +255,9 @@ def _source(source: PublisherState) -> _SavedPublisher:
         _SavedGroup(each.index, each.kind, each.window, each.block_size) for each in source.groups.values()
     ]
     holders = [
-        _SavedHolder(size, [(name, _bytes(planes)) for name, planes in each.loose.items()], each.resident)
+        _SavedHolder(
+            size, [(name, _bytes(planes)) for name, planes in each.unresolved.items()], each.resident
+        )
         for size, each in source.holders.items()
     ]
     return _SavedPublisher(_plain(worker), rank, source.counts, groups, holders)
@@ -303,7 +309,7 @@ def _rebuild(file: _SavedIndex, tree: ContentTree, sources: Sources) -> None:
         source.counts = row.counts
         for saved in row.holders:
             holder = source.holder(saved.block_size)
-            holder.loose = {name: int.from_bytes(planes, "little") for name, planes in saved.loose}
+            holder.unresolved = {name: int.from_bytes(planes, "little") for name, planes in saved.unresolved}
             holder.resident = saved.resident
             holders.append(holder)
         for group in row.groups:

@@ -164,7 +164,7 @@ def servable(
 class Holder:
     """Blocks of one publisher with one size."""
 
-    __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "publisher", "resident", "tree")
+    __slots__ = ("_suspects", "block_bytes", "counts", "names", "publisher", "resident", "tree", "unresolved")
 
     def __init__(self, publisher: WorkerRank, counts: Counts, tree: ContentTree, block_bytes: int) -> None:
         self.publisher = publisher
@@ -173,7 +173,7 @@ class Holder:
         self.block_bytes = block_bytes
         """Bytes of a block's tokens; 0: the content of these blocks is unpublished."""
         self.names: dict[Hash, Holding | Aliases] = {}
-        self.loose: dict[Hash, int] = {}
+        self.unresolved: dict[Hash, int] = {}
         """Loose names to the planes that they are in, as bits."""
         self.resident: dict[Plane, int] = {}
         """Number of names in each plane."""
@@ -222,8 +222,8 @@ class Holder:
             if holding is not None:
                 added = holding.mark_name(name, plane)
             else:
-                planes = self.loose.get(name, 0)
-                self.loose[name] = planes | bit
+                planes = self.unresolved.get(name, 0)
+                self.unresolved[name] = planes | bit
                 added = not planes & bit
             repeated += not added
         self.counts.repeated_stores += repeated
@@ -232,9 +232,9 @@ class Holder:
     def adopt(self, other: Holder, planes: Sequence[Plane]) -> None:
         """Take over the loose names of these planes, after the block size of their group has become known."""
         for plane in planes:
-            names = [name for name, there in other.loose.items() if there >> plane & 1]
+            names = [name for name, there in other.unresolved.items() if there >> plane & 1]
             for name in names:
-                other._remove_loose(name, plane)
+                other._remove_unresolved(name, plane)
             self.store_by_name(names, plane)
 
     def _grows(self, holding: Holding, parent: Hash, hashes: Sequence[Hash]) -> bool:
@@ -250,7 +250,7 @@ class Holder:
     def _claim(self, hashes: Sequence[Hash], holding: Holding) -> bool:
         """Assign names to blocks of a holding; returns False, with no change, unless all are new and different."""
         names = self.names
-        if not names.keys().isdisjoint(hashes) or (self.loose and any(map(self.loose.get, hashes))):
+        if not names.keys().isdisjoint(hashes) or (self.unresolved and any(map(self.unresolved.get, hashes))):
             return False
         before = len(names)
         names.update(zip(hashes, repeat(holding)))
@@ -335,7 +335,7 @@ class Holder:
             known = None
         if known is None:
             known = self._add_name(first, at, name)
-            for there in planes_of(self.loose.pop(name, 0)):
+            for there in planes_of(self.unresolved.pop(name, 0)):
                 known.mark_name(name, there)
         added = known.mark_name(name, plane)
         self.counts.repeated_stores += not added
@@ -362,7 +362,7 @@ class Holder:
             name = hashes[at]
             holding = names.get(name)
             if holding is None:
-                self._remove_loose(name, plane)
+                self._remove_unresolved(name, plane)
                 at += 1
                 continue
             if isinstance(holding, Aliases):
@@ -394,18 +394,18 @@ class Holder:
         """Remove all blocks from a plane."""
         for holding in set(self.names.values()):
             self.remove(holding.in_plane(plane)[::-1], plane)
-        self.remove([name for name, planes in self.loose.items() if planes >> plane & 1], plane)
+        self.remove([name for name, planes in self.unresolved.items() if planes >> plane & 1], plane)
 
-    def _remove_loose(self, name: Hash, plane: Plane) -> None:
-        planes = self.loose.get(name, 0)
+    def _remove_unresolved(self, name: Hash, plane: Plane) -> None:
+        planes = self.unresolved.get(name, 0)
         if not planes & (1 << plane):
             self.counts.unknown_removals += 1
             return
         self._count(plane, -1)
         if planes == 1 << plane:
-            del self.loose[name]
+            del self.unresolved[name]
         else:
-            self.loose[name] = planes ^ (1 << plane)
+            self.unresolved[name] = planes ^ (1 << plane)
 
     def _take_name(self, holding: Holding | Aliases, name: Hash) -> None:
         """Remove a name from this block in all planes."""
@@ -462,7 +462,7 @@ class Holder:
             # If others have something below, the last of them does this.
             self.tree.shrink(run)
         self.names.clear()
-        self.loose.clear()
+        self.unresolved.clear()
         self.resident.clear()
 
     # -- for the tree, and for queries
@@ -501,8 +501,8 @@ class Holder:
                 ones = (1 << count) - 1
                 for plane, mask in holding.masks.items():
                     found[plane] = found.get(plane, 0) | (mask >> place & ones) << at
-            elif name in self.loose:
-                for plane in planes_of(self.loose[name]):
+            elif name in self.unresolved:
+                for plane in planes_of(self.unresolved[name]):
                     found[plane] = found.get(plane, 0) | 1 << at
             elif not to_the_end:
                 break

@@ -317,7 +317,7 @@ class SinkFollower:
         except BaseException as error:  # noqa: BLE001  whoever waits for this thread is to hear of it
             gone = isinstance(error, FileNotFoundError) and not self._log.is_dir()
             self.failure = LogReplaced(self._log) if gone else error
-            self._let_routers_forget()
+            self._clear_routers()
         finally:
             self._end()
 
@@ -357,7 +357,7 @@ class SinkFollower:
                     if self._is_finished:
                         return
                     self._stopping.wait(self._poll_seconds)
-                elif not self._meet(batch) or not self._give(batch):
+                elif not self._check_continuity(batch) or not self._deliver(batch):
                     return
         except LogDamaged:
             if not self._was_cut():
@@ -382,12 +382,12 @@ class SinkFollower:
             if reopened:
                 sink.resume(first - 1)
             self._before, self._given = first - 1, (first - 1, None)
-            self._note_had(*self._given)
+            self._note_delivered(*self._given)
             return first
         if known is not None and known.log_id == epoch.log_id.hex():
             # It may have taken more than was recorded before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)
-        self._note_had(first - 1, None)
+        self._note_delivered(first - 1, None)
         if self._delivery.open():
             if start.removed:
                 self._announce_gap(start)
@@ -412,7 +412,7 @@ class SinkFollower:
 
     # --- its thread: batches ----------------------------------------------------------------------------
 
-    def _meet(self, batch: EventBatch) -> bool:
+    def _check_continuity(self, batch: EventBatch) -> bool:
         """Handle the beginning of an epoch; return False if the sink was not made for it.
 
         Raises `Unreplayable` if the log's segments lack that epoch, so that no sink can be made for it.
@@ -437,10 +437,10 @@ class SinkFollower:
                 self._delivery.sink.resync()
         return fits
 
-    def _give(self, batch: EventBatch) -> bool:
+    def _deliver(self, batch: EventBatch) -> bool:
         """Deliver a batch to the sink; return False if it was stopped before."""
         with fitting(batch.seq):
-            given = self._as_given(batch)
+            given = self._to_deliver(batch)
             if not self._folds:
                 # A batch that it cannot take would be offered forever.
                 for event in batch.events:
@@ -454,7 +454,7 @@ class SinkFollower:
         self._progress.batches += 1
         self._progress.events += len(batch.events)
         if not (self._folds and self._is_live):
-            self._note_had(*self._given)
+            self._note_delivered(*self._given)
         if self._is_live:
             self._tick()
         return True
@@ -470,15 +470,15 @@ class SinkFollower:
 
     def _tick(self) -> None:
         if self._delivery.tick():
-            self._note_had(*self._given)
+            self._note_delivered(*self._given)
         if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
             self._save()
 
-    def _note_had(self, seq: int | None, ts: int | None) -> None:
+    def _note_delivered(self, seq: int | None, ts: int | None) -> None:
         """Record that the sink is done with all batches up to this one."""
         self._progress.seq, self._progress.ts = seq, ts
 
-    def _as_given(self, batch: EventBatch) -> EventBatch:
+    def _to_deliver(self, batch: EventBatch) -> EventBatch:
         if self._concealed:
             self._progress.lost_batches += 1
             return LostBatches(batch.seq, batch.seq, batch.ts, "the log has no token ids").as_batch()
@@ -510,7 +510,7 @@ class SinkFollower:
         """Open a sink that has folded everything, if possible. Raises SinkError if there is no other chance."""
         waits_for = self._progress.waits_for = self._delivery.sink.waits_for
         if waits_for is None:
-            self._note_had(self._before, None)  # nothing was sent yet
+            self._note_delivered(self._before, None)  # nothing was sent yet
             self._is_live = self._delivery.open()
         elif at_the_end:
             raise SinkError(f"{self.name}: {waits_for}")
@@ -536,7 +536,7 @@ class SinkFollower:
             reason = str(error) if isinstance(error, UnsafeFile) else system_reason(error)
             _log.warning("position_not_saved", sink=self.name, reason=reason)
 
-    def _let_routers_forget(self) -> None:
+    def _clear_routers(self) -> None:
         """Clear the routers' state: it may soon be wrong, and no more events will follow."""
         if isinstance(self._delivery.sink, RouterFeed) and self._delivery.is_open:
             with suppress(Exception):  # this sink may be what failed
@@ -548,7 +548,7 @@ class SinkFollower:
         failed = self._delivery.failures
         self._delivery.close()
         if self._delivery.failures > failed and self._is_finished:
-            self._note_had(None, None)
+            self._note_delivered(None, None)
             self.failure = SinkError(f"{self.name} did not take the end: {self._delivery.last_error}")
         elif self._has_begun:
             self._save()

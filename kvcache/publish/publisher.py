@@ -98,7 +98,7 @@ class Publisher:
             if self._await_log(stop, on_progress):
                 for follower in self._followers:
                     follower.start()
-                while not stop() and self._go_on():
+                while not stop() and self._run_once():
                     on_progress(self.stats())
                     time.sleep(_LOOK_SECONDS)
         finally:
@@ -139,7 +139,7 @@ class Publisher:
             raise NotALog(directory)
         return False
 
-    def _go_on(self) -> bool:
+    def _run_once(self) -> bool:
         """Return True if work is left. Raises LogReplaced."""
         head = self._head_reader.look()
         if head is not None:

@@ -15,8 +15,8 @@ from kvcache.audit.groups import TopGroups
 from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
-from kvcache.report.gathered import Bill, Gathered, Sample, Shelf
-from kvcache.report.given import GivenCurve, Timeout
+from kvcache.report.gathered import EvictionCost, Gathered, Sample, Shelf
+from kvcache.report.imported import ImportedCurve, Timeout
 
 Chart = dict[str, Any]
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -82,7 +82,7 @@ class Clock:
         return round((at - self._first) / 1e9 / self._seconds, 5)
 
 
-def charts_of(found: Gathered, curve: GivenCurve | None) -> dict[str, Chart]:
+def charts_of(found: Gathered, curve: ImportedCurve | None) -> dict[str, Chart]:
     """Return all charts of a page, by the names of their places."""
     audit, clock = found.audit, Clock(found.first_at, found.last_at)
     drawn = {"misses": misses(audit), **dict(_over_time(found, clock))}
@@ -148,7 +148,7 @@ def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
     yield "time", chart(bars, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
 
 
-def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], clock: Clock) -> Chart:
+def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[EvictionCost], clock: Clock) -> Chart:
     """Return the blocks of one level of one window, as areas over time, with the evictions that cost most."""
     there = [sample for sample in samples if shelf in sample.filled]
     times = [clock.of(sample.at) for sample in there]
@@ -202,7 +202,7 @@ def cache_shares(groups: TopGroups, clock: Clock) -> Chart:
     return chart(data, clock.title, percent, hovermode="x unified")
 
 
-def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Chart:
+def _markers(marked: Sequence[tuple[int, EvictionCost]], top: int, clock: Clock) -> Chart:
     evictions = [bill.eviction for _, bill in marked]
     most = max(each.tokens for each in evictions)
     sizes = [8 + round(8 * each.tokens / most) for each in evictions]
@@ -307,7 +307,7 @@ def _prefix_label(prefix: HotPrefix) -> str:
     return f"tokens {prefix.first:,}–{prefix.stop - 1:,}{named}"
 
 
-def curve_by_size(curve: GivenCurve) -> Chart:
+def curve_by_size(curve: ImportedCurve) -> Chart:
     """Return hit rates by cache size, with the named sizes."""
     sizes = [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes]
     return hit_rates(sizes, curve.marks, curve.policy_rates())

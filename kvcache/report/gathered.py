@@ -212,7 +212,7 @@ class Occupancy(HistoryListener):
 
 
 @dataclass(slots=True)
-class Bill:
+class EvictionCost:
     """Cost of one eviction, by request."""
 
     eviction: Eviction
@@ -222,11 +222,11 @@ class Bill:
     """Tokens by the request that computed them again."""
 
 
-class Payers(HistoryListener):
+class EvictionCosts(HistoryListener):
     """Listener that attributes the cost of chosen evictions; it counts as `kvcache.audit.totals` does."""
 
     def __init__(self, evictions: Iterable[Eviction]) -> None:
-        self.bills = [Bill(each) for each in evictions]
+        self.bills = [EvictionCost(each) for each in evictions]
         self._by_key = {
             (each.eviction.window, each.eviction.batch, each.eviction.for_request): each
             for each in self.bills
@@ -272,7 +272,7 @@ class Gathered:
     lanes: list[Lane]
     """Lanes, those that computed most first."""
     explanations: dict[RequestId, Explanation]
-    bills: list[Bill]
+    bills: list[EvictionCost]
     """Costs of the evictions that cost most, the worst first."""
     groups: list[TopGroups]
     """Requests by tenant and by session, if the log has any."""
@@ -323,7 +323,7 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     again = nlargest(MOST_EXPLAINED, ordered[:MOST_LANES], key=lambda lane: lane.computed_again)
     chosen = {lane.request_id for lane in (*ordered[:MOST_EXPLAINED], *again)}
-    payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
+    payers, explanations = EvictionCosts(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
     closer = HistoryFold(payers, explanations, *groups, turns, details=chosen.__contains__)
     for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written in the meantime

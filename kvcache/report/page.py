@@ -27,7 +27,7 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, describe_end, duration, few, is_whole, later, printable, share, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of
 from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered, Progress, gather
-from kvcache.report.given import GivenCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import ImportedCurve, WhatIf, refuse_other, understood
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 HOME = Path(__file__).parent
 _FEW = 20
 """Rows of a table next to a chart that shows all of them."""
-_Form = TypeVar("_Form", GivenCurve, WhatIf)
+_Form = TypeVar("_Form", ImportedCurve, WhatIf)
 
 
 def report(
     log: str | PathLike[str],
     *,
-    curve: Mapping[str, Any] | GivenCurve | None = None,
+    curve: Mapping[str, Any] | ImportedCurve | None = None,
     whatif: Mapping[str, Any] | WhatIf | None = None,
     pricing: Pricing | None = None,
     model: KVShape | None = None,
@@ -58,7 +58,7 @@ def report(
     plotly_js()
     templates(HOME)
     directory = Path(log)
-    own_curve = _own(directory, curve, GivenCurve)
+    own_curve = _own(directory, curve, ImportedCurve)
     own_whatif = _own(directory, whatif, WhatIf)
     prefills = [] if pricing is None else [PrefillTotals(pricing.model)]
     found = gather(directory, progress, *prefills)

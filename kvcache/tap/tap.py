@@ -34,7 +34,7 @@ from events.formats.vllm import AllBlocksCleared
 from events.log import LogReader, LogStats, LogWriter
 from events.log.segments import is_log, segment_paths
 from events.subscribe.continuity import Missed, Received, Report, Restarted
-from events.subscribe.gathering import Gathering, Worker, replay_in_topic
+from events.subscribe.fan_in import FanInSubscriber, Worker, replay_in_topic
 from events.subscribe.sockets import Curve
 from events.subscribe.subscriber import Subscriber
 from events.subscribe.workers import FeedState, WorkerState, from_wire
@@ -104,9 +104,9 @@ class EndpointListener:
         self._endpoint = endpoint
         self._unproven = dict(before)
         self._one: Subscriber | None = None
-        self._many: Gathering | None = None
+        self._many: FanInSubscriber | None = None
         if endpoint.binds:
-            self._many = Gathering(
+            self._many = FanInSubscriber(
                 endpoint.address,
                 replay=replay_in_topic if endpoint.replay else None,
                 topic=endpoint.topic,

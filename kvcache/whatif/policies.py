@@ -182,7 +182,7 @@ class ByBlock(LeastRecentlyUsed):
 
     lowest = EvictionOrder.lowest
 
-    def alike(self, run: Run, count: int, other: Run | None = None) -> int:
+    def num_same_rank(self, run: Run, count: int, other: Run | None = None) -> int:
         """Return how many blocks of the next run go before any other run's, and before `other`."""
         heap = self._heaps[run.level]
         if count == 1 or heap[0][2] != run.id:
@@ -468,7 +468,7 @@ class AdaptiveReplacement(EvictionOrder):
         found = (leaves.next(level, spares) for leaves in (self._once, self._again))
         return min((run for run in found if run is not None), default=None, key=self._turn)
 
-    def alike(self, run: Run, count: int, other: Run | None = None) -> int:
+    def num_same_rank(self, run: Run, count: int, other: Run | None = None) -> int:
         """Return how many of the last blocks of the next run go before any others: those in its list, up to its
         excess.
         """

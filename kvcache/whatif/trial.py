@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd, LogReader
-from kvcache.audit.fleet import deaf_children, processes
+from kvcache.audit.fleet import interrupts_ignored, processes
 from kvcache.audit.prefill import hours_between
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig, Values, merged
 from kvcache.decide.eviction_order import ORDERS
@@ -245,7 +245,7 @@ def play_side_by_side(
         return play(log, trials, go_on)
     batches = get_context("spawn").RawArray("q", jobs)
     with processes(jobs, partial(_set_up, prepare, batches)) as pool:
-        with deaf_children():
+        with interrupts_ignored():
             parts = [pool.submit(_play_part, log, list(trials[at::jobs]), at) for at in range(jobs)]
         while (so_far := wait(parts, _SECONDS_BETWEEN, FIRST_EXCEPTION)).not_done:
             for part in so_far.done:

@@ -103,7 +103,7 @@ class EncodedState:
         return self.seq + len(self.tail)
 
     @property
-    def worn(self) -> bool:
+    def is_stale(self) -> bool:
         """True if more was sent since than the state has bytes."""
         return self.ready and self._tail_bytes > max(self._state_bytes, MIN_TAIL_BYTES)
 
@@ -243,10 +243,10 @@ class ReplayServer:
         try:
             while not self._stopping.is_set():
                 asked = self._receive() if self._socket.poll(timeout) else ()
-                self._forget_who_left()
-                self._line_up(asked)
-                self._begin_answers()
-                timeout = self._take_turns()
+                self._forget_disconnected()
+                self._enqueue(asked)
+                self._start_answers()
+                timeout = self._serve_round()
         finally:
             self._peers.close()
             self._socket.close()
@@ -264,7 +264,7 @@ class ReplayServer:
                 asked.append((frames[0].bytes, ReplayRequest(start, connection_of(frames[2]))))
         return asked
 
-    def _forget_who_left(self) -> None:
+    def _forget_disconnected(self) -> None:
         left = set(self._peers.refresh())
         if left:
             waiting = len(self.line)
@@ -273,16 +273,16 @@ class ReplayServer:
             }
             self.dropped += waiting - len(self.line)
 
-    def _line_up(self, asked: Iterable[tuple[bytes, ReplayRequest]]) -> None:
+    def _enqueue(self, asked: Iterable[tuple[bytes, ReplayRequest]]) -> None:
         """Append still connected senders to the queue; those in it keep their place."""
         for reader, request in asked:
             if request.connection in self._peers.connected:
                 self.line[reader] = request
-                self._begin_answers()
+                self._start_answers()
             else:
                 self.dropped += 1
 
-    def _begin_answers(self) -> None:
+    def _start_answers(self) -> None:
         """Begin the first answers in the queue; a reader being answered stays there until its answer ends."""
         if not self.line or len(self.answers) >= ANSWERS_AT_ONCE:
             return
@@ -297,7 +297,7 @@ class ReplayServer:
         """Yield the batches from `start` up to the last one sent when this began: later ones come live."""
         seq, end = start, self._ring.next_seq
         if start > end:
-            self._warn_of_other_numbers(start, end)
+            self._warn_of_higher_numbers(start, end)
         first, last = self._state_numbers
         broken_off = first < start <= last
         while seq < end:
@@ -317,7 +317,7 @@ class ReplayServer:
                 continue
             seq += 1
 
-    def _warn_of_other_numbers(self, asked: int, end: int) -> None:
+    def _warn_of_higher_numbers(self, asked: int, end: int) -> None:
         if not self._warned:
             self._warned = True
             reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
@@ -343,7 +343,7 @@ class ReplayServer:
         for seq in range(start, snapshot.last_seq + 1):
             yield seq, snapshot.tail[seq - snapshot.seq - 1]
 
-    def _take_turns(self) -> int:
+    def _serve_round(self) -> int:
         """Send each reader a part of its answer; return the milliseconds until the next round."""
         moved = False
         for _ in range(len(self.answers)):

@@ -129,7 +129,7 @@ class ZMQTransport:
         if self.snapshot is not None:
             # Before the ring: readers that miss something there find it here.
             self.snapshot.append(payload)
-            if self.snapshot.worn or self.snapshot.last_seq != batch.seq:
+            if self.snapshot.is_stale or self.snapshot.last_seq != batch.seq:
                 self.snapshot = None
                 if self.replay is not None:
                     self.replay.snapshot = None

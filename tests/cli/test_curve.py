@@ -15,7 +15,7 @@ import pytest
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.curve import CurveRecorder, LoggedPrompts, best_hits
 from kvcache.report.charts import curve_by_size
-from kvcache.report.given import GivenCurve
+from kvcache.report.imported import ImportedCurve
 from tests.support.commands import Kvcache, run_log
 from tests.support.places import ROOT
 
@@ -351,7 +351,7 @@ def test_policies(kvcache: Kvcache) -> None:
     assert "blocks  block hit rate" in table
     assert "s3fifo  slru:0.5  at best" in table
     assert "the same for other orders of eviction" in table
-    names = [line["name"] for line in curve_by_size(msgspec.convert(said, GivenCurve))["data"]]
+    names = [line["name"] for line in curve_by_size(msgspec.convert(said, ImportedCurve))["data"]]
     assert names == ["block hit rate", "at best, if the future were known", "lru", "s3fifo", "slru:0.5"]
     assert found(kvcache, TRACE)["sizes"][0]["policies"] == []
 

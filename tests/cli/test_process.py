@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from events.log import LogReader
-from kvcache.cli.process import StopSignals, nobody_reads
+from kvcache.cli.process import StopSignals, reader_is_gone
 from kvcache.replay import replay
 from kvcache.workload.traces import TraceRequest
 from tests.support.commands import Kvcache, RunPython, Start
@@ -272,14 +272,14 @@ def test_a_pipe_is_read_as_long_as_its_other_end_is_open(full: bool) -> None:
             while True:
                 os.write(writer, bytes(4096))
     with os.fdopen(writer, "w") as stream:
-        assert not nobody_reads(stream)
+        assert not reader_is_gone(stream)
         os.close(reader)
-        assert nobody_reads(stream)
+        assert reader_is_gone(stream)
 
 
 def test_what_has_no_reader_is_not_written_in_vain() -> None:
     """Devices need none; whether a stream is closed, or none of the system's, is found out by whoever writes."""
     with Path(os.devnull).open("w") as stream:
-        assert not nobody_reads(stream)
-    assert not nobody_reads(stream)
-    assert not nobody_reads(io.StringIO())
+        assert not reader_is_gone(stream)
+    assert not reader_is_gone(stream)
+    assert not reader_is_gone(io.StringIO())

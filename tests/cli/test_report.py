@@ -37,7 +37,7 @@ from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
 from kvcache.report.gathered import Phase, gather
-from kvcache.report.given import GivenCurve, WhatIf, understood
+from kvcache.report.imported import ImportedCurve, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.logs.agents import write_agents_trace
@@ -793,7 +793,7 @@ class TestAlongside:
         sections: Any = templates(HOME).get_template("sections.html").module
         try:
             if good is CURVE:
-                curve = understood(changed, GivenCurve, "x")
+                curve = understood(changed, ImportedCurve, "x")
                 drawn = [curve_by_size(curve), hit_rates_by_timeout(curve.timeouts)]
                 json.dumps(drawn, allow_nan=False).encode()
                 sections.curve(curve).encode()

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from events.formats.vllm import decode_batch
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
-from events.subscribe.gathering import Worker
+from events.subscribe.fan_in import Worker
 from kvcache.cli.output import Output
-from kvcache.cli.subscribe.sources import GivenEndpoint, Sender
+from kvcache.cli.subscribe.sources import EndpointArgument, Sender
 from kvcache.cli.subscribe.workers import Held, Prompt, WorkerRow, Workers
 from kvcache.errors import UsageError
 from tests.support.answers import keys_of
@@ -568,14 +568,14 @@ def shown_of(workers: Workers) -> tuple[list[str], list[dict[str, str]], list[st
 )
 def test_places(text: str, place: tuple[object, ...]) -> None:
     """What may stand behind an endpoint."""
-    assert GivenEndpoint.read(text) == place
+    assert EndpointArgument.read(text) == place
 
 
 @pytest.mark.parametrize("text", ["tcp://h:1?reply=2", "tcp://h:1?replay="])
 def test_unknown_options_of_an_endpoint(text: str) -> None:
     """A misspelled or empty one is refused, with those that there are."""
     with pytest.raises(UsageError, match="replay=PORT and curve_server=FILE"):
-        GivenEndpoint.read(text)
+        EndpointArgument.read(text)
 
 
 HERE, THERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"

@@ -204,7 +204,7 @@ class TestFollowing:
             yield from until(
                 lambda: shown(running=1, waiting=1, requests=2, evicted={"primary": 2, "secondary": 0})
             )
-            assert top.lately(10 * SECOND).admitted == 1
+            assert top.recent_totals(10 * SECOND).admitted == 1
             mine.now = 75.0
             yield from until(lambda: shown(waiting=0, requests=1, refusals=0, preempted=0, seconds=60.0))
             assert top.age == 45.0
@@ -447,7 +447,7 @@ class TestShown:
         [rows] = out.table.call_args_list[-1].args
         assert list(rows[0])[1:] == ["count", "share"]
         counts = [row["count"] for row in rows]
-        assert sum(counts) == top.lately(LONG).prompt_tokens
+        assert sum(counts) == top.recent_totals(LONG).prompt_tokens
         assert counts == sorted(counts, reverse=True)
 
     def test_on_a_terminal(self, log: Path) -> None:

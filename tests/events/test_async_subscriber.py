@@ -318,7 +318,7 @@ def test_exported_where_events_are(run_python: RunPython) -> None:
     """`events` has the readers, and loads ZeroMQ and asyncio for nobody who does not ask for them."""
     assert events.Subscriber is Subscriber
     assert events.AsyncSubscriber is AsyncSubscriber
-    assert {"Subscriber", "AsyncSubscriber", "Gathering", "Index", "Missed"} <= set(dir(events))
+    assert {"Subscriber", "AsyncSubscriber", "FanInSubscriber", "Index", "Missed"} <= set(dir(events))
     done = run_python(
         "import sys, events\n"
         "print([name for name in ('zmq', 'asyncio') if name in sys.modules])\n"

@@ -132,8 +132,8 @@ class TestLock:
         with pytest.raises(LockHeld) as raised:
             take_lock(path)
         assert raised.value.holder == f"process {os.getpid()}"
-        lock.give_back()
-        take_lock(path).give_back()
+        lock.release()
+        take_lock(path).release()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     def test_a_holder_that_has_not_said_who_it_is(self, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ class TestLock:
         os.truncate(path, 0)
         with pytest.raises(LockHeld, match=r"^another process$"):
             take_lock(path)
-        lock.give_back()
+        lock.release()
 
     def test_the_last_holder_is_written_over(self, tmp_path: Path) -> None:
         """However long the name of the last one was, the file names this one only."""
@@ -151,7 +151,7 @@ class TestLock:
         path.write_text("process 99999999999999999999\n")
         lock = take_lock(path)
         assert path.read_text() == f"process {os.getpid()}\n"
-        lock.give_back()
+        lock.release()
 
     def test_death_gives_it_back(self, tmp_path: Path) -> None:
         """A killed process holds nothing."""
@@ -168,7 +168,7 @@ class TestLock:
             with pytest.raises(LockHeld, match=f"process {child.pid}"):
                 take_lock(path)
             child.kill()
-        take_lock(path).give_back()
+        take_lock(path).release()
 
     @pytest.mark.parametrize("kind", ["pipe", "link"])
     def test_what_is_no_file_is_not_locked(self, tmp_path: Path, kind: str) -> None:
@@ -200,8 +200,8 @@ class TestLock:
             take_lock(path, with_directory=True)
         path.rmdir()
         assert lock.in_place()
-        lock.give_back()
-        take_lock(path, with_directory=True).give_back()
+        lock.release()
+        take_lock(path, with_directory=True).release()
 
     def test_files_in_one_directory_are_locked_one_by_one(self, tmp_path: Path) -> None:
         """Without the directory, neighbours do not concern each other, and one with it is beside them."""
@@ -209,7 +209,7 @@ class TestLock:
         locks = [take_lock(path, with_directory=path.name == "c") for path in paths]
         for lock in locks:
             assert lock.in_place()
-            lock.give_back()
+            lock.release()
 
     @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK])
     def test_where_directories_cannot_be_locked_the_file_is(
@@ -231,7 +231,7 @@ class TestLock:
         assert lock.in_place()
         (tmp_path / "LOCK").unlink()
         assert not lock.in_place()
-        lock.give_back()
+        lock.release()
         assert open_descriptors() == before
 
     def test_file_that_is_removed_while_it_is_locked_is_not_the_lock(
@@ -253,7 +253,7 @@ class TestLock:
         assert lock.in_place()
         with pytest.raises(LockHeld):
             take_lock(path)
-        lock.give_back()
+        lock.release()
 
     def test_moved_directory_is_noticed(self, tmp_path: Path) -> None:
         """A lock is out of place when its directory has another name, or none."""
@@ -264,15 +264,15 @@ class TestLock:
         assert not lock.in_place()
         directory.mkdir()
         assert not lock.in_place()
-        take_lock(directory / "LOCK", with_directory=True).give_back()
-        lock.give_back()
+        take_lock(directory / "LOCK", with_directory=True).release()
+        lock.release()
 
     def test_is_given_back_once(self, tmp_path: Path) -> None:
         """Its descriptors may be those of other files the second time."""
         lock = take_lock(tmp_path / "LOCK", with_directory=True)
-        lock.give_back()
+        lock.release()
         with (tmp_path / "one").open("w") as one, (tmp_path / "other").open("w") as other:
-            lock.give_back()
+            lock.release()
             lock.disown()
             for file in (one, other):
                 file.write("still open")

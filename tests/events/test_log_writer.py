@@ -655,8 +655,8 @@ class TestFailingDisk:
 
     def test_pauses_between_tries(self) -> None:
         """They double up to a limit."""
-        pauses = list(itertools.islice(recorder.pauses(), 9))
-        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+        retry_delays = list(itertools.islice(recorder.retry_delays(), 9))
+        assert retry_delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
     @pytest.mark.parametrize("overflow", ["block", "drop"])
     def test_full_queue_before_a_failing_disk_loses_a_range(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from events.errors import LogDamaged, LogTooNew
 from events.log import LogReader, LogWriter, durable, recovery
-from events.log.recovery import carry_out, plan
+from events.log.recovery import execute, plan
 from tests.oracles.packer import segment_header
 from tests.support.logs.logs import (
     LOG_ID,
@@ -208,7 +208,11 @@ def test_what_a_writer_does(log: Path, row: Row) -> None:
     with LogWriter(log, resume=True) as writer:
         assert (writer.next_seq, writer.epoch_started.clean) == (row.next_seq, row.clean)
         writer.append(batch(row.next_seq))
-    assert len(list(log.glob("quarantine/*"))) == row.quarantined == bool(recovery.cut) + len(recovery.aside)
+    assert (
+        len(list(log.glob("quarantine/*")))
+        == row.quarantined
+        == bool(recovery.cut) + len(recovery.quarantined)
+    )
     after = snapshot(log)
     for name, data in before.items():
         aside = b"".join(each for place, each in after.items() if place.startswith(f"quarantine/{name}"))
@@ -285,7 +289,7 @@ def test_recovery_survives_dying_in_itself(log: Path, tmp_path: Path, row: Row, 
     """Killed before any of its steps, and again in the next go, it ends as if it had not been."""
     row.make(log)
     undisturbed = Path(shutil.copytree(log, tmp_path / "undisturbed"))
-    carry_out(undisturbed, plan(undisturbed))
+    execute(undisturbed, plan(undisturbed))
     expected = snapshot(undisturbed)
     tries = [Dying(0, random.Random(0))]
     for first in range(1, 40):
@@ -294,8 +298,8 @@ def test_recovery_survives_dying_in_itself(log: Path, tmp_path: Path, row: Row, 
             tries = [Dying(at, random.Random(at)) for at in (first, second)]
             for dying in tries:
                 with suppress(Crash), dying.in_use():
-                    carry_out(copy, plan(copy))
-            carry_out(copy, plan(copy))
+                    execute(copy, plan(copy))
+            execute(copy, plan(copy))
             assert without_unfinished(snapshot(copy)) == expected
             shutil.rmtree(copy)
         if tries[0].operations < first:

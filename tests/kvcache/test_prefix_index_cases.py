@@ -276,7 +276,7 @@ class TestPublishersThatErr:
         sources, runs = msgspec.msgpack.decode((tmp_path / "index").read_bytes()[HEADER.size :])
         [(*_, holders)] = sources
         assert runs == []
-        assert [loose for _, loose, _ in holders] == [[]] * len(holders)
+        assert [unresolved for _, unresolved, _ in holders] == [[]] * len(holders)
 
 
 class TestReports:

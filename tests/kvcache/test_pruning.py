@@ -226,7 +226,7 @@ def test_leases_of_readers_that_are_gone_hold_nothing(tmp_path: Path) -> None:
         lease.hold(12)
     lease.hold(7)
     assert leased(tmp_path) == 7
-    locks[0].give_back()  # as the system does for a process that dies
+    locks[0].release()  # as the system does for a process that dies
     assert leased(tmp_path) is None
     assert not list((tmp_path / "leases").iterdir())
 
@@ -237,7 +237,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     lock = take_lock(log / MAINTENANCE_LOCK_NAME)
     with pytest.raises(LogBusy, match="try again"):
         prune(log, NO_LIMITS)
-    lock.give_back()
+    lock.release()
 
 
 def test_nothing_is_kept_of_what_is_not_on_disk(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_lease_that_cannot_be_removed_holds_nothing(tmp_path: Path) -> None:
     with locks_taken() as locks:
         lease = Lease(tmp_path)
         lease.hold(7)
-    locks[0].give_back()
+    locks[0].release()
     with patch.object(Path, "unlink", side_effect=PermissionError):
         assert leased(tmp_path) is None
 

@@ -16,7 +16,7 @@ import zmq
 from events.errors import LogOfOtherKind, LogWriteFailed
 from events.formats.vllm import encode_seq
 from events.log import LogReader, LogWriter
-from events.subscribe.gathering import MAX_WORKERS
+from events.subscribe.fan_in import MAX_WORKERS
 from events.subscribe.workers import FeedState, WorkerState
 from events.types import AnyEvent, FeedGap, FeedRestarted, Gap, WorkerSeen
 from kvcache.manager import KVCacheManager

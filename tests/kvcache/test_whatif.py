@@ -1019,7 +1019,7 @@ def test_arc_does_what_its_authors_say(seed: int, room: int) -> None:
 class OneByOne(AdaptiveReplacement):
     """Asks before each block which one goes."""
 
-    def alike(self, run: Run, count: int, other: Run | None = None) -> int:
+    def num_same_rank(self, run: Run, count: int, other: Run | None = None) -> int:
         """Only the next one."""
         return 1
 

@@ -17,8 +17,8 @@ from events.formats.vllm import Hash
 from events.subscribe import sockets
 from events.subscribe.continuity import HELD_MAX
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint
-from events.subscribe.gathering import Gathering, replay_in_topic
-from events.subscribe.gathering import Worker as ReceivedLog
+from events.subscribe.fan_in import FanInSubscriber, replay_in_topic
+from events.subscribe.fan_in import Worker as FeedWorker
 from events.subscribe.index import Index
 from events.subscribe.sockets import Curve
 from tests.support.feeds.keys import Keys
@@ -31,19 +31,19 @@ class Router:
     """A bound reader with an index for each worker."""
 
     def __init__(self, port: int, **options: object) -> None:
-        self.gathering = Gathering(f"tcp://127.0.0.1:{port}", **options)  # type: ignore[arg-type]
-        self.indexes: dict[ReceivedLog, Index] = defaultdict(Index)
+        self.subscriber = FanInSubscriber(f"tcp://127.0.0.1:{port}", **options)  # type: ignore[arg-type]
+        self.indexes: dict[FeedWorker, Index] = defaultdict(Index)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gathering.close()
+        self.subscriber.close()
 
     def receive(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            for worker, report in self.gathering.poll(int(left * 1000) + 1):
+            for worker, report in self.subscriber.poll(int(left * 1000) + 1):
                 self.indexes[worker].fold(report)
 
     def of(self, topic: str) -> Index:
@@ -161,7 +161,7 @@ def test_who_is_not_allowed_says_nothing_until_he_is(port: int, keys: Keys) -> N
     url = f"topic=kv@b@unknown&curve_key={keys.secret('b')}&curve_server={keys.public('router')}"
     with connecting(port, url) as worker, Router(port, curve=keys.serves("router")) as router:
         worker.put(worker.source.store(1, 3))
-        assert router.receives(lambda: router.gathering.refused > 0 and worker.transport.refused > 0)
+        assert router.receives(lambda: router.subscriber.refused > 0 and worker.transport.refused > 0)
         assert router.indexes == {}
         keys.allow("b")
         assert router.receives(
@@ -177,7 +177,7 @@ def test_a_worker_in_clear_is_not_received(port: int, keys: Keys) -> None:
     for options in ("topic=kv@a@unknown", wrong):
         with connecting(port, options) as worker, Router(port, curve=keys.serves("router")) as router:
             worker.put(worker.source.store(1, 3))
-            assert router.receives(lambda: router.gathering.refused > 0)
+            assert router.receives(lambda: router.subscriber.refused > 0)
             with connecting(port, right) as other:
                 other.put(other.source.store(1, 2))
                 assert router.receives(lambda: bool(router.reported().get("right")))
@@ -200,8 +200,8 @@ def test_nobody_speaks_for_another_key(port: int, keys: Keys) -> None:
             lambda: sorted(len(index.resident()) for index in router.indexes.values()) == [1, 2]
         )
         assert len({worker.key for worker in router.indexes}) == 2
-        router.gathering.forget(next(iter(router.gathering.workers)))
-        assert len(router.gathering.workers) == 1
+        router.subscriber.forget(next(iter(router.subscriber.workers)))
+        assert len(router.subscriber.workers) == 1
 
 
 def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
@@ -211,7 +211,7 @@ def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
         connecting(port, "topic=kv@b@unknown"),
         Router(port, max_workers=1) as router,
     ):
-        assert router.receives(lambda: router.gathering.ignored > 2)
+        assert router.receives(lambda: router.subscriber.ignored > 2)
         assert len(router.indexes) == 1
 
 
@@ -225,7 +225,7 @@ def test_a_worker_that_was_silent_for_long_gives_way(port: int) -> None:
         with connecting(port, "topic=kv@b@unknown") as second:
             second.put(second.source.store(1, 2))
             assert router.receives(lambda: router.reported().get("b") == resident(second))
-        assert [worker.topic for worker in router.gathering.workers] == ["kv@b@unknown"]
+        assert [worker.topic for worker in router.subscriber.workers] == ["kv@b@unknown"]
         assert router.of("kv@a@unknown").missed_batches == 1
         router.receive(0.4)
         with connecting(port, "topic=kv@a@unknown") as again:
@@ -238,15 +238,15 @@ def test_binding_beyond_loopback_needs_keys(endpoint: str, keys: Keys) -> None:
     """Anybody could invent residency; the error says both ways out, and both are."""
     keys.allow("a")
     with pytest.raises(InsecureEndpoint, match=r"give keys .*insecure"):
-        Gathering(endpoint)
-    Gathering(endpoint, insecure=True).close()
-    Gathering(endpoint, curve=keys.serves("router")).close()
+        FanInSubscriber(endpoint)
+    FanInSubscriber(endpoint, insecure=True).close()
+    FanInSubscriber(endpoint, curve=keys.serves("router")).close()
 
 
 def test_binding_encrypted_needs_a_list(keys: Keys) -> None:
     """Without one, nobody would be let in, silently."""
     with pytest.raises(EndpointError, match="keys of those that may connect"):
-        Gathering("tcp://127.0.0.1:0", curve=Curve.read(keys.secret("router")))
+        FanInSubscriber("tcp://127.0.0.1:0", curve=Curve.read(keys.secret("router")))
 
 
 @pytest.mark.parametrize(
@@ -261,4 +261,4 @@ def test_binding_encrypted_needs_a_list(keys: Keys) -> None:
 )
 def test_only_an_address_in_a_topic_is_called(topic: str, endpoint: str | None) -> None:
     """A pod's name alone is none."""
-    assert replay_in_topic(ReceivedLog(topic)) == endpoint
+    assert replay_in_topic(FeedWorker(topic)) == endpoint

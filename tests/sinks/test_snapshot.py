@@ -64,10 +64,10 @@ def test_is_worn_when_sending_anew_costs_less(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sinks.router.replay.MIN_TAIL_BYTES", least := 4000)
     made = snapshot(1)
     made.append(b"x" * (least + 1))
-    assert not made.worn
+    assert not made.is_stale
     assert made.advance(1e6)
-    assert made.worn
+    assert made.is_stale
     large = snapshot(2 * least // 32)
     assert large.advance(1e6)
     large.append(b"x" * (least + 1))
-    assert not large.worn
+    assert not large.is_stale

@@ -198,7 +198,7 @@ class TestOneManagerAtATime:
         first.close()
         second = KVCacheManager(config, pools=pools)
         first.close()
-        pools.give_back(first)
+        pools.release(first)
         with pytest.raises(UsageError, match="not closed"):
             KVCacheManager(config, pools=pools)
         second.close()

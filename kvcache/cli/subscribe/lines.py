@@ -17,7 +17,7 @@ from kvcache.phrases import count
 from sinks.render import NAME_DIGITS, StreamNames, text
 
 if TYPE_CHECKING:
-    from events.subscribe.gathering import Worker
+    from events.subscribe.fan_in import Worker
 
 _LAST_SECOND = 1e9 * 9
 """Last valid time in seconds, in the year 2255: later times in nanoseconds exceed 64 bits."""

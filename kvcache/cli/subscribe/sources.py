@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from events.brokers.address import is_broker
 from events.subscribe.continuity import Received, ReceivedBatch
-from events.subscribe.endpoints import host_of, is_to_be_bound, refuse_foreign
+from events.subscribe.endpoints import host_of, refuse_foreign, should_bind
 from kvcache.cli.options import option
 from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
@@ -23,7 +23,7 @@ from kvcache.errors import UsageError
 if TYPE_CHECKING:
     import zmq
 
-    from events.subscribe.gathering import Worker
+    from events.subscribe.fan_in import Worker
     from events.subscribe.sockets import Curve
 
 IN_TOPIC = "topic"
@@ -64,7 +64,7 @@ class Sender(NamedTuple):
     """Worker that connects there; None if it is the only one."""
 
 
-class GivenEndpoint(NamedTuple):
+class EndpointArgument(NamedTuple):
     """An ENDPOINT argument, as in ``tcp://10.0.0.1:5557?replay=5558&curve_server=one.key``."""
 
     endpoint: str
@@ -72,7 +72,7 @@ class GivenEndpoint(NamedTuple):
     curve_server: Path | None
 
     @classmethod
-    def read(cls, text: str) -> GivenEndpoint:
+    def read(cls, text: str) -> EndpointArgument:
         """Parse an ENDPOINT. Raises `UsageError`."""
         endpoint, _, query = text.partition("?")
         refuse_foreign(endpoint)
@@ -86,7 +86,7 @@ class GivenEndpoint(NamedTuple):
 
     def binds(self, args: argparse.Namespace) -> bool:
         """Return True if publishers connect to it."""
-        return args.bind or is_to_be_bound(self.endpoint)
+        return args.bind or should_bind(self.endpoint)
 
     def check(self, args: argparse.Namespace) -> None:
         """Raise `UsageError` for a replay or a host that cannot work."""
@@ -134,9 +134,9 @@ def _refuse_unknown_host(endpoint: str) -> None:
         raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
 
 
-def endpoints_of(args: argparse.Namespace) -> list[GivenEndpoint]:
+def endpoints_of(args: argparse.Namespace) -> list[EndpointArgument]:
     """Return the given endpoints, each with its replay. Raises UsageError."""
-    given = [GivenEndpoint.read(text) for text in args.endpoint]
+    given = [EndpointArgument.read(text) for text in args.endpoint]
     if args.replay is not None:
         if len(given) > 1 and args.replay != IN_TOPIC:
             raise UsageError(
@@ -266,9 +266,9 @@ class Subscriptions:
 
 
 def _source(
-    given: GivenEndpoint, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]
+    given: EndpointArgument, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]
 ) -> _Source:
-    from events.subscribe.gathering import Gathering, replay_in_topic
+    from events.subscribe.fan_in import FanInSubscriber, replay_in_topic
     from events.subscribe.subscriber import NativeSubscriber, Subscriber
 
     endpoint, replay, _ = given
@@ -278,7 +278,7 @@ def _source(
     given.check(args)
     if given.binds(args):
         find = None if replay is None else replay_in_topic
-        return _Source("bound", Gathering(endpoint, replay=find, insecure=args.insecure, **common))
+        return _Source("bound", FanInSubscriber(endpoint, replay=find, insecure=args.insecure, **common))
     if args.format == "native":
         return _Source(
             "publisher", NativeSubscriber(endpoint, replay=replay, context=context, **common), replay
@@ -293,7 +293,7 @@ def receive(
 ) -> Iterator[tuple[Sender, Any] | None]:
     """Yield reports until a signal or the last requested batch; also None several times a second."""
     batches = 0
-    troubles = _Troubles(subscriptions, out)
+    troubles = _ProblemReporter(subscriptions, out)
     for endpoint in subscriptions.endpoints:
         out.note(f"listening to {endpoint}")
     while not stop.is_set():
@@ -307,7 +307,7 @@ def receive(
         yield None
 
 
-class _Troubles:
+class _ProblemReporter:
     """Reporter of problems, each once."""
 
     def __init__(self, subscriptions: Subscriptions, out: Output) -> None:

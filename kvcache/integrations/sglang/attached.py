@@ -12,7 +12,7 @@ from typing import Any
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
 from kvcache.integrations.attachment import Attachment, describe_error
-from kvcache.integrations.settings import Wanted, wanted
+from kvcache.integrations.settings import RecorderSettings, recorder_settings
 from kvcache.integrations.sglang.recording import SGLangRecording
 from kvcache.record.outputs import open_log
 
@@ -37,7 +37,7 @@ def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], 
             return None  # the first rank decides the same
         _refuse(scheduler)
         given = {"log": directory} if directory else {}
-        asked = wanted({**given, "sinks": sinks}, None, parallel.dp_rank)
+        asked = recorder_settings({**given, "sinks": sinks}, None, parallel.dp_rank)
         refused = _open(scheduler, asked, f"sglang {version}")
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", describe_error(error))
@@ -70,7 +70,7 @@ def _refuse(scheduler: Any) -> None:
         raise Unsupported("HiSparse, a diffusion model, or decode context parallelism", other)
 
 
-def _open(scheduler: Any, asked: Wanted, engine: str) -> Callable[[Any], None]:
+def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any], None]:
     """Open log and sinks as requested, and attach."""
     config, cache = _config(asked, scheduler), scheduler.tree_cache
     log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
@@ -97,7 +97,7 @@ def _open(scheduler: Any, asked: Wanted, engine: str) -> Callable[[Any], None]:
     return partial(attachment.call, recording.refused)
 
 
-def _config(asked: Wanted, scheduler: Any) -> KVCacheConfig:
+def _config(asked: RecorderSettings, scheduler: Any) -> KVCacheConfig:
     cache, model = scheduler.tree_cache, scheduler.model_config
     size, host = cache.tree_core.page_size, 0
     if cache.cache_controller is not None:

@@ -16,7 +16,7 @@ from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
 from kvcache.integrations.attachment import Attachment, describe_error
-from kvcache.integrations.settings import Wanted, wanted
+from kvcache.integrations.settings import RecorderSettings, recorder_settings
 from kvcache.integrations.vllm.groups import layer_groups
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.record.outputs import open_log
@@ -33,7 +33,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
         version = _known_version()
         manager = scheduler.kv_cache_manager
         group = _recorded_group(manager)
-        asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
+        asked = recorder_settings(given, directory, _rank(scheduler.vllm_config.parallel_config))
         _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", describe_error(error))
@@ -77,7 +77,7 @@ def _recorded_group(manager: Any) -> int:
     return int(full[0])
 
 
-def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
+def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> None:
     """Open log and sinks as requested, and attach."""
     config, names = _config(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
     others = layer_groups(scheduler, group)
@@ -112,7 +112,7 @@ def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
     attachment.close_at_end()
 
 
-def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
+def _config(asked: RecorderSettings, scheduler: Any, group: int) -> KVCacheConfig:
     manager = scheduler.kv_cache_manager
     return asked.config(
         tokens_per_block=manager.coordinator.single_type_managers[group].block_size,

@@ -10,7 +10,7 @@ from typing import Self
 
 from events.brokers.subscriber import BrokerSubscriber
 from events.subscribe.continuity import Missed, Report
-from events.subscribe.gathering import Worker
+from events.subscribe.fan_in import Worker
 from events.subscribe.index import Index
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers import BrokerTransport

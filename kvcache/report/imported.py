@@ -13,7 +13,7 @@ from kvcache.errors import UsageError
 
 
 @dataclass(eq=False, repr=False)
-class NotUnderstood(UsageError):
+class UnreadableInput(UsageError):
     """The input is not the output of `command`. `what` names it: a file, or an argument."""
 
     what: str
@@ -40,7 +40,7 @@ _Plain = bool | _Number | float | str | list[_Number | float | str] | None
 _Config = dict[str, _Plain | dict[str, _Plain]]
 
 
-class GivenCost(msgspec.Struct):
+class ImportedCost(msgspec.Struct):
     """Time of prefills, and their cost per hour."""
 
     gpu_hours: _Positive
@@ -50,7 +50,7 @@ class GivenCost(msgspec.Struct):
     saved_per_hour: _Positive | None = None
 
 
-class GivenFormula(msgspec.Struct):
+class ImportedFormula(msgspec.Struct):
     """Formula for prefill seconds, and the currency of the costs."""
 
     formula: str
@@ -60,7 +60,7 @@ class GivenFormula(msgspec.Struct):
 class WithCosts(msgspec.Struct, kw_only=True):
     """Output that may include costs."""
 
-    prefill_model: GivenFormula | None = None
+    prefill_model: ImportedFormula | None = None
 
     @property
     def cost_columns(self) -> list[str]:
@@ -70,7 +70,7 @@ class WithCosts(msgspec.Struct, kw_only=True):
         currency = self.prefill_model.currency
         return ["prefill", "p95", "GPU-hours", "saved"] + [f"{currency} saved/h"] * (currency is not None)
 
-    def cost_values(self, cost: GivenCost | None) -> list[float | None]:
+    def cost_values(self, cost: ImportedCost | None) -> list[float | None]:
         """Return the values for these columns: two are seconds."""
         if cost is None:
             return [None] * len(self.cost_columns)
@@ -98,7 +98,7 @@ class Size(msgspec.Struct):
     hit_rate: _Part
     best_hits: _Count | None = None
     bytes: _Count | None = None
-    prefill: GivenCost | None = None
+    prefill: ImportedCost | None = None
     policies: list[PolicyHits] = []
 
 
@@ -109,7 +109,7 @@ class Timeout(msgspec.Struct):
     seconds: _Blocks | None = None
 
 
-class GivenCurve(WithCosts):
+class ImportedCurve(WithCosts):
     """Hit rates by size, and by retention time of idle blocks."""
 
     command: ClassVar[str] = "curve"
@@ -151,7 +151,7 @@ class GivenCurve(WithCosts):
         return [(blocks, name) for blocks, name in names.items() if blocks]
 
 
-class GivenTrial(msgspec.Struct):
+class ImportedTrial(msgspec.Struct):
     """One cache of a trial, or the recorded one."""
 
     hit_rate: _Part
@@ -166,7 +166,7 @@ class GivenTrial(msgspec.Struct):
     unserved: _Count = 0
     config: _Config = {}
     cache_bytes: dict[Literal["primary", "secondary"], _Count] | None = None
-    prefill: GivenCost | None = None
+    prefill: ImportedCost | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by dotted name."""
@@ -177,8 +177,8 @@ class WhatIf(WithCosts):
     """The recording, and the trials."""
 
     command: ClassVar[str] = "whatif"
-    recorded: GivenTrial
-    trials: list[GivenTrial]
+    recorded: ImportedTrial
+    trials: list[ImportedTrial]
     log_id: str | None = None
 
     def differing(self) -> list[str]:
@@ -204,7 +204,7 @@ _COUNTS = {
     "too long": "too_long",
     "unserved": "unserved",
 }
-_Form = TypeVar("_Form", GivenCurve, WhatIf)
+_Form = TypeVar("_Form", ImportedCurve, WhatIf)
 
 
 def understood(given: object, form: type[_Form], what: str) -> _Form:
@@ -219,14 +219,14 @@ def understood(given: object, form: type[_Form], what: str) -> _Form:
         said = given if isinstance(given, bytes) else json.dumps(given, allow_nan=False).encode()
         return msgspec.json.decode(said, type=form)
     except RecursionError as error:
-        raise NotUnderstood(what, form.command, "it is nested too deeply") from error
+        raise UnreadableInput(what, form.command, "it is nested too deeply") from error
     except (TypeError, ValueError) as error:
-        raise NotUnderstood(what, form.command, str(error).partition("\n")[0]) from error
+        raise UnreadableInput(what, form.command, str(error).partition("\n")[0]) from error
 
 
-def refuse_other(log_id: str | None, given: GivenCurve | WhatIf, what: str) -> None:
+def refuse_other(log_id: str | None, given: ImportedCurve | WhatIf, what: str) -> None:
     """Raise `OtherLog` if the input names another log than this one, or a trace."""
-    of_trace = isinstance(given, GivenCurve) and given.trace is not None
+    of_trace = isinstance(given, ImportedCurve) and given.trace is not None
     if of_trace or (log_id is not None and given.log_id is not None and given.log_id != log_id):
         raise OtherLog(what, given.command)
 

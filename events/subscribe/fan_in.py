@@ -2,8 +2,8 @@
 
 ::
 
-    with Gathering("tcp://127.0.0.1:5557", replay=replay_in_topic) as gathering:
-        for worker, report in gathering:
+    with Gathering("tcp://127.0.0.1:5557", replay=replay_in_topic) as subscriber:
+        for worker, report in subscriber:
             indexes[worker].fold(report)
 
 A publisher is known by the topic of its messages and, if they are encrypted, by its public key: no publisher can
@@ -59,7 +59,7 @@ def replay_in_topic(worker: Worker) -> str | None:
     return None if found is None else f"tcp://{found['address']}"
 
 
-class Gathering:
+class FanInSubscriber:
     """Follows all publishers that connect to an endpoint.
 
     Args:
