@@ -19,7 +19,7 @@ def cache(**settings: Any) -> KVCacheManager:
     """A cache with three blocks of the prompt and one that begins as its last one."""
     settings = {"primary_blocks": 12, "max_sequence_length": 24} | settings
     manager = KVCacheManager(strategies.config(**settings))
-    encoder = {"encoder_tokens": [5, 5, 5]} if "cross_kv_cache_fraction" in settings else {}
+    encoder: dict[str, Any] = {"encoder_tokens": [5, 5, 5]} if "cross_kv_cache_fraction" in settings else {}
     manager.add_sequence("before", PROMPT, **encoder)
     manager.store_context_blocks("before", 7)
     if encoder:

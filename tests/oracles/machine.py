@@ -154,7 +154,9 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             return
         self.earlier = (self.earlier + [tokens for _, _, tokens, *_ in batch])[-8:]
         self.inputs = (self.inputs + [given for *_, given in batch if given is not None])[-4:]
-        sources = [self.sources_of(each, *said, given) for each, *said, _, _, given in batch]
+        sources = [
+            self.sources_of(each, namespace, tokens, given) for each, namespace, tokens, _, _, given in batch
+        ]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
             expected = self.model.add(batch, sources)

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
@@ -61,7 +62,7 @@ def played(page: str) -> str:
         for command, omitted in re.findall(r"^(\$ .*)\n(\.\.\.\n)?", block, re.MULTILINE):
             found = _COMMAND.fullmatch(command)
             assert found is not None, command
-            said = _printed(lambda found=found: main(shlex.split(found["args"]))).splitlines()
+            said = _printed(partial(main, shlex.split(found["args"]))).splitlines()
             kept = ["..."] if omitted else said[: int(found["head"])] if found["head"] else said
             lines += [command, *(line.rstrip() for line in kept)]
         return "```console\n" + "\n".join(lines) + "\n```\n"
