@@ -158,7 +158,7 @@ class KVCacheManager(EventSourcedCache):
             order=substitutes.eviction_order,
         )
         self._checker = RequestChecker(state, self.layout, config, log_has_tokens=outputs.records_tokens)
-        self._upkeep, self._running = self._blocks.upkeep, self._blocks.running
+        self._housekeeping, self._running = self._blocks.housekeeping, self._blocks.running
         guard, blocks = self._guard, self._blocks
         self.tables = BlockTables(
             guard, config, self.layout, state, blocks, self._transfer_checks, self._pools
@@ -182,7 +182,7 @@ class KVCacheManager(EventSourcedCache):
         `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It lists the
         blocks in the file of `secondary_path`, of which the intact ones are reused at once; `restored` counts them.
         Without such a file nothing is recovered. `options` are the constructor's, and `recompute`, which recomputes
-        lost prefixes (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without
+        lost prefixes (`kvcache.fold.survivors.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without
         tokens, and the errors of opening and replaying a log (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
         """
         with reopened(config, log, pools, options.pop("recompute", None)) as (writer, restored):
@@ -385,7 +385,7 @@ class KVCacheManager(EventSourcedCache):
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
             with self._guard:
-                self._upkeep.note_refusal(batch[refusal.index].request_id, refusal)
+                self._housekeeping.note_refusal(batch[refusal.index].request_id, refusal)
             raise
         if self._salts.wanted:
             self._salts.remember(salts)
@@ -675,7 +675,7 @@ class KVCacheManager(EventSourcedCache):
     def clear(self) -> None:
         """Drop every unreferenced cached block and un-name the others. Published at once."""
         with self._guard:
-            self._upkeep.clear()
+            self._housekeeping.clear()
         self._end_step()
 
     # -- bytes, at the end of a step and of the manager
@@ -692,12 +692,12 @@ class KVCacheManager(EventSourcedCache):
         checksums = self._checksums(landed)
         with self._guard:
             if landed:
-                self._upkeep.land(landed, b"".join([each for _, _, each in checksums]))
+                self._housekeeping.land(landed, b"".join([each for _, _, each in checksums]))
             if self._checking is not None:
                 for each in checksums:
                     self._checking.landed(*each)
             if failed:
-                self._transfer_checks.lose(failed, self._upkeep.fail(failed))
+                self._transfer_checks.lose(failed, self._housekeeping.fail(failed))
                 if self._checking is not None:
                     self._checking.begin(self.state)
             engine.recorded()

@@ -23,7 +23,7 @@ from events.types import FULL, PRIMARY, SECONDARY, UNCACHED, RemoveReason, Reque
 from kvcache.calls.guard import exclusive
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import RunningRequests
-from kvcache.decide.upkeep import Upkeep
+from kvcache.decide.housekeeping import Housekeeping
 from kvcache.decide.window_manager import BlockEvents, BlockNames
 from kvcache.errors import (
     Contradiction,
@@ -139,7 +139,7 @@ class Recorder(EventSourcedCache):
         assert isinstance(group, FullGroup)
         self._group, self._size, self._key_bytes = group, config.tokens_per_block, hashing.key_bytes
         self._names_given = hashing.given
-        self._upkeep = Upkeep(
+        self._housekeeping = Housekeeping(
             self.state,
             self._emit,
             lambda: 0,
@@ -192,11 +192,11 @@ class Recorder(EventSourcedCache):
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
             raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
-        pages = self._upkeep.missing_pages([request.rich] if request.rich is not None else [])
+        pages = self._housekeeping.missing_pages([request.rich] if request.rich is not None else [])
         self._warn_of_no_flush()
         handle = Handle(self.state.next_handle)
         with self._guard:
-            self._upkeep.intern(pages)
+            self._housekeeping.intern(pages)
             self._ids.hold(handle, blocks, slots)
             self._fresh.add(handle)
             self._admit(handle, request.with_symbols(self.state.symbols), slots, below, free, loaded)
@@ -253,7 +253,7 @@ class Recorder(EventSourcedCache):
         held, _ = shared_slots(self.state.positional)
         left = level.available - held if available is None else checked_natural(available, "available")
         with self._guard:
-            self._upkeep.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
+            self._housekeeping.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
 
     # -- running requests
 
@@ -550,7 +550,7 @@ class Recorder(EventSourcedCache):
     def cleared(self) -> None:
         """Record that nothing is cached any more. Blocks held by running requests stay theirs, without a name."""
         with self._guard:
-            self._upkeep.clear()
+            self._housekeeping.clear()
             self._ids.forget_names()
 
     # -- further groups, numbered from 1 on
@@ -710,7 +710,7 @@ class Recorder(EventSourcedCache):
 
         They are part of checkpoints, so that `audit` can compare the log with them.
         """
-        self._upkeep.engine_counts = (
+        self._housekeeping.engine_counts = (
             checked_natural(prompt_tokens, "prompt_tokens"),
             checked_natural(reused_tokens, "reused_tokens"),
         )

@@ -35,7 +35,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.prefixes.publisher import WorkerRank
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.observed_steps import ObservedStep
-from kvcache.workload.waiting import Waiting
+from kvcache.workload.waiting_queue import Waiting
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program
 from tests.support.servers.browser import Browser
@@ -426,12 +426,12 @@ def test_requests_of_a_killed_worker_are_served_by_another() -> None:
     """
 
     async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
-        in_line = [asyncio.Event() for _ in range(6)]
+        queued = [asyncio.Event() for _ in range(6)]
         tasks = [
             asyncio.create_task(balancer.complete([number] * 300, 5, 0, each))
-            for number, each in enumerate(in_line)
+            for number, each in enumerate(queued)
         ]
-        await asyncio.gather(*(each.wait() for each in in_line))
+        await asyncio.gather(*(each.wait() for each in queued))
         assert [each.running for each in balancer.members.values()] == [3, 3]
         clock.now_ms = 1000
         await fleet.kill("worker 1")

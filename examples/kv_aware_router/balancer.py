@@ -51,7 +51,7 @@ class _Request:
     prompt: list[int]
     max_tokens: int
     sent_ms: int
-    in_line: asyncio.Event
+    queued: asyncio.Event
     """Whether it has come to a worker, or nowhere."""
     attempts: int = 1
 
@@ -90,17 +90,17 @@ class Balancer:
         self.members[name] = Member(name, place)
 
     async def complete(
-        self, prompt: list[int], max_tokens: int, arrival_ms: int, in_line: asyncio.Event
+        self, prompt: list[int], max_tokens: int, arrival_ms: int, queued: asyncio.Event
     ) -> Served:
         """Have a request served; `in_line` is set when it is at a worker. Raises Refused."""
-        request = _Request(next(self._numbers), prompt, max_tokens, arrival_ms, in_line)
+        request = _Request(next(self._numbers), prompt, max_tokens, arrival_ms, queued)
         self._under_way.add(request)
         try:
             while (member := self._choose(prompt)) is not None:
                 try:
                     return await self._ask(member, request)
                 except httpx.TransportError:
-                    request.in_line.clear()
+                    request.queued.clear()
                     await self._look_after(member)
                     # Whatever was computed there is lost; elsewhere it cannot begin before now.
                     request.sent_ms = max(arrival_ms, self._time.now_ms)
@@ -108,12 +108,12 @@ class Balancer:
             raise Refused(503, "there is no worker")
         finally:
             self._under_way.discard(request)
-            in_line.set()
+            queued.set()
 
     async def advance(self, trace_ms: int) -> None:
         """The trace goes on: wait until all requests have come to a worker, and all workers so far."""
         for request in list(self._under_way):
-            await request.in_line.wait()
+            await request.queued.wait()
         await asyncio.gather(*(self._follow(each, trace_ms) for each in self.members.values() if each.up))
 
     def _choose(self, prompt: list[int]) -> Member | None:
@@ -140,7 +140,7 @@ class Balancer:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
                 raise Refused(response.status_code, response.json().get("error", "refused"))
-            request.in_line.set()
+            request.queued.set()
             async for line in response.aiter_lines():
                 updates.append(msgspec.json.decode(line, type=JobProgress))
                 # Its prompt is computed: what comes now weighs little.

@@ -6,10 +6,10 @@ import threading
 from collections import deque
 
 from examples.kv_aware_router.clock import WorkerClock
-from kvcache.workload.waiting import Line, Waiting
+from kvcache.workload.waiting_queue import RequestQueue, Waiting
 
 
-class Inbox(Line):
+class Inbox(RequestQueue):
     """Requests in the order in which they came. Each is there from the time on at which it was sent."""
 
     def __init__(self, clock: WorkerClock) -> None:

@@ -33,10 +33,10 @@ async def play(
         for request in trace:
             now = request.timestamp
             await reach(now)
-            in_line = asyncio.Event()
-            waiting.add(asyncio.create_task(_ask(client, request, tally, in_line)))
+            queued = asyncio.Event()
+            waiting.add(asyncio.create_task(_ask(client, request, tally, queued)))
             # Time stands still until the request is where it belongs.
-            await in_line.wait()
+            await queued.wait()
             waiting = {each for each in waiting if not _over(each)}
         while waiting := {each for each in waiting if not _over(each)}:
             now += TICK_MS
@@ -48,20 +48,18 @@ def _over(user: asyncio.Task[None]) -> bool:
     return user.done() and user.result() is None
 
 
-async def _ask(
-    client: httpx.AsyncClient, request: TraceRequest, tally: Tally, in_line: asyncio.Event
-) -> None:
+async def _ask(client: httpx.AsyncClient, request: TraceRequest, tally: Tally, queued: asyncio.Event) -> None:
     tokens = request.prompt().tolist()
     body = {"prompt": tokens, "max_tokens": max(1, request.output_length), "arrival_ms": request.timestamp}
     try:
         async with client.stream("POST", "/v1/completions", content=msgspec.json.encode(body)) as response:
-            in_line.set()
+            queued.set()
             content = await response.aread()
     except httpx.TransportError:
         tally.lost += 1
         return
     finally:
-        in_line.set()
+        queued.set()
     error = msgspec.json.decode(content, type=Error)
     if error.error is None:
         tally.served(msgspec.json.decode(content, type=Served), request.timestamp)

@@ -60,12 +60,12 @@ class Service:
             return JSONResponse({"error": str(error)}, 400)
         if self.balancer is None:
             return JSONResponse({"error": "there is no worker"}, 503)
-        in_line = asyncio.Event()
+        queued = asyncio.Event()
         answer = asyncio.create_task(
-            self.balancer.complete(body.prompt, body.max_tokens, body.arrival_ms, in_line)
+            self.balancer.complete(body.prompt, body.max_tokens, body.arrival_ms, queued)
         )
         # The headers say that the request is in line at a worker, or in none.
-        await in_line.wait()
+        await queued.wait()
         return StreamingResponse(_answered(answer), media_type="application/json")
 
     async def _push_state(self, _: Request) -> Response:

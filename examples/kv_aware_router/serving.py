@@ -21,7 +21,7 @@ from kvcache.fold.state import resident_names
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.tokens import output_tokens
-from kvcache.workload.waiting import Waiting, WaitingLimits
+from kvcache.workload.waiting_queue import Waiting, WaitingLimits
 from sinks.router.transport import ZMQTransport
 
 OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)

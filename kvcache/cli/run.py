@@ -36,9 +36,9 @@ from kvcache.cli.options import (
     seekable,
 )
 from kvcache.cli.output import Output
-from kvcache.cli.playing import given_sizes, note_refused, open_trace, require_room, sized_config
 from kvcache.cli.process import StopSignals
 from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
+from kvcache.cli.trace_play import given_sizes, note_refused, open_trace, require_room, sized_config
 from kvcache.cli.verification import FEED_URL, OwnFeed, Verification, verify_own_log
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.device.memory import served_layout

@@ -116,7 +116,7 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     """Yield the log directory `args.log`, or that of a cache that has served the trace `args.log`.
 
     The latter is removed at the end, unless `args.keep_log` says where it stays. Raises UsageError for options of
-    traces beside a log, and for a place that is taken; and what `kvcache.cli.playing.play_into` raises.
+    traces beside a log, and for a place that is taken; and what `kvcache.cli.trace_play.play_into` raises.
     """
     if not is_trace(args.log):
         if given := [name for name in _OPTIONS if getattr(args, name) is not None]:
@@ -127,7 +127,7 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     if kept is not None and (lexists(kept) or not kept.parent.is_dir()):
         raise UsageError(f"--keep-log {kept}: name a directory that is not there yet, in one that is")
     # Other commands do not need an engine.
-    from kvcache.cli.playing import play_into
+    from kvcache.cli.trace_play import play_into
 
     with (
         leaving_at_sigterm(),

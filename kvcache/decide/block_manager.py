@@ -26,8 +26,8 @@ from kvcache.config import ANY_STOP, KVCacheConfig
 from kvcache.decide.decoding import DecodeBatch, RunningRequests
 from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
+from kvcache.decide.housekeeping import Housekeeping
 from kvcache.decide.sliding_window import SlidingWindowManager
-from kvcache.decide.upkeep import Upkeep
 from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowManager, WindowPlan
 from kvcache.errors import (
     OutOfBlocks,
@@ -56,7 +56,7 @@ _KEPT_NUMBERS = 1 << 36
 class BlockManager:
     """Decisions for the whole cache: each call takes effect in all windows, or in none.
 
-    `upkeep` decides about the cache as a whole.
+    `housekeeping` decides about the cache as a whole.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class BlockManager:
         self._config, self._state, self._emit = config, state, emit
         # A log that does not keep checkpoints has none.
         spacing = config.checkpoint_spacing if recorded else math.inf
-        self.upkeep = Upkeep(state, emit, monotonic_ns, spacing)
-        self._expiry = self.upkeep.expiry
+        self.housekeeping = Housekeeping(state, emit, monotonic_ns, spacing)
+        self._expiry = self.housekeeping.expiry
         self._handles_end = state.next_handle + numbers_left(state.next_handle)
         self._transfers_end = state.next_transfer + numbers_left(state.next_transfer)
         """First transfer id beyond the epoch."""
@@ -205,7 +205,7 @@ class BlockManager:
             )
         rich = [request.rich for request in requests if request.rich is not None]
         if rich:
-            self.upkeep.intern(self.upkeep.missing_pages(rich))
+            self.housekeeping.intern(self.housekeeping.missing_pages(rich))
             # New symbols cannot match anything.
             symbols = self._state.symbols
             plans = [each._replace(request=each.request.with_symbols(symbols)) for each in plans]

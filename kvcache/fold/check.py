@@ -1,7 +1,7 @@
 """Proof of the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
 
-The laws: each slot is in exactly one state (`kvcache.fold.life`), and a copy brings what is in flight; references equal
-the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
+The laws: each slot is in exactly one state (`kvcache.fold.slot_states`), and a copy brings what is in flight;
+references equal the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from events.types import CROSS
 from kvcache.errors import invariant
 from kvcache.fold.groups import AnyGroup
-from kvcache.fold.life import SlotState, slot_states
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
+from kvcache.fold.slot_states import SlotState, slot_states
 
 
 def check_runs(group: AnyGroup) -> None:

@@ -36,7 +36,6 @@ from kvcache.fold.exported_state import export_group, export_sequence, install_g
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import MAX_TURN, UseCounts
 from kvcache.fold.groups import AnyGroup
-from kvcache.fold.life import States, slot_states
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import (
@@ -57,6 +56,7 @@ from kvcache.fold.shape import (
     longest_sequence,
 )
 from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slot_states import States, slot_states
 
 REMEMBERED_REFUSALS = 4096
 """Number of refused requests that are remembered; an older one may be recorded again."""
@@ -752,8 +752,8 @@ class CacheState:
     def check(self) -> None:
         """Prove the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
 
-        Each slot is in exactly one state (`kvcache.fold.life`), and a copy brings what is in flight; references equal
-        the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
+        Each slot is in exactly one state (`kvcache.fold.slot_states`), and a copy brings what is in flight; references
+        equal the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
         """
         for group in self.groups:
             check_runs(group)

@@ -33,7 +33,7 @@ from events.types import (
 )
 from kvcache.calls.guard import Guard, closing, exclusive
 from kvcache.config import KVCacheConfig
-from kvcache.decide.upkeep import Upkeep
+from kvcache.decide.housekeeping import Housekeeping
 from kvcache.errors import ManagerBusy, Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.inputs import checked_integer, time_from
@@ -192,7 +192,7 @@ class EventSourcedCache:
     """Bus that dispatches each event."""
     _guard: Guard
     _journal: Journal
-    _upkeep: Upkeep
+    _housekeeping: Housekeeping
     """Decisions about the cache as a whole."""
 
     @contextmanager
@@ -310,9 +310,9 @@ class EventSourcedCache:
     def _end_step(self) -> EventBatch | None:
         if self.state.transfers:
             self._record_copies()
-        if self._upkeep.due:
+        if self._housekeeping.due:
             with self._guard:
-                self._upkeep.run()
+                self._housekeeping.run()
         batch, times = self._publish(), self._journal.step_times
         self._look_at = UNFLUSHED_STEPS
         if times is not None and batch is not None:
@@ -334,7 +334,7 @@ class EventSourcedCache:
             # An interrupted wait for copies still records everything that happened.
             if self._guard.failure is None:
                 with self._guard:
-                    self._upkeep.checkpoint()
+                    self._housekeeping.checkpoint()
                 self._journal.outputs.make_room()
                 self._publish()
 
@@ -358,7 +358,7 @@ class EventSourcedCache:
         landed = tuple(self.state.transfers)
         if landed:
             with self._guard:
-                self._upkeep.land(landed)
+                self._housekeeping.land(landed)
         return landed
 
     def _finish_copies(self) -> None:

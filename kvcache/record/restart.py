@@ -16,7 +16,7 @@ from kvcache.device.memory import served_layout
 from kvcache.device.secondary_file import DEPENDS_ON
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
-from kvcache.fold.surviving import Recompute, Survey, surviving
+from kvcache.fold.survivors import Recompute, Survey, find_survivors
 from kvcache.record.journal import cache_created
 from kvcache.record.outputs import LogTarget, log_directory, open_log
 from kvcache.replay import replay
@@ -127,7 +127,7 @@ def _restored(
     _refuse_other(config, directory, state)
     before = file.bytes_read
     primary = [group.num_blocks[PRIMARY] for group in served_layout(config).groups]
-    exported, survey = surviving(state, file.checksums, primary, recompute)
+    exported, survey = find_survivors(state, file.checksums, primary, recompute)
     verified = time.perf_counter()
     return Restored(survey, replayed - started, verified - replayed, file.bytes_read - before, exported)
 

@@ -15,7 +15,7 @@ from kvcache.audit.groups import TopGroups
 from kvcache.audit.histogram import Ages
 from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
-from kvcache.report.gathered import EvictionCost, Gathered, Sample, Shelf
+from kvcache.report.data import EvictionCost, ReportData, Sample, Shelf
 from kvcache.report.imported import ImportedCurve, Timeout
 
 Chart = dict[str, Any]
@@ -82,7 +82,7 @@ class Clock:
         return round((at - self._first) / 1e9 / self._seconds, 5)
 
 
-def charts_of(found: Gathered, curve: ImportedCurve | None) -> dict[str, Chart]:
+def charts_of(found: ReportData, curve: ImportedCurve | None) -> dict[str, Chart]:
     """Return all charts of a page, by the names of their places."""
     audit, clock = found.audit, Clock(found.first_at, found.last_at)
     drawn = {"misses": misses(audit), **dict(_over_time(found, clock))}
@@ -115,7 +115,7 @@ def _line(name: str, x: Sequence[float], y: Sequence[Any], hover: str, **more: A
     return {"type": "scatter", "name": name, "x": list(x), "y": list(y), "hovertemplate": hover, **more}
 
 
-def _over_time(found: Gathered, clock: Clock) -> Iterator[tuple[str, Chart]]:
+def _over_time(found: ReportData, clock: Clock) -> Iterator[tuple[str, Chart]]:
     """Yield the reused share of prompt tokens as a line, with gaps without admissions, and tokens by reason as bars."""
     timeline = found.audit.over_time
     if timeline.start is None:

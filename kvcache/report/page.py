@@ -26,7 +26,7 @@ from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import UsageError
 from kvcache.phrases import count, describe_end, duration, few, is_whole, later, printable, share, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of
-from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered, Progress, gather
+from kvcache.report.data import MOST_EVICTIONS, MOST_PREFIXES, Progress, ReportData, read_report_data
 from kvcache.report.imported import ImportedCurve, WhatIf, refuse_other, understood
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def report(
     own_curve = _own(directory, curve, ImportedCurve)
     own_whatif = _own(directory, whatif, WhatIf)
     prefills = [] if pricing is None else [PrefillTotals(pricing.model)]
-    found = gather(directory, progress, *prefills)
+    found = read_report_data(directory, progress, *prefills)
     ended(found.end)
     costs = Spending.of(found.audit, prefills, pricing, model)
     data = {
@@ -238,7 +238,7 @@ def _setting(value: object) -> str:
 # -- for scripts and programs
 
 
-def facts(found: Gathered) -> dict[str, Any]:
+def facts(found: ReportData) -> dict[str, Any]:
     """Return the headline numbers for programs."""
     audit = found.audit
     return {
@@ -253,7 +253,7 @@ def facts(found: Gathered) -> dict[str, Any]:
     }
 
 
-def lanes(found: Gathered) -> dict[str, Any]:
+def lanes(found: ReportData) -> dict[str, Any]:
     """Return all lanes in columns: ids as text, marks as consecutive (phase, ms since the log's first batch)."""
     ms = 1_000_000
     return {

@@ -37,7 +37,7 @@ from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
 from kvcache.workload.traces import TraceRequest
-from kvcache.workload.waiting import Line, Waiting, WaitingLimits, WaitingLine
+from kvcache.workload.waiting_queue import RequestQueue, Waiting, WaitingLimits, WaitingQueue
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -124,7 +124,7 @@ class Engine:
     def __init__(
         self,
         manager: KVCacheManager,
-        trace: Iterable[TraceRequest] | Line,
+        trace: Iterable[TraceRequest] | RequestQueue,
         options: DriveOptions | None = None,
         *,
         pools: Pools | None = None,
@@ -142,17 +142,17 @@ class Engine:
         windows = {group.window: WindowBlocks() for group in manager.layout.groups}
         self._result = RunResult(self._times, windows)
         self._watch = watch
-        self._line = trace if isinstance(trace, Line) else self._line_of(trace)
+        self._queue = trace if isinstance(trace, RequestQueue) else self._queue_of(trace)
         self._running: dict[int, _Running] = {}
         """Running requests in the order of admission."""
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
 
-    def _line_of(self, trace: Iterable[TraceRequest]) -> WaitingLine:
+    def _queue_of(self, trace: Iterable[TraceRequest]) -> WaitingQueue:
         limits = WaitingLimits.of(self._manager.config, self._manager.layout)
         only_numbers = self._manager.config.block_hash == "v1_block_key"
         seed, refuse = self._options.seed, self._result.refuse
-        return WaitingLine(trace, limits, self._clock, seed, refuse, lora_ids=only_numbers)
+        return WaitingQueue(trace, limits, self._clock, seed, refuse, lora_ids=only_numbers)
 
     def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
         """Step until all requests are done, or `stop` is set; then no request of the trace is running any more.
@@ -161,12 +161,12 @@ class Engine:
         block holds wrong bytes; running requests then stay as they are.
         """
         stop, result = stop or threading.Event(), self._result
-        while (self._line or self._running) and not stop.is_set() and result.log_failure is None:
+        while (self._queue or self._running) and not stop.is_set() and result.log_failure is None:
             self._step()
             if progress is not None:
                 progress(len(self._times), result.requests + result.refused)
-            self._clock.advance(stop, until_ms=0 if self._running else self._line.next_arrival_ms)
-        result.interrupted = bool(self._line or self._running)
+            self._clock.advance(stop, until_ms=0 if self._running else self._queue.next_arrival_ms)
+        result.interrupted = bool(self._queue or self._running)
         self._end()
         return result
 
@@ -227,7 +227,7 @@ class Engine:
         if chosen:
             with self._times.timed():
                 admissions = self._manager.add_sequences([waiting.request for waiting in chosen])
-            self._line.take(len(chosen))
+            self._queue.take(len(chosen))
             admitted = [self._start(*pair) for pair in zip(chosen, admissions, strict=True)]
         # Also without admissions: decoding may have offloaded blocks to secondary.
         self._transfer()
@@ -236,7 +236,7 @@ class Engine:
     def _choose(self) -> list[Waiting]:
         """Return the first requests in line that can be completed together with the running ones."""
         room = self._options.concurrency - len(self._running) if self._may_admit else 0
-        candidates = self._line.first(room)
+        candidates = self._queue.first(room)
         if not candidates:
             return []
         free = self._free_after_completion()
@@ -290,7 +290,7 @@ class Engine:
             running.computed = 0
         undone = [running for running in cut if self._has_let_go(running)]
         self._remove(undone)
-        self._line.put_back([running.waiting.after(running.sampled) for running in undone])
+        self._queue.put_back([running.waiting.after(running.sampled) for running in undone])
 
     def _has_let_go(self, running: _Running) -> bool:
         """Return True if some window has released blocks, so that the request cannot be computed from its start."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import InternalError, invariant
-from kvcache.fold.surviving import LostPrefix
+from kvcache.fold.survivors import LostPrefix
 from kvcache.layout import ITEM_BYTES, PoolLayout
 from kvcache.workload.tokens import Int32s, Int64s, Uint64s, mix64
 

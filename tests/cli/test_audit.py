@@ -24,7 +24,7 @@ from kvcache.audit.totals import PARTS, Timeline, audit_batches, verdict_on
 from kvcache.errors import OutOfBlocks
 from kvcache.manager import Substitutes
 from kvcache.replay import replay
-from kvcache.report.gathered import gather
+from kvcache.report.data import read_report_data
 from tests.support.commands import Kvcache
 
 SECOND = 10**9
@@ -398,7 +398,7 @@ class TestLost:
 
     def test_the_report_has_them_apart(self, lost: Path) -> None:
         """In lanes, and so in the choice of whom to explain, they are beside evictions, not among them."""
-        lanes = {lane.request_id: lane for lane in gather(lost).lanes}
+        lanes = {lane.request_id: lane for lane in read_report_data(lost).lanes}
         assert lanes["right"].by_kind == (0, 0, 0, 12, 1)
         assert lanes["right"].computed_again == 12
 
@@ -412,7 +412,7 @@ def test_of_a_block_that_was_copied_in_part_the_rest_is_charged(tmp_path: Path) 
             manager.store_context_blocks(name, 13)
             manager.remove_sequence(name)
             manager.flush()
-    bills = gather(tmp_path / "log").bills
+    bills = read_report_data(tmp_path / "log").bills
     audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
     evicted = sum(int(audit.reasons[reason]) for reason in EVICTIONS)
     assert audit.reasons[Reason.PARTIAL] > 0

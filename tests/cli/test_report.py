@@ -30,13 +30,13 @@ from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
 from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import OutOfBlocks, UsageError
-from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
+from kvcache.fold.slot_states import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
 from kvcache.phrases import duration, few
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
-from kvcache.report.gathered import Phase, gather
+from kvcache.report.data import Phase, read_report_data
 from kvcache.report.imported import ImportedCurve, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
 from tests.support.commands import Kvcache, RunPython, run_log, segments
@@ -279,7 +279,7 @@ class TestNumbers:
     def test_prefixes_at_the_same_position_have_different_labels(self, busy: Path, page: Page) -> None:
         """A label has the start of the name of the prefix's last block."""
         [tree] = page.data["charts"]["prefixes"]["data"]
-        prefixes = gather(busy).audit.prefixes
+        prefixes = read_report_data(busy).audit.prefixes
         assert len(prefixes) == len(tree["labels"]) - 1
         for prefix, label in zip(prefixes, tree["labels"][1:], strict=True):
             assert prefix.name is not None
@@ -304,7 +304,7 @@ class TestNumbers:
 
     def test_occupancy_is_the_states(self, busy: Path) -> None:
         """At several moments the counts are those of the slots' states, worked out from a replay."""
-        found = gather(busy)
+        found = read_report_data(busy)
         seqs = {batch.ts: batch.seq for batch in LogReader(busy)}
         samples = found.samples
         for sample in (samples[0], samples[len(samples) // 2], samples[-1]):
@@ -322,12 +322,12 @@ class TestNumbers:
         for batch in list(LogReader(busy))[::25]:
             level = replay(busy, batch.seq).state.groups[0].levels[PRIMARY]
             held = max(held, level.size - len(level.blank) - level.unreferenced)
-        assert max(sample.held for sample in gather(busy).samples) >= held > 0
+        assert max(sample.held for sample in read_report_data(busy).samples) >= held > 0
 
     @pytest.mark.parametrize("bills", [2, pytest.param(None, marks=pytest.mark.long)])
     def test_evictions_are_paid_by_those_who_computed_again(self, busy: Path, bills: int | None) -> None:
         """The bills add up, and each payer's explanation names the eviction."""
-        found = gather(busy)
+        found = read_report_data(busy)
         assert [bill.eviction for bill in found.bills] == found.audit.worst[: len(found.bills)]
         assert all(bill.payers.total() == bill.eviction.tokens for bill in found.bills)
         for bill in found.bills[:bills]:
@@ -345,7 +345,7 @@ class TestNumbers:
     def test_every_log_has_a_report(self, seed: int, tmp_path: Path) -> None:
         """Several windows, lost batches, restarts, no tokens: the sums hold, and each eviction is paid for."""
         log = random_log(seed, tmp_path / "log")
-        found = gather(log)
+        found = read_report_data(log)
         assert all(bill.payers.total() == bill.eviction.tokens for bill in found.bills)
         assert sum(int(lane.tokens.sum()) for lane in found.lanes) == found.audit.prompt_tokens
         for lane in found.lanes:
@@ -396,7 +396,7 @@ def test_a_lane_reports_waiting_computing_decoding_and_preemption(tmp_path: Path
         step()
         manager.store_context_blocks("late", 13)
         step()
-    lane = next(each for each in gather(tmp_path / "log").lanes if each.request_id == "late")
+    lane = next(each for each in read_report_data(tmp_path / "log").lanes if each.request_id == "late")
     assert [(phase, (at - start) / 10**9) for phase, at in lane.marks] == [
         (Phase.WAITING, 2),
         (Phase.PREFILL, 3),
@@ -635,7 +635,7 @@ def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -
     said = " ".join(page.text)
     assert "The log is torn: the writer stopped inside a batch" in said
     assert page.data["facts"]["end"] == "torn"
-    found = gather(log)
+    found = read_report_data(log)
     [begins] = found.set_back
     assert f"The clock begins again in batch {begins:,}" in said
     times = [sample.at for sample in found.samples]

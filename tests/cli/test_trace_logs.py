@@ -207,7 +207,7 @@ def test_a_report_takes_the_curve_of_its_trace(
     assert "does not say" not in done.err
     assert f"A block has {BLOCK} tokens." in page.read_text()
     # What plays: nothing is there to play it with.
-    monkeypatch.setattr("kvcache.cli.playing.play_into", None)
+    monkeypatch.setattr("kvcache.cli.trace_play.play_into", None)
     other = write(tmp_path / "other.jsonl", [0] * 6)
     done = kvcache("report", other, "--curve", given, "-o", page, "--force")
     assert (done.code, done.out) == (2, "")

@@ -436,7 +436,7 @@ def with_images() -> KVCacheManager:
     for number in range(3):
         image = MultimodalItem(bytes([number]) * 32, 1, 2)
         serve(manager, f"image {number}", [1, 2, 3, 4], multimodal=[image])
-    blocks_of(manager).upkeep.clear()
+    blocks_of(manager).housekeeping.clear()
     return manager
 
 
@@ -501,7 +501,7 @@ RECORDED = {LoadFailed, PoolShared, SlotsTaken, SlotsLeft, SlotsNamed, SlotsUnna
 
 
 def checkpoint_due(manager: KVCacheManager) -> KVCacheManager:
-    blocks_of(manager).upkeep.checkpoint_due = 1
+    blocks_of(manager).housekeeping.checkpoint_due = 1
     return manager
 
 

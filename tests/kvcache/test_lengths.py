@@ -10,7 +10,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong, UsageError
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
-from kvcache.workload.waiting import WaitingLimits
+from kvcache.workload.waiting_queue import WaitingLimits
 
 
 def manager(**settings: Any) -> KVCacheManager:

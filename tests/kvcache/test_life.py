@@ -20,7 +20,7 @@ from events.types import (
 )
 from kvcache.errors import InvariantViolated
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.life import SlotState
+from kvcache.fold.slot_states import SlotState
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies

@@ -34,7 +34,7 @@ from kvcache.errors import (
 )
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.group import Level
-from kvcache.fold.life import SlotState
+from kvcache.fold.slot_states import SlotState
 from kvcache.replay import replay
 from sinks.render import StreamNames, render_event
 from tests.oracles.naive_audit import NaiveAudit

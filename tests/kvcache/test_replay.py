@@ -194,7 +194,7 @@ def test_folding_goes_on_after_a_gap() -> None:
         batch = manager.flush()
         if batch is not None:
             batches.append(batch)
-    blocks_of(manager).upkeep.checkpoint()  # it has no log, so it records none by itself
+    blocks_of(manager).housekeeping.checkpoint()  # it has no log, so it records none by itself
     last = manager.flush()
     assert last is not None
     replayed = fold([*batches, last], verify=True)

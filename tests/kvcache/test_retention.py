@@ -117,7 +117,7 @@ def test_step_ends_the_times_of_a_bounded_number_of_blocks(
     windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest overdue first, and what has one time together; a manager that goes on from the state does alike."""
-    monkeypatch.setattr("kvcache.decide.upkeep.AT_ONCE", 6)
+    monkeypatch.setattr("kvcache.decide.housekeeping.AT_ONCE", 6)
     rig = Rig(200 if len(windows) == 1 else (200, 200), windows=windows, checkpoint_spacing=10**6)
     for name in range(12):
         if name % 3:

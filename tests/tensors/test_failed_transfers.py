@@ -13,7 +13,7 @@ from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from events.feed.changes import Change, Cleared
 from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
-from kvcache.decide.upkeep import GIVEN_UP
+from kvcache.decide.housekeeping import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs import Request

@@ -12,7 +12,7 @@ from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.traces import read_trace
-from kvcache.workload.waiting import Line, Waiting
+from kvcache.workload.waiting_queue import RequestQueue, Waiting
 from tests.support.places import ROOT
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
@@ -37,7 +37,7 @@ def test_steps_add_up_to_the_requests() -> None:
     assert sum(step.decoding for step in steps) == sum(max(0, chat.output_length - 1) for chat in CHATS)
 
 
-class OneByOne(Line):
+class OneByOne(RequestQueue):
     """Requests that come only when nothing is left to do."""
 
     def __init__(self) -> None:

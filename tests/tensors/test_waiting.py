@@ -6,13 +6,13 @@ import numpy as np
 
 from kvcache.workload.clock import StepClock
 from kvcache.workload.traces import TraceRequest
-from kvcache.workload.waiting import WaitingLimits, WaitingLine
+from kvcache.workload.waiting_queue import WaitingLimits, WaitingQueue
 
 
 def test_who_is_put_back_is_the_next_in_line() -> None:
     """Requests that begin again keep their order, before all others; what they have generated is in their prompts."""
     trace = [TraceRequest(0, 10, 6, (index,)) for index in range(4)]
-    line = WaitingLine(trace, WaitingLimits(64, 8, 4), StepClock(), 0, lambda *_: None)
+    line = WaitingQueue(trace, WaitingLimits(64, 8, 4), StepClock(), 0, lambda *_: None)
     first = line.first(3)
     line.take(3)
     line.put_back([first[0].after(0), first[2].after(4)])

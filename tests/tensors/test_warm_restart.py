@@ -13,7 +13,7 @@ import pytest
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.fold.surviving import surviving
+from kvcache.fold.survivors import find_survivors
 from kvcache.inputs import Request, Retention, RetentionRange
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
@@ -272,7 +272,7 @@ def test_a_slot_whose_next_block_had_not_arrived_serves_neither(tmp_path: Path) 
     state = replay(tmp_path / "log").state
     noted = state.groups[0].levels[1].checksums
     assert noted is not None
-    exported, survey = surviving(state, lambda group, slots: noted[slots].tobytes(), [2])
+    exported, survey = find_survivors(state, lambda group, slots: noted[slots].tobytes(), [2])
     assert (survey.in_flight, survey.verified) == (1, 0)
     assert exported.groups[0].slots == b""
 
@@ -405,7 +405,7 @@ def test_an_exported_state_has_the_checksums_of_what_has_landed(tmp_path: Path) 
     assert fingerprint(again) == fingerprint(state)
     assert again.export().groups[0].checksums == state.export().groups[0].checksums != b""
     assert engine.pools.secondary_file is not None
-    _, survey = surviving(again, engine.pools.secondary_file.checksums, [4])
+    _, survey = find_survivors(again, engine.pools.secondary_file.checksums, [4])
     assert survey.verified == 4
 
 

@@ -27,7 +27,7 @@ from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
 from kvcache.fold.group import Group
 from kvcache.fold.prefix_tree import Run, runs_below
-from kvcache.fold.surviving import LostPrefix
+from kvcache.fold.survivors import LostPrefix
 from kvcache.inputs import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager

@@ -1,10 +1,10 @@
-"""The life of a block: what may become of the states of a slot (`kvcache.fold.life`) by which event."""
+"""The life of a block: what may become of the states of a slot (`kvcache.fold.slot_states`) by which event."""
 
 from __future__ import annotations
 
 from events import types as ev
 from events.types import MoveReason
-from kvcache.fold.life import (
+from kvcache.fold.slot_states import (
     BLANK,
     HELD,
     REFERENCED,

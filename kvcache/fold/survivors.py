@@ -68,7 +68,7 @@ class Survey:
         return self.verified + self.in_flight + self.changed + self.unreachable
 
 
-def surviving(
+def find_survivors(
     state: CacheState,
     checksums: Checksums,
     primary_blocks: Sequence[int],

@@ -76,7 +76,7 @@ class Waiting:
         return replace(self, request=request, outputs=self.outputs[sampled:])
 
 
-class Line(ABC):
+class RequestQueue(ABC):
     """Line of requests for one engine, which alone takes from it."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Line(ABC):
         """Put requests that have to restart in front of the line."""
 
 
-class WaitingLine(Line):
+class WaitingQueue(RequestQueue):
     """Requests of a trace in its order. The index in the trace, from 0, is the request id.
 
     Models are played as LoRA adapters: an engine's models differ in these, and those of several engines share as

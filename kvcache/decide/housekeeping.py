@@ -155,7 +155,7 @@ class Expiry:
         invariant(set(self.waiting) >= set(self._entries()), "a block would not expire in time")
 
 
-class Upkeep:
+class Housekeeping:
     """Decisions about the cache as a whole."""
 
     def __init__(

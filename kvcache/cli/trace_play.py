@@ -28,7 +28,7 @@ from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.summary import RunResult
 from kvcache.workload.traces import BlockNumbers, TraceRequest, read_trace
-from kvcache.workload.waiting import WaitingLimits
+from kvcache.workload.waiting_queue import WaitingLimits
 
 _LARGEST_BLOCK = 2048
 """Most tokens of a block that a cache takes over from a trace."""

@@ -253,7 +253,7 @@ class EvictionCosts(HistoryListener):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class ReportData:
     """Data gathered from a log."""
 
     first_at: int
@@ -303,7 +303,7 @@ def _groups(origins: Sequence[RequestOrigin]) -> list[RequestGroups]:
     return [RequestGroups(by) for by, there in (("tenant", tenants), ("session", sessions)) if there]
 
 
-def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> Gathered:
+def read_report_data(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> ReportData:
     """Read a log; `progress` is called with the batches read, in both passes. `others` listen in the first one.
 
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
@@ -330,7 +330,7 @@ def gather(log: Path, progress: Progress = lambda _: None, *others: HistoryListe
             break
         closer.fold(batch)
         progress(audit.last_batch + batch.seq)
-    return Gathered(
+    return ReportData(
         first_at=filling.first_at or 0,
         last_at=filling.last_at,
         end=end,
