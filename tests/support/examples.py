@@ -42,11 +42,8 @@ def snippet(text: str, language: str, containing: str) -> str:
     return found
 
 
-_RUN = re.compile(
-    r"^```console\n(?P<console>.*?)^```\n|^```python\n(?P<program>.*?)^```\n(?P<between>\n```text\n)(?P<said>.*?)^```\n"
-    r"|^```python\n(?P<alone>.*?)^```\n",
-    re.MULTILINE | re.DOTALL,
-)
+_LINES = r"((?:(?!```).*\n)*)"
+_RUN = re.compile(rf"^```(console|python)\n{_LINES}```\n(\n```text\n{_LINES}```\n)?", re.MULTILINE)
 _COMMAND = re.compile(r"\$ kvcache (?P<args>.*?)(?: \| head -(?P<head>\d+))?")
 
 
@@ -57,26 +54,23 @@ def played(page: str) -> str:
     line ``...`` is left out. The output of a program in `python` is in a block of `text` right after it, if any.
     """
 
-    def of_console(block: str) -> str:
-        lines: list[str] = []
-        for command, omitted in re.findall(r"^(\$ .*)\n(\.\.\.\n)?", block, re.MULTILINE):
-            found = _COMMAND.fullmatch(command)
-            assert found is not None, command
-            said = _printed(partial(main, shlex.split(found["args"]))).splitlines()
-            kept = ["..."] if omitted else said[: int(found["head"])] if found["head"] else said
-            lines += [command, *(line.rstrip() for line in kept)]
-        return "```console\n" + "\n".join(lines) + "\n```\n"
-
     def anew(found: re.Match[str]) -> str:
-        if found["console"] is not None:
-            return of_console(found["console"])
-        code = found["alone"] or found["program"]
-        said = _printed(lambda: exec(compile(code, "<page>", "exec"), {"__name__": "__main__"}))
-        if found["alone"] is not None:
-            return found[0]
-        return f"```python\n{code}```\n{found['between']}{said}```\n"
+        kind, code, output, _ = found.groups()
+        if kind == "console":
+            commands = re.findall(r"^(\$ .*)\n(\.\.\.\n)?", code, re.MULTILINE)
+            return "```console\n" + "".join(_shown(*each) for each in commands) + "```\n" + (output or "")
+        said = _printed(partial(exec, compile(code, "<page>", "exec"), {"__name__": "__main__"}))
+        return f"```python\n{code}```\n" + (f"\n```text\n{said}```\n" if output else "")
 
     return _RUN.sub(anew, page)
+
+
+def _shown(command: str, omitted: str) -> str:
+    found = _COMMAND.fullmatch(command)
+    assert found is not None, command
+    said = _printed(partial(main, shlex.split(found["args"]))).splitlines()
+    lines = said[: int(found["head"])] if found["head"] else said
+    return f"{command}\n" + (omitted or "".join(f"{line.rstrip()}\n" for line in lines))
 
 
 def _printed(run: Callable[[], object]) -> str:
