@@ -101,7 +101,7 @@ def expired(manager: KVCacheManager, ticks: strategies.Ticks) -> list[list[tuple
     manager.bus.subscribe(reported.append)
     steps = []
     ticks.now += 100 * strategies.MS
-    while blocks_of(manager).upkeep.due:
+    while blocks_of(manager).housekeeping.due:
         reported.clear()
         manager.flush()
         manager.check()

@@ -419,7 +419,7 @@ def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
     engine.admit(Request("b", [0, 0, 1, 1, 1]))  # reuses what "a" has made of it
     engine.start_transfers()
     assert engine.manager.block_table("b")[0] == engine.manager.block_table("a")[0]
-    blocks_of(engine.manager).upkeep.clear()
+    blocks_of(engine.manager).housekeeping.clear()
     engine.end("a")
     assert dict(engine.poll().invalidated) == {"b": 0}
     engine.verify_running()
@@ -482,7 +482,7 @@ def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:
     in_secondary(engine)
     engine.admit(Request("a", [0, 1, 0, 1, 0]))
     engine.admit(Request("b", [0, 1, 0, 1, 1]))
-    blocks_of(engine.manager).upkeep.clear()
+    blocks_of(engine.manager).housekeeping.clear()
     with pytest.raises(TransfersPending):
         engine.manager.store_context_blocks("b", 5)
     with pytest.raises(TransfersPending):

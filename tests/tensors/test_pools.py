@@ -251,7 +251,7 @@ class TestOneManagerAtATime:
         manager.add_sequence("b", [2] * 32)
         manager.start_transfers()
         assert copier.waiting
-        monkeypatch.setattr(blocks_of(manager).upkeep, "clear", lambda: 1 / 0)
+        monkeypatch.setattr(blocks_of(manager).housekeeping, "clear", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             manager.clear()
         with pytest.raises(UsageError, match="not closed"):

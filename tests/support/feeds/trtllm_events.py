@@ -21,7 +21,7 @@ class BusyEngine(Engine):
     def step(self) -> None:
         chance = self.rng.random()
         if chance < 0.02:
-            self.manager._blocks.upkeep.clear()  # without the flush that would take the batch away
+            self.manager._blocks.housekeeping.clear()  # without the flush that would take the batch away
         elif chance < 0.1 and self.running:
             self.manager.set_priority(self.rng.choice(self.running), self.rng.randrange(30, 80))
         else:
