@@ -514,7 +514,7 @@ class LoggedPrompt(NamedTuple):
     """Time of its batch, as `LoggedPrompts.at`."""
 
 
-class BlockNames:
+class NumberedPrompts:
     """Numbers of the blocks of a log without tokens: the names under which requests reused or stored them.
 
     A request names its blocks one by one, so a prompt is complete when its request has ended. A block that it has
@@ -607,7 +607,7 @@ class LoggedPrompts:
         self._progress = progress
         self._symbols = SymbolTable()
         self.log_id = b""
-        self.names: BlockNames | None = None
+        self.names: NumberedPrompts | None = None
         """Names of blocks in a log without tokens; None if it records tokens."""
         self._created: CacheCreated | None = None
         self.tokens_per_block = 0
@@ -747,7 +747,7 @@ class LoggedPrompts:
             return
         self.log_id = started.log_id
         if self._created is None and not started.tokens_recorded:
-            self.names = BlockNames(self._replayed, started.log_id)
+            self.names = NumberedPrompts(self._replayed, started.log_id)
         elif started.tokens_recorded != (self.names is None):
             begins = "begins" if started.tokens_recorded else "ceases"
             raise UsageError(

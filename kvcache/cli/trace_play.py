@@ -16,7 +16,7 @@ from kvcache.cli import config as settings
 from kvcache.cli.options import CONCURRENCY, TOKENS_PER_BLOCK, SizeInBytes
 from kvcache.cli.output import Output
 from kvcache.cli.summary import RequestSizes, RunSource
-from kvcache.cli.traces import Played
+from kvcache.cli.traces import PlayedTrace
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
 from kvcache.layout import Layout
@@ -150,7 +150,7 @@ def note_refused(result: RunResult, out: Output) -> None:
         out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
 
 
-def play_into(log: Path, args: argparse.Namespace, out: Output) -> Played:
+def play_into(log: Path, args: argparse.Namespace, out: Output) -> PlayedTrace:
     """Play `args.trace` at its own times, without tensors, into a log.
 
     The log of equal requests in equal caches is equal. A note states the cache's size; its blocks are those of the
@@ -177,7 +177,7 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> Played:
     if result.log_failure is not None:
         raise result.log_failure
     note_refused(result, out)
-    played = Played(reported, num_blocks, config.tokens_per_block, result.refused, result.refusals)
+    played = PlayedTrace(reported, num_blocks, config.tokens_per_block, result.refused, result.refusals)
     out.note(
         f"{printable(str(args.log))} is a trace: played at its own times through a cache of {played.in_words} "
         "(--primary-blocks, --secondary-blocks, --tokens-per-block)"

@@ -57,7 +57,7 @@ _OPTIONS = (
 )
 
 
-class Played(NamedTuple):
+class PlayedTrace(NamedTuple):
     """A trace that was played through a cache."""
 
     reported: ReportedReuse
@@ -95,7 +95,7 @@ class Served(NamedTuple):
     """A log, and how it was made if it comes from a trace."""
 
     log: Path
-    played: Played | None = None
+    played: PlayedTrace | None = None
 
     @property
     def reported(self) -> ReportedReuse | None:

@@ -154,7 +154,7 @@ Step = OfOne | OfSeveral
 """A command about one sequence."""
 
 
-class Played:
+class PlayedRequest:
     """One request with its remaining recorded steps, and its delay."""
 
     __slots__ = ("delay", "prompt", "steps", "stopped_at")
@@ -213,9 +213,9 @@ class Playback:
         self._now = 0
         """Number of batches so far."""
         self._clock = 0
-        self._running: dict[int, Played] = {}
+        self._running: dict[int, PlayedRequest] = {}
         """Running requests by handle, in the order of admission."""
-        self._waiting: dict[int, Played] = {}
+        self._waiting: dict[int, PlayedRequest] = {}
         self._never_came: set[RequestId] = set()
         """Requests that were preempted in the log before they were admitted here."""
         self._cut_off: set[RequestId] = set()
@@ -224,7 +224,7 @@ class Playback:
         """Handles of waiting requests in ascending order: the order of admission in the log."""
         self._may_admit = True
         """False from a preemption until a running request ends: a waiting request would only take its room again."""
-        self._late: dict[int, Played] = {}
+        self._late: dict[int, PlayedRequest] = {}
         """Running requests that are delayed."""
 
     @property
@@ -271,7 +271,7 @@ class Playback:
             case Create():
                 self._create(command)
             case Admit():
-                self._admit([Played(prompt) for prompt in command.prompts])
+                self._admit([PlayedRequest(prompt) for prompt in command.prompts])
             case Fork():
                 self._fork(command)
             case Append() | Reserve():
@@ -311,7 +311,7 @@ class Playback:
         if request is not None:
             request.steps.append((self._now, step))
 
-    def _step(self, request: Played, step: Step) -> None:
+    def _step(self, request: PlayedRequest, step: Step) -> None:
         """Execute one step of a running request."""
         handle, manager = request.handle, self.manager
         match step:
@@ -327,7 +327,7 @@ class Playback:
                 self._end(request, step)
                 self._may_admit = True
 
-    def _end(self, request: Played, end: Remove) -> None:
+    def _end(self, request: PlayedRequest, end: Remove) -> None:
         self.manager.remove_sequence(request.handle, end.store, why=end.why, stop=end.stop)
         del self._running[request.handle]
         self._late.pop(request.handle, None)
@@ -345,7 +345,7 @@ class Playback:
             if not request.prompt.resumed:
                 self._never_came.add(request.prompt.request_id)
 
-    def _rewind(self, request: Played, num_tokens: int) -> None:
+    def _rewind(self, request: PlayedRequest, num_tokens: int) -> None:
         """Roll tokens back; if this cache cannot, admit the request again with the rest."""
         try:
             self.manager.rewind(request.handle, num_tokens)
@@ -362,7 +362,7 @@ class Playback:
             elif late:
                 self._late[request.handle] = request
 
-    def _take_out(self, request: Played, num_tokens: int | None = None) -> bool:
+    def _take_out(self, request: PlayedRequest, num_tokens: int | None = None) -> bool:
         """Remove a request so that it is admitted again with its first tokens (None: all). Returns False if they exceed
         the longest prompt, so that it is cut short.
         """
@@ -380,7 +380,7 @@ class Playback:
         self._end(request, Remove(request.handle, store=True, why=EndReason.PREEMPTED))
         return True
 
-    def _cut_short(self, request: Played) -> None:
+    def _cut_short(self, request: PlayedRequest) -> None:
         """End a request early, for good."""
         self.tally.cut_short += 1
         self._cut_off.add(request.prompt.request_id)
@@ -402,7 +402,7 @@ class Playback:
 
     # -- admission
 
-    def _admit(self, requests: list[Played]) -> None:
+    def _admit(self, requests: list[PlayedRequest]) -> None:
         """Admit a recorded batch; requests that do not fit wait."""
         left = [request for request in requests if self._comes(request)]
         while left:
@@ -415,7 +415,7 @@ class Playback:
             self.tally.waited += 1
             left = left[misfit + 1 :]
 
-    def _comes(self, request: Played) -> bool:
+    def _comes(self, request: PlayedRequest) -> bool:
         """Return True if a request admitted in the log is to be admitted here, now or later."""
         prompt = request.prompt
         if prompt.resumed and prompt.request_id in self._cut_off:
@@ -442,7 +442,7 @@ class Playback:
 
     def _fork(self, command: Fork) -> None:
         """Fork a request that is on time; if it is not, or has no room, the child is a request like others."""
-        child = Played(command.child)
+        child = PlayedRequest(command.child)
         if command.handle in self._running and command.handle not in self._late:
             try:
                 self.manager.fork(command.handle, child.handle)
@@ -453,7 +453,7 @@ class Playback:
                 return
         self._admit([child])
 
-    def _try(self, requests: list[Played]) -> int | None:
+    def _try(self, requests: list[PlayedRequest]) -> int | None:
         """Admit all of these, or none; return the index of the first that does not fit."""
         for request in requests:
             self._foresee(request.handle, True)
@@ -497,7 +497,7 @@ class Playback:
         found = self.manager.scheduling.estimate_demand(replace(request, reserve_tokens=1)).reused_tokens
         return replace(request, reserve_tokens=max(1, prompt.slots - found))
 
-    def _wait(self, request: Played) -> None:
+    def _wait(self, request: PlayedRequest) -> None:
         prompt = request.prompt
         if prompt.had_room and prompt.num_tokens <= self.manager.max_prompt_tokens:
             request.prompt = replace(prompt, slots=None)

@@ -28,7 +28,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.recorder import Recorder
 from kvcache.whatif.commands import Compute, RecordedPrompt, Remove, Unplayable, prompts, recorded
-from kvcache.whatif.playback import Playback, Played, Tally
+from kvcache.whatif.playback import Playback, PlayedRequest, Tally
 from kvcache.whatif.policies import AdaptiveReplacement, known_policies
 from kvcache.whatif.trial import Trial, play, playback_of
 from tests.support.engines import strategies
@@ -435,7 +435,7 @@ class TestLack:
 
     def test_steps_come_as_much_later_as_the_admission(self) -> None:
         """A request that begins to wait in batch 3 and is admitted at the end of batch 7 goes on in batch 8."""
-        request = Played(RecordedPrompt(5, 5, ev.Namespace(), RichTokens(b"")))
+        request = PlayedRequest(RecordedPrompt(5, 5, ev.Namespace(), RichTokens(b"")))
         request.stopped_at = 3
         assert request.go_on(7) == 5
         request.steps += [(3, Remove(5, store=True)), (4, Remove(5, store=True))]
