@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import msgspec
 import pytest
 
-from events.types import CROSS_WINDOW, BlocksReused, Event, SequenceRemoved
+from events.types import CROSS_WINDOW, PRIMARY, BlocksReused, Event, SequenceRemoved
+from kvcache.audit.slots import occupant_of
+from kvcache.cli.who import _in_words
 from kvcache.config import KVCacheConfig
-from kvcache.errors import InvariantViolated, OutOfBlocks
+from kvcache.errors import CapacityError, InvariantViolated, OutOfBlocks
 from kvcache.fold.state import CacheState
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
+from kvcache.recorder import Recorder
 from tests.support.engines import strategies
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
@@ -209,3 +213,115 @@ def test_a_lying_snapshot_is_refused(append_only: bool) -> None:
     state.apply(manager.state.created)
     with pytest.raises(InvariantViolated):
         state.apply(msgspec.structs.replace(exported, sequences=(lie, second)))
+
+
+def test_the_history_of_a_slot_names_who_keeps_it() -> None:
+    """It is in no table, and held all the same."""
+    manager = KVCacheManager(config())
+    slot, *_ = two_of_the_same(manager)
+    occupant = occupant_of(manager.state, 0, PRIMARY, slot)
+    assert (occupant.requests, occupant.block, occupant.cached) == (("b",), None, False)
+    assert _in_words(occupant) == "replaced in its table, held by b"
+
+
+def test_a_recorded_engine_returns_them() -> None:
+    """What `Recorder.replaced` records is free, whatever the settings say."""
+    with Recorder(config(), engine="toy") as recorder:
+        assert not recorder.config.append_only_tables
+
+
+class AppendingWorker:
+    """An engine whose worker has tables of its own, and only appends to them; it notes what each slot holds.
+
+    K/V of a token depends on all tokens before it, so a slot holds the tokens up to the last one written there.
+    """
+
+    def __init__(self, seed: int, **settings: object) -> None:
+        self.rng = random.Random(seed)
+        self.manager = KVCacheManager(config(primary_blocks=14, enable_partial_reuse=False, **settings))
+        self.beginnings = [self.rng.choices(range(2), k=7) for _ in range(2)]
+        self.memory: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.written: dict[int, int] = {}
+        self.admitted = self.replaced = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            try:
+                self.rng.choice(
+                    [self.admit, self.admit, self.prefill, self.prefill, self.decode, self.decode, self.end]
+                )()
+            except CapacityError:
+                self.end()
+            self.read()
+        self.manager.check()
+
+    def admit(self) -> None:
+        beginning = self.rng.choice(self.beginnings)
+        prompt = [*beginning[: self.rng.randint(1, 7)], *self.rng.choices(range(2), k=self.rng.randint(0, 2))]
+        self.admitted += 1
+        admission = self.manager.add_sequence(self.admitted, prompt, lookup=self.rng.random() < 0.7)
+        self.tokens[self.admitted], self.written[self.admitted] = prompt, admission.reused_tokens
+        self.tables[self.admitted] = self.manager.block_table(self.admitted).tolist()
+
+    def write(self, number: int, stop: int) -> None:
+        tokens, table = self.tokens[number], self.tables[number]
+        for token in range(self.written[number], stop):
+            assert token % 2 == 0 or self.memory[table[token // 2]] == tokens[:token]
+            self.memory[table[token // 2]] = tokens[: token + 1]
+        self.written[number] = max(self.written[number], stop)
+
+    def prefill(self) -> None:
+        """A chunk for each of them."""
+        for number, tokens in self.tokens.items():
+            self.write(number, min(len(tokens), self.written[number] + self.rng.randint(1, 4)))
+            result = self.manager.store_context_blocks(number, self.written[number])
+            self.replaced += len(result.replaced)
+
+    def decode(self) -> None:
+        """A token for each that has its prompt; often the same, so that equal blocks are filled in one step."""
+        ready = [number for number, tokens in self.tokens.items() if self.written[number] >= len(tokens) - 1]
+        ready = [number for number in ready if len(self.tokens[number]) < 20]
+        for number in ready:
+            self.write(number, len(self.tokens[number]))
+        sampled = [self.rng.choice([0, 0, 1]) for _ in ready]
+        changed = self.manager.add_tokens(ready, sampled)
+        self.replaced += sum(len(result.replaced) for result in changed.values())
+        for number, token in zip(ready, sampled, strict=True):
+            self.tokens[number].append(token)
+            own = self.tables[number]
+            own += self.manager.block_table(number).tolist()[len(own) :]
+
+    def end(self) -> None:
+        if self.tokens:
+            number = self.rng.choice(list(self.tokens))
+            self.manager.remove_sequence(number, store=self.rng.random() < 0.8)
+            for each in (self.tokens, self.tables, self.written):
+                each.pop(number)
+
+    def read(self) -> None:
+        """Each sequence finds what it has written, in the worker's table and in the manager's."""
+        for number, tokens in self.tokens.items():
+            for table in (self.tables[number], self.manager.block_table(number).tolist()):
+                for first in range(0, self.written[number], 2):
+                    assert self.memory[table[first // 2]] == tokens[: min(first + 2, self.written[number])]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_worker_that_only_appends_reads_what_it_wrote(seed: int) -> None:
+    """Though nobody tells it what was replaced, and it goes on writing where it did."""
+    worker = AppendingWorker(seed, append_only_tables=True)
+    worker.run(150)
+    assert worker.replaced > 5
+
+
+def test_without_the_setting_it_would_not() -> None:
+    """Which is what shows that the test above would find it."""
+    failed = 0
+    for seed in range(12):
+        try:
+            AppendingWorker(seed, append_only_tables=False).run(150)
+        except (AssertionError, KeyError):
+            failed += 1
+    assert failed > 6

@@ -527,7 +527,9 @@ def test_vllms_own_count(make: Make, tmp_path: Path, more: int) -> None:
     manager.prefix_cache_stats = SimpleNamespace(queries=10, preempted_queries=0, hits=more, preempted_hits=0)
     manager.allocate_slots(Request("c", PROMPT), 10)
     manager.take_events()
-    assert audited(subscribed, tmp_path).counts == ((30, 0), (30, more))
+    audit = audited(subscribed, tmp_path)
+    assert audit.counts == ((30, 0), (30, more))
+    assert audit.reasons[Reason.NOT_LOOKED_UP] == 9
 
 
 def test_eagle_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
