@@ -43,8 +43,9 @@ from kvcache.cli.output import (
     pick,
     stamp,
 )
+from kvcache.cli.served import Served
 from kvcache.cli.times import Times, UpTo, span
-from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
+from kvcache.cli.traces import add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, later, printable, share
 

@@ -15,8 +15,8 @@ from kvcache.audit.memory import names_model
 from kvcache.cli import config as settings
 from kvcache.cli.options import CONCURRENCY, TOKENS_PER_BLOCK, SizeInBytes
 from kvcache.cli.output import Output
+from kvcache.cli.served import PlayedTrace
 from kvcache.cli.summary import RequestSizes, RunSource
-from kvcache.cli.traces import PlayedTrace
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
 from kvcache.layout import Layout

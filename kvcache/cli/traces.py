@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from events.structs import LEVEL_NAMES
 from kvcache.cli.options import (
     TOKENS_PER_BLOCK,
     add_cache_sizes,
@@ -19,11 +18,11 @@ from kvcache.cli.options import (
     option,
     seekable,
 )
-from kvcache.cli.output import Facts, Output, pick
+from kvcache.cli.output import Output, pick
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.served import Served
 from kvcache.errors import UsageError
 from kvcache.phrases import count, share
-from kvcache.workload.summary import Refusal
 
 if TYPE_CHECKING:
     from kvcache.workload.reported import ReportedReuse
@@ -55,60 +54,6 @@ _OPTIONS = (
     "secondary_blocks",
     "keep_log",
 )
-
-
-class PlayedTrace(NamedTuple):
-    """A trace that was played through a cache."""
-
-    reported: ReportedReuse
-    num_blocks: tuple[int, ...]
-    """Blocks of the cache by level."""
-    tokens_per_block: int
-    refused: int
-    """Number of requests that no cache of this size can serve."""
-    refusals: Sequence[Refusal]
-    """First of them, by place in the trace."""
-
-    @property
-    def in_words(self) -> str:
-        """The cache, as in "4,000 + 0 blocks of 512 tokens"."""
-        return f"{' + '.join(f'{each:,}' for each in self.num_blocks)} blocks of {self.tokens_per_block:,} tokens"
-
-    def facts(self) -> Facts:
-        """Yield the cache, and the requests that did not fit."""
-        yield "played through", f"{self.in_words}, at the trace's own times"
-        if self.refused:
-            first = self.refusals[0]
-            yield (
-                "did not fit",
-                f"{self.refused:,} requests, such as number {first.request_id}: {first.reason}",
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the same for programs."""
-        levels = dict(zip(LEVEL_NAMES, self.num_blocks, strict=True))
-        refusals = [pick(each, "request_id", "reason") for each in self.refusals]
-        return {"num_blocks": levels, **pick(self, "tokens_per_block", "refused"), "refusals": refusals}
-
-
-class Served(NamedTuple):
-    """A log, and how it was made if it comes from a trace."""
-
-    log: Path
-    played: PlayedTrace | None = None
-
-    @property
-    def reported(self) -> ReportedReuse | None:
-        """Reported values of the trace."""
-        return None if self.played is None else self.played.reported
-
-    def facts(self) -> Facts:
-        """Yield how a trace was played; nothing of a log."""
-        return iter(()) if self.played is None else self.played.facts()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the same under its key."""
-        return {} if self.played is None else {"played": self.played.to_json()}
 
 
 @contextmanager

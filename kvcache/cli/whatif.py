@@ -23,7 +23,8 @@ from kvcache.cli.costs import Costs, cost_json
 from kvcache.cli.options import add_cost_options, add_shared, option, positive
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.cli.process import StopSignals
-from kvcache.cli.traces import LOG_OR_TRACE, Served, add_trace, as_log
+from kvcache.cli.served import Served
+from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.config import ANY_STOP, KVCacheConfig, look_up, windows_of
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size

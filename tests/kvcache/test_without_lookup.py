@@ -70,6 +70,7 @@ def test_it_needs_room_for_all_of_its_prompt() -> None:
 
 
 def test_waiting_for_another_one_is_of_no_use() -> None:
+    """A request without lookup has nothing to wait for: what another one computes is not reused."""
     manager = cache()
     manager.add_sequence("a", [9] * 7)
     assert manager.scheduling.find_in_flight(Request("b", [9] * 7)) is not None
