@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from events.log import LogReader
+from kvcache.audit.block_cache import COMPILED
 from kvcache.audit.curve import CurveRecorder, HitCurve, LoggedPrompts
 from kvcache.audit.history import HistoryFold
 from kvcache.audit.losses import LossCounter, SharedPrefix, SharedPrefixes
+from kvcache.audit.policies import POLICIES, Policy, RequestRecorder, Workload
 from kvcache.audit.timeouts import TIMEOUTS, TimeoutCurve
 from kvcache.audit.totals import WORTH
 from kvcache.audit.volatile import PromptSample, VolatileCount
@@ -28,11 +30,13 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, share, span
 from kvcache.workload.traces import TracePrompts, TraceRequest
 
-Topic = Literal["volatile", "size", "primary", "host", "ttl", "pin", "running", "tenant"]
+Topic = Literal["volatile", "size", "primary", "host", "policy", "ttl", "pin", "running", "tenant"]
 FEWEST = 100
 """Fewest requests for any advice."""
 _LATE = 0.05
 """Largest part of reuses that come after more than half of a log's time; above it, others may come after its end."""
+BETTER = 0.02
+"""Least gain in block hit rate for which another eviction order pays."""
 _OFTEN = 0.5
 """Part of the admissions at which running requests must fill the cache for it to count as filled."""
 _SUFFERS = 2
@@ -67,6 +71,15 @@ class Advice:
     """Evidence, as in the JSON of `kvcache advise`."""
 
 
+class AdviceLine(NamedTuple):
+    """A piece of advice, in words."""
+
+    topic: str
+    said: str
+    proof: str | None
+    """Command that proves it; None if there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unanswered:
     """A question that cannot be answered."""
@@ -95,6 +108,8 @@ class Observed:
     """Cost of evictions in a cache; None if there is no cache."""
     name: str | None = None
     """Name of the last block of `prefix`, in hex."""
+    workload: Workload | None = None
+    """Requests for other eviction orders; None if there is no cache, or nothing to compile them with."""
 
     @property
     def requests(self) -> int:
@@ -144,6 +159,7 @@ def observe_log(log: Path, progress: Callable[[int], None] = lambda _: None) -> 
     Raises what `LoggedPrompts` and `HistoryFold` raise, and `TooFewRequests`.
     """
     prompts, recorder, sample = LoggedPrompts(log, progress), CurveRecorder(), PromptSample()
+    played = RequestRecorder()
     for event, numbers, at in prompts.numbered():
         if prompts.names is not None:
             raise UsageError(
@@ -151,6 +167,8 @@ def observe_log(log: Path, progress: Callable[[int], None] = lambda _: None) -> 
                 "written with log.record_tokens=true"
             )
         recorder.add(numbers, at)
+        if COMPILED:
+            played.add(numbers, arrival=at / 1e9)
         sample.add(np.frombuffer(event.tokens, "<i4"))
     _require(str(log), recorder)
     volatile = None
@@ -159,6 +177,7 @@ def observe_log(log: Path, progress: Callable[[int], None] = lambda _: None) -> 
         for event, numbers, _ in islice(LoggedPrompts(log, progress).numbered(), recorder.prompts):
             volatile.add(event.request_id, event.namespace, np.frombuffer(event.tokens, "<i4"), numbers)
     found = Observed(prompts, recorder.curve(), TimeoutCurve.of(recorder), volatile, 1, None)
+    found.workload = played.workload(found.tokens_per_block) if COMPILED else None
     _observe_losses(found, log, prompts.last_seq, progress)
     return found
 
@@ -176,9 +195,12 @@ def observe_trace(
         play: Returns the log of a cache that has served it, for a block size in tokens. None: no cache is known.
     """
     prompts, recorder, prefixes, sample = read(), CurveRecorder(), SharedPrefixes(), PromptSample()
+    played, compared = RequestRecorder(), COMPILED and play is not None
     for request, numbers in prompts.numbered():
         sample.unit = 1 if request.tokens is not None else request.block_tokens
         recorder.add(numbers, prompts.at)
+        if compared:
+            played.add(numbers, arrival=prompts.at / 1e9, stop=request.stop)
         prefixes.add(np.array(numbers, np.intp))
         sample.add(_symbols(request))
     _require(what, recorder)
@@ -190,6 +212,7 @@ def observe_trace(
     found = Observed(
         prompts, recorder.curve(), TimeoutCurve.of(recorder), volatile, sample.unit, prefixes.worst()
     )
+    found.workload = played.workload(found.tokens_per_block) if compared else None
     if play is not None:
         with play(prompts.tokens_per_block) as log:
             _observe_losses(found, log)
@@ -227,7 +250,7 @@ def _require(what: str, recorder: CurveRecorder) -> None:
 
 def advise(found: Observed, timeout: float) -> Advised:
     """Return all advice; `timeout` is a retention time for idle blocks to consider, in seconds."""
-    rules = (_volatile, _size, _primary, _host, _ttl, _pin, _running, _tenant)
+    rules = (_volatile, _size, _primary, _host, _policy, _ttl, _pin, _running, _tenant)
     said = [rule(found, timeout) for rule in rules]
     # If running requests fill the cache, all other advice is secondary.
     advice = sorted(
@@ -298,6 +321,27 @@ def _host(found: Observed, timeout: float) -> TopicResult:
     blocks = max((found.curve.knee or 0) - losses.primary, losses.secondary)
     gained = _gained(found, losses.primary + blocks)
     return Advice("host", _pays(found, gained), gained, {"blocks": blocks, "blocks_now": losses.secondary})
+
+
+def _policy(found: Observed, timeout: float) -> TopicResult:
+    """Advise on the eviction order that reuses most in a cache of the current size, by the rule of the curve."""
+    if isinstance(losses := _full("policy", found, curve=True), Unanswered):
+        return losses
+    if (workload := found.workload) is None:
+        return Unanswered("policy", "to compare eviction orders takes numba: pip install 'kvcache[simulate]'")
+    names = [name for name in POLICIES if name != "lru" and (name != "stop" or workload.knows_stops)]
+    hits = {name: int(Policy.named(name).hits(workload, found.blocks).sum()) for name in names}
+    best, usual = max(names, key=hits.__getitem__), found.curve.hits(found.blocks)
+    gained = max(hits[best] - usual, 0) * found.tokens_per_block
+    asked = max(found.curve.block_requests, 1)
+    about = {
+        "blocks": found.blocks,
+        "policy": best,
+        "hit_rate": hits[best] / asked,
+        "lru_hit_rate": usual / asked,
+    }
+    better = hits[best] - usual >= BETTER * asked
+    return Advice("policy", better and _pays(found, gained), gained if better else 0, about)
 
 
 def _ttl(found: Observed, timeout: float) -> TopicResult:

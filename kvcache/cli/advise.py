@@ -6,9 +6,8 @@ import argparse
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from events.structs import LEVEL_NAMES
 from kvcache.audit.advice import (
     Advice,
+    AdviceLine,
     Advised,
     Observed,
     Topic,
@@ -29,9 +29,10 @@ from kvcache.audit.advice import (
 from kvcache.cli import times
 from kvcache.cli.costs import Costs
 from kvcache.cli.curve import bytes_per_block
-from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
+from kvcache.cli.options import TOKENS_PER_BLOCK, add_cost_options, add_shared, option, positive, seekable
 from kvcache.cli.output import Facts, Output, pick
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.served import Served
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
 from kvcache.errors import UsageError
 from kvcache.phrases import count, few, printable, share, size, span
@@ -39,7 +40,8 @@ from kvcache.workload.traces import TracePrompts
 
 AdviceText = tuple[str, str | None]
 """A sentence, and the command that proves it; None: there is none."""
-_MINUTES = 5.0
+MINUTES = 5.0
+"""Timeout that is asked about where none is given."""
 _WIDTH = 120
 """Letters of a line, but for commands: these are whole, to be copied."""
 _COSTLY = ("curve", "audit", "whatif", "report")
@@ -61,6 +63,7 @@ _NAMES: dict[Topic, str] = {
     "size": "size",
     "primary": "twice primary",
     "host": "host tier",
+    "policy": "eviction order",
     "ttl": "timeout",
     "pin": "pin a prefix",
     "running": "fewer at a time",
@@ -73,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         "What to do about a cache: how large it should be, what a timeout would lose, which prefix to pin, whether to "
-        "run fewer requests at a time, which tenant suffers, and what keeps prompts from being reused. "
+        "run fewer requests at a time, which eviction order reuses more, which tenant suffers, and what keeps prompts "
+        "from being reused. "
         "Each line says what it would save, and ends with the command that proves it."
     )
     parser.epilog = "`kvcache docs advise` says what each line means, and when there is none."
@@ -82,9 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         parser,
         "--ttl TIME",
-        f"ask what is lost if blocks that were idle for so long are dropped ({_MINUTES:g}min); minutes, or as in 90s",
+        f"ask what is lost if blocks that were idle for so long are dropped ({MINUTES:g}min); minutes, or as in 90s",
         type=_minutes,
-        default=_MINUTES,
+        default=MINUTES,
     )
     add_trace(parser)
     add_cost_options(parser)
@@ -100,23 +104,23 @@ def run(args: argparse.Namespace, out: Output) -> int:
     said, costs = [], Costs.of(args)
     for number, source in enumerate(args.log):
         own = argparse.Namespace(**{**vars(args), "log": source})
-        found = _observe(own, out)
-        advised = advise(found, 60.0 * args.ttl)
+        found, served = _observe(own, out)
+        advised, page = advise(found, 60.0 * args.ttl), Page(own, found, costs)
         if args.json:
-            said.append(to_json(Page(own, found, costs), advised))
+            said.append(to_json(page, advised) | served.to_json())
             continue
         if number:
             out.line()
-        _show(Page(own, found, costs), advised, out)
+        _show(page, advised, served, out)
     if args.json:
         out.json({"sources": said})
     return 0
 
 
-def _observe(args: argparse.Namespace, out: Output) -> Observed:
+def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
     if not is_trace(args.log):
         with leaving_at_sigterm(), as_log(args, out) as served, out.progress("reading") as update:
-            return observe_log(served.log, update)
+            return observe_log(served.log, update), served
     # A trace may come from a pipe, and is read more than once.
     with leaving_at_sigterm(), seekable(args.log) as source:
 
@@ -125,28 +129,36 @@ def _observe(args: argparse.Namespace, out: Output) -> Observed:
                 source,
                 block_tokens=args.trace_block_size,
                 tokenizer=args.tokenizer,
-                tokens_per_block=args.tokens_per_block or 64,
+                tokens_per_block=args.tokens_per_block or TOKENS_PER_BLOCK,
                 shown=str(args.log),
             )
 
-        played = None if args.primary_blocks is None else partial(_play, args, out, source)
+        served = Served(args.log)
+
+        @contextmanager
+        def play(tokens_per_block: int) -> Iterator[Path]:
+            nonlocal served
+            with _played(args, out, source, tokens_per_block) as served:
+                yield served.log
+
         about_a_cache = (args.secondary_blocks, args.concurrency, args.keep_log)
-        if played is None and any(each is not None for each in about_a_cache):
+        if args.primary_blocks is None and any(each is not None for each in about_a_cache):
             raise UsageError(
                 "--secondary-blocks, --concurrency and --keep-log are about a cache: give --primary-blocks, too"
             )
-        return observe_trace(printable(str(args.log)), read, played)
+        played = None if args.primary_blocks is None else play
+        return observe_trace(printable(str(args.log)), read, played), served
 
 
-@contextmanager
-def _play(args: argparse.Namespace, out: Output, source: Path, tokens_per_block: int) -> Iterator[Path]:
+def _played(
+    args: argparse.Namespace, out: Output, source: Path, tokens_per_block: int
+) -> AbstractContextManager[Served]:
     if args.tokens_per_block not in (None, tokens_per_block):
         raise UsageError(
             f"the trace's blocks have {tokens_per_block:,} tokens, and it has no others: leave --tokens-per-block out"
         )
     sizes = {"tokens_per_block": tokens_per_block, "secondary_blocks": args.secondary_blocks or 0}
-    with as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out) as served:
-        yield served.log
+    return as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out)
 
 
 # -- for people
@@ -284,6 +296,18 @@ class Page:
         said = f"{self.room(blocks)} in secondary, for {now:,} today, save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"secondary_blocks={blocks}")
 
+    def policy(self, advice: Advice) -> AdviceText:
+        """Format advice on another eviction order."""
+        about = advice.about
+        better = f"{about['policy']} {share(about['hit_rate'])}"
+        usual = f"lru {share(about['lru_hit_rate'])} of the full blocks"
+        if advice.worth:
+            said = f"{better}, {usual}, in a cache of this size: that is {self.saved(advice.saved_tokens)}"
+        else:
+            said = f"of the others none is much better in a cache of this size: {better}, {usual}"
+        sizes = ("--policy", f"lru,{about['policy']}", "--sizes", about["blocks"])
+        return said, self.command("curve", *sizes)
+
     def ttl(self, advice: Advice) -> AdviceText:
         """Format advice on dropping idle blocks."""
         about = advice.about
@@ -357,6 +381,7 @@ class Page:
             "size": self.size,
             "primary": self.primary,
             "host": self.host,
+            "policy": self.policy,
             "ttl": self.ttl,
             "pin": self.pin,
             "running": self.running,
@@ -364,15 +389,28 @@ class Page:
         }
         return by_topic[advice.topic](advice)
 
-    def facts(self, advice: Advice, width: int) -> Facts:
-        """The same as lines, with labels of so many letters."""
-        said, proof = self.words(advice)
-        label = _NAMES[advice.topic]
-        for line in _wrapped(said, _WIDTH - 4 - width):
-            yield label, line
-            label = ""
-        if proof is not None:
-            yield "", proof
+    def lines(self, advised: Advised) -> Iterator[tuple[str, list[AdviceLine]]]:
+        """Yield all advice in words, under the titles that it has."""
+        for title, worth in (("worth doing", True), ("not worth it", False)):
+            of = [each for each in advised.advice if each.worth is worth]
+            if of:
+                yield title, [AdviceLine(_NAMES[each.topic], *self.words(each)) for each in of]
+
+
+def unanswered(advised: Advised) -> Iterator[str]:
+    """Yield what cannot be told, by reason."""
+    for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
+        yield f"{', '.join(_NAMES[each.topic] for each in topics)}: {reason}"
+
+
+def _facts(line: AdviceLine, width: int) -> Facts:
+    """A piece of advice with its command, beside labels of so many letters."""
+    label = line.topic
+    for part in _wrapped(line.said, _WIDTH - 4 - width):
+        yield label, part
+        label = ""
+    if line.proof is not None:
+        yield "", line.proof
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -386,19 +424,18 @@ def _rounded(number: float) -> str:
     return "< 0.001" if 0 < number < 0.001 else few(number)
 
 
-def _show(page: Page, advised: Advised, out: Output) -> None:
+def _show(page: Page, advised: Advised, served: Served, out: Output) -> None:
     out.heading(f"{printable(str(page.args.log))}: {page.header()}")
-    for title, worth in (("worth doing", True), ("not worth it", False)):
-        if of := [each for each in advised.advice if each.worth is worth]:
-            out.line()
-            out.heading(title)
-            width = max(len(_NAMES[each.topic]) for each in of)
-            out.facts(fact for each in of for fact in page.facts(each, width))
+    out.facts(served.facts())
+    for title, lines in page.lines(advised):
+        out.line()
+        out.heading(title)
+        width = max(len(each.topic) for each in lines)
+        out.facts(fact for each in lines for fact in _facts(each, width))
     if advised.left_out:
         out.line()
         out.heading("cannot be told")
-        for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
-            said = f"{', '.join(_NAMES[each.topic] for each in topics)}: {reason}"
+        for said in unanswered(advised):
             for number, line in enumerate(_wrapped(said, _WIDTH - 6)):
                 out.line(f"  {'  ' * bool(number)}{line}")
 

@@ -65,7 +65,7 @@ class TestPage:
         commands = proofs(page)
         assert {each[0] for each in commands} == {"curve", "whatif", "events", "replay", "audit"}
         topics = re.findall(r"(?m)^  \S", page.partition("cannot be told")[0])
-        assert (len(commands), len(topics)) == (6, 7)  # that there is no volatile part has none
+        assert (len(commands), len(topics)) == (7, 8)  # that there is no volatile part has none
         for command in commands:
             assert kvcache(*command).code == 0, command
 

@@ -13,6 +13,7 @@ from events.log import LogReader
 from events.types import SequenceAdded
 from kvcache.audit.advice import Advice, Observed, TooFewRequests, advise, observe_log, observe_trace
 from kvcache.workload.traces import TracePrompts
+from tests.oracles.eviction_models import Gap, Model, Prompt, Ranked, Segmented, Tail, TwoQueues
 from tests.support.logs.served import (
     SIZE,
     Asked,
@@ -39,7 +40,7 @@ class Reported:
         advised = advise(self.found, timeout)
         self.of: dict[str, Advice] = {each.topic: each for each in advised.advice}
         self.left_out = {each.topic: each for each in advised.left_out}
-        assert len(self.of) + len(self.left_out) == 8
+        assert len(self.of) + len(self.left_out) == 9
         self.tokens = sum(len(asked.tokens) for asked in self.requests)
         assert self.found.prompt_tokens == self.tokens
 
@@ -192,6 +193,50 @@ class TestSize:
         reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=100, secondary_blocks=140)
         assert not {"size", "primary", "host"} & reported.worth
         assert reported.of["host"].about == {"blocks": 140, "blocks_now": 140}
+
+
+class TestPolicy:
+    """Orders of eviction other than LRU, beside models with lists."""
+
+    @pytest.mark.timeout(600)  # where the compiler has to be waited for
+    @pytest.mark.parametrize(("flood", "worth"), [(60, True), (2, False)])
+    def test_the_best_one(self, tmp_path: Path, flood: int, *, worth: bool) -> None:
+        """Documents that are asked for again go with LRU where much comes once between them, and not with others."""
+        reported = Reported(tmp_path, two_tenants(300, flood=flood), primary_blocks=100)
+        advice = reported.of["policy"]
+        assert advice.worth is worth
+        numbers = dict[tuple[object, ...], int]()
+        prompts, now = list[Prompt](), 0.0
+        for asked in reported.requests:
+            now += asked.seconds
+            blocks = [numbers.setdefault(block, len(numbers)) for block in blocks_of(asked)]
+            prompts.append(Prompt(blocks, now, 0.0, None))
+        models: dict[str, Model] = {
+            "fifo": Model(prompts, 100),
+            "lfu": Ranked(prompts, 100, lambda depth: 1.0),
+            "gdsf": Ranked(prompts, 100, lambda depth: 1 + depth * SIZE / 32768),
+            "slru": Segmented(prompts, 100, 80),
+            "s3fifo": TwoQueues(prompts, 100, 10),
+            "tlru": Tail(prompts, 100, 4096 // SIZE),
+            "gap": Gap(prompts, 100, 20),
+        }
+        hits = {name: sum(model.play()) for name, model in models.items()}
+        usual, block_requests = (
+            lru(reported.requests, 100) // SIZE,
+            sum(map(len, map(blocks_of, reported.requests))),
+        )
+        assert hits[advice.about["policy"]] == max(hits.values())
+        assert advice.about["hit_rate"] == max(hits.values()) / block_requests
+        assert advice.about["lru_hit_rate"] == usual / block_requests
+        better = max(hits.values()) - usual
+        assert (better >= 0.02 * block_requests) is worth
+        assert advice.saved_tokens == (better * SIZE if worth else 0)
+
+    def test_without_a_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would take minutes, so what is missing is said instead."""
+        monkeypatch.setattr("kvcache.audit.advice.COMPILED", False)
+        reported = Reported(tmp_path, round_robin(400, 20), primary_blocks=100)
+        assert "pip install 'kvcache[simulate]'" in reported.left_out["policy"].reason
 
 
 class TestTimeout:
@@ -374,7 +419,7 @@ class TestTooShort:
     def test_never_full(self, tmp_path: Path) -> None:
         """What evictions would do is not known; of a cache with half the blocks it is."""
         reported = Reported(tmp_path, round_robin(400, 10), primary_blocks=300)
-        assert set(reported.left_out) == {"primary", "host", "pin", "running", "tenant", "ttl"}
+        assert set(reported.left_out) == {"primary", "host", "policy", "pin", "running", "tenant", "ttl"}
         assert "101 of 300 blocks were in use at most" in reported.left_out["pin"].reason
         assert reported.left_out["pin"].needed_seconds == pytest.approx(399 * 300 / 101)
         assert "pin" in Reported(tmp_path / "full", round_robin(400, 10), primary_blocks=90).of
@@ -411,5 +456,5 @@ def test_a_trace_alone(tmp_path: Path) -> None:
     assert {name: of["pin"].about[name] for name in asked} == {
         name: log.of["pin"].about[name] for name in asked
     }
-    assert {each.topic for each in advised.left_out} == {"primary", "host", "running", "tenant"}
+    assert {each.topic for each in advised.left_out} == {"primary", "host", "policy", "running", "tenant"}
     assert all("--primary-blocks" in each.reason for each in advised.left_out)
