@@ -294,7 +294,7 @@ def test_classes_of_one_name_are_found() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_packages_report_type_checkers_that_they_are_typed(package: str) -> None:
+def test_packages_are_marked_as_typed(package: str) -> None:
     """Each package carries the marker without which type checkers ignore its annotations."""
     assert (ROOT / package / "py.typed").is_file()
 

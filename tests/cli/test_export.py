@@ -572,7 +572,7 @@ def test_a_full_disk_under_a_database(
 
 
 @pytest.mark.parametrize("to", FORMATS_HERE)
-def test_sigterm_leaves_nothing_behind(
+def test_sigterm_leaves_no_files(
     kvcache: Kvcache, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """As after Ctrl-C, what was half written is gone, and the exit code says what ended the command."""

@@ -269,7 +269,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     assert peak < 3 * MAX_EXPANDED
 
 
-def test_behind_damage_a_stream_is_gone(tmp_path: Path) -> None:
+def test_after_damage_a_stream_is_gone(tmp_path: Path) -> None:
     """What is behind it in a segment is lost up to where a stream begins; the next segment is not."""
     content = [batch(seq, range(seq, seq + 40)) for seq in range(30)]
     write_synced(tmp_path, content, segment_bytes=2000)

@@ -69,7 +69,7 @@ def test_last_token_of_a_prompt_is_never_reused() -> None:
     assert (admitted.reused_primary, admitted.reused_partial) == (2, 1)
 
 
-def test_batch_that_does_not_fit_leaves_nothing_behind() -> None:
+def test_batch_that_does_not_fit_leaves_no_trace() -> None:
     """One request too many refuses all, and names the first that does not fit with what was needed and there."""
     manager = cache()
     batch = [Request(number, [number] * 5) for number in range(3)]

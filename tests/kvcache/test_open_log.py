@@ -318,7 +318,7 @@ def test_a_new_process_has_lost_it_all(tmp_path: Path) -> None:
     assert [life.content for life in lives] == [0, 1, 0, 1]
 
 
-def test_behind_lost_batches() -> None:
+def test_after_lost_batches() -> None:
     """Where batches are missing rows go on with the state behind the gap; what began meanwhile has no admission."""
     manager = KVCacheManager(config())
     traffic = Traffic(manager, 3)

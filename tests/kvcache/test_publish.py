@@ -276,7 +276,7 @@ class TestSinksThatFail:
             wait_until(lambda: sinks["a"].seqs == sinks["b"].seqs, "a does not get what it missed")
         manager.close()
 
-    def test_one_that_hangs_is_left_behind_at_the_end(
+    def test_one_that_hangs_is_given_up_at_the_end(
         self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Closing waits a while, and for all of them together."""

@@ -181,7 +181,7 @@ def test_a_snapshot_that_the_disk_does_not_give_back(whole: Path) -> None:
         assert verify(whole).problems == [f"{snapshot} cannot be read: Input/output error"]
 
 
-def test_beside_a_writer(tmp_path: Path) -> None:
+def test_with_a_writer_at_work(tmp_path: Path) -> None:
     """While a log grows, segment by segment, nothing in it is called damaged."""
     with LogWriter(tmp_path, fsync="never", segment_bytes=2000) as writer:
         done = threading.Event()

@@ -159,7 +159,7 @@ class TestLosses:
         assert any(isinstance(report, Restated) for report in reader.others)
         assert not any(isinstance(report, Missed) for report in reader.others)
 
-    def test_sink_that_falls_behind(self, stack: ExitStack) -> None:
+    def test_sink_that_lags(self, stack: ExitStack) -> None:
         """What the sink itself has lost the manager makes good, and readers go on with the state that it tells."""
         sink = open_sink(f"{URL}&tokens=1", CONTEXT)
         assert isinstance(sink, NativeFeed)

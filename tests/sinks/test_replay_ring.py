@@ -23,7 +23,7 @@ def test_gives_what_it_holds() -> None:
     assert [ring.get(seq) for seq in (7, 8, 9)] == [b"\x07", b"\x08" * 2, b"\x09" * 3]
 
 
-def test_tells_the_future_from_the_past() -> None:
+def test_future_and_past_are_distinguished() -> None:
     """What was not sent yet, and what it does not hold any more, is not there; the next number says which it is."""
     ring = ring_of(1, 2, first=7)
     assert (ring.get(9), ring.get(10**30), ring.get(6), ring.next_seq) == (None, None, None, 9)

@@ -290,7 +290,7 @@ def test_queue_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 class TestSidecar:
     """`kvcache publish LOG --sink 'file:e.jsonl?format=trtllm'`."""
 
-    def test_beside_a_finished_log(self, tmp_path: Path) -> None:
+    def test_with_a_finished_log(self, tmp_path: Path) -> None:
         """It tells the state at the end of the log."""
         with KVCacheManager(config((6, strategies.LIMIT)), log=tmp_path / "log", copier=NoBytes()) as manager:
             work(manager, 1)

@@ -671,7 +671,7 @@ class TestHowRequestsEnd:
                 assert kept.manager.num_sequences == 1
             assert nothing_held(kept)
 
-    def test_behind_the_cache(self) -> None:
+    def test_after_the_cache(self) -> None:
         """A request that outlives its cache ends silently, and leaves nothing on the model."""
         any_model: Any = model("llama")
         before = len(any_model._forward_pre_hooks), len(any_model._forward_hooks)

@@ -309,7 +309,7 @@ def test_a_lost_file_loses_its_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_a_flipped_bit_drops_its_block_and_what_hangs_behind(tmp_path: Path, block: int) -> None:
+def test_a_flipped_bit_drops_its_block_and_all_after_it(tmp_path: Path, block: int) -> None:
     """A bit that is not what was copied costs the blocks from there on, and no other."""
     dead(tmp_path)
     shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("before", "copy"))
