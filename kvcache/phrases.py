@@ -83,7 +83,7 @@ def since(ts: int, first_ts: int) -> str:
 
 
 def later(ts: int, first_ts: int) -> str:
-    """How long after the log's first batch, for people, as in ``+1 h 50 min 6 s``; like `since` below two minutes."""
+    """Format the time since the log's first batch as ``+1 h 50 min 6 s``; below two minutes like `since`."""
     seconds = (ts - first_ts) / 1e9
     if abs(seconds) < _LONG:
         return since(ts, first_ts)

@@ -22,14 +22,14 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanAges:
-    """How long the blocks of the spans of all prompts had been idle; the spans stand one behind the other."""
+    """Idle times of the blocks of all prompts' spans, which are concatenated."""
 
     ages: npt.NDArray[np.int64]
-    """Of each span, in ns."""
+    """Idle time of each span, in ns."""
     counts: npt.NDArray[np.int64]
     """Blocks of each span."""
     stops: npt.NDArray[np.int64]
-    """By request, how many spans there are up to its last."""
+    """By request, the number of spans up to its last."""
 
     @classmethod
     def of(cls, reuses: Reuses) -> SpanAges:

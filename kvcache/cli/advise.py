@@ -212,7 +212,7 @@ class Page:
         return " ".join(words)
 
     def _given_of_trace(self, name: str) -> dict[str, object]:
-        """How a trace is read and, if not by `curve`, played."""
+        """Return the options with which a trace is read and, if not by `curve`, played."""
         args, losses = self.args, self.found.losses
         given: dict[str, object] = {"trace_block_size": args.trace_block_size, "tokenizer": args.tokenizer}
         if name == "curve" or losses is None:

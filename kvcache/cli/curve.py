@@ -91,7 +91,7 @@ class CurveFound:
         return bytes_per_block(self.prompts, self.costs)
 
     def cost(self, blocks: int) -> PrefillCost | None:
-        """What the prefills take if the cache has so many blocks; None: nobody knows."""
+        """Return the cost of the prefills with a cache of `blocks` blocks; None: unknown."""
         return None if self.spans is None else self._cost(self.spans.hits(blocks))
 
     def cost_by_timeout(self, seconds: float | None) -> PrefillCost | None:

@@ -93,7 +93,7 @@ def _write(
 
 
 def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _Form | None:
-    """What a file says. Of a trace it must be this one: `log` is what is reported on, before a trace is played."""
+    """Read a file of results. If it names a trace, that must be `log`: the path given, before a trace is played."""
     if path is None:
         return None
     given = understood(path.read_bytes(), form, str(path))
@@ -103,7 +103,7 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
 
 
 def _is_of_trace(given: ImportedCurve | WhatIf, log: Path, path: Path, out: Output) -> bool:
-    """Whether it is of the trace `log`; raises UsageError if it is of another one."""
+    """Return True if the results are of the trace `log`. Raises UsageError if they are of another trace."""
     if not isinstance(given, ImportedCurve) or given.trace is None:
         return False
     if not is_trace(log) or Path(given.trace).resolve() != log.resolve():

@@ -130,7 +130,7 @@ def _compare(
 
 
 def _warn_of_unused_rules(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], out: Output) -> None:
-    """Of reasons with a rule for which nothing ended: most are misspelled."""
+    """Warn of reasons with a rule for which nothing ended: most are misspelled."""
     recorded, *tried = outcomes
     ruled = (
         reason

@@ -380,7 +380,7 @@ class _Event(msgspec.Struct):
 
 
 def _schema(event: msgspec.Raw) -> msgspec.Raw:
-    """What an envelope's record says of itself; whatever else stands there is another form's, and not expanded."""
+    """Return the schema that an envelope's record states; other fields belong to other formats and are not decoded."""
     try:
         return msgspec.json.decode(event, type=_Event).schema
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
