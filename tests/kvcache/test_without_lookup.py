@@ -88,6 +88,7 @@ def test_the_encoders_input_is_computed_too() -> None:
 
 
 def test_lookup_is_a_flag() -> None:
+    """Anything but a bool is refused."""
     manager = cache()
     with pytest.raises(UsageError, match="lookup must be True or False, not int"):
         manager.add_sequence("a", PROMPT, lookup=0)  # type: ignore[arg-type]
