@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from events.errors import FieldsError, type_and_place
 from events.log import LogWriter
-from kvcache.recorder import Recorder
+from kvcache.record.journal import EventSourcedCache
 
 _LONGEST_NAME = 512
 
@@ -40,9 +40,11 @@ def request_name(request_id: str, longest: int = _LONGEST_NAME) -> str:
 
 
 class EngineRecording(Protocol):
-    """Converts the actions of an engine to calls of a `Recorder`."""
+    """Converts the actions of an engine to calls of a recorder, or a manager."""
 
-    recorder: Recorder
+    @property
+    def recorder(self) -> EventSourcedCache:
+        """What writes the log."""
 
     def stepped(self, *_: Any) -> None:
         """Record the rest of a step, at its end."""

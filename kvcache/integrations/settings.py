@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.config import KVCacheConfig
+from kvcache.config import KVCacheConfig, quoted, variable_of
 from kvcache.errors import ConfigError
 
-_KEYS = ("log", "sinks", "settings")
+MODE = "KVCACHE_MODE"
+"""Variable: whether the engine's KV cache manager is recorded, or replaced."""
+RECORD, MANAGER = "record", "manager"
+_KEYS = ("log", "sinks", "settings", "mode")
 _SETTINGS = ("log", "model", "model_variant", "checkpoint_spacing")
 """Settings that are not decided by the engine."""
+_DECISIONS = ("enable_partial_reuse", "evict_ahead", "eviction_policy", "stop_retention", "block_hash")
+"""Settings of a manager, where the engine has none of its own."""
+_DEFAULTS = {"KVCACHE_EVICT_AHEAD": "1", "KVCACHE_ENABLE_PARTIAL_REUSE": "false"}
+"""With these, the engine reuses what it does with its own manager."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +31,34 @@ class RecorderSettings:
     sinks: tuple[str, ...]
     settings: Mapping[str, Any]
     """Settings as in a file."""
+    manages: bool = False
+    """True for a manager, which has more settings than a recorder."""
 
     def config(self, **decided: Any) -> KVCacheConfig:
         """Combine the settings with those that the engine has decided. Raises ConfigError."""
         # Other settings in the environment are for caches other than the engine's.
         env = {name: value for name, value in os.environ.items() if name.startswith("KVCACHE_LOG__")}
+        if self.manages:
+            names = [variable_of(name) for name in (*_SETTINGS, *_DECISIONS)]
+            env |= _DEFAULTS | {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
         return KVCacheConfig.load(env=env, **{**self.settings, **decided})
 
 
-def recorder_settings(given: object, directory: str | None, rank: int | None) -> RecorderSettings:
+def mode_of(given: object) -> object:
+    """Return the requested mode, `RECORD` or `MANAGER` if it is valid, from the settings under "kvcache" or the
+    variable.
+    """
+    mode = given.get("mode") if isinstance(given, Mapping) else None
+    return os.environ.get(MODE, "").strip() or RECORD if mode is None else mode
+
+
+def recorder_settings(
+    given: object, directory: str | None, rank: int | None, *, manages: bool = False
+) -> RecorderSettings:
     """Read the settings under "kvcache", and in the variable. Raises ConfigError.
 
-    `rank`: of a data-parallel engine, each of which has a directory of its own.
+    `rank`: of a data-parallel engine, each of which has a directory of its own. `manages`: they are those of a manager,
+    which needs neither a log nor sinks.
     """
     settings = {} if given is None or given is True else given
     if not isinstance(settings, Mapping):
@@ -43,6 +66,8 @@ def recorder_settings(given: object, directory: str | None, rank: int | None) ->
     problems = [
         f"{key!r} is no setting; there are {', '.join(_KEYS)}" for key in settings if key not in _KEYS
     ]
+    if (mode := mode_of(given)) != (MANAGER if manages else RECORD):
+        problems.append(f"mode: given {quoted(mode)}; accepted: {RECORD}, or {MANAGER} for vLLM")
     log, sinks, further = (
         settings.get("log", directory),
         settings.get("sinks", ()),
@@ -56,12 +81,13 @@ def recorder_settings(given: object, directory: str | None, rank: int | None) ->
     if not isinstance(further, Mapping):
         problems.append('"settings" must be an object, as {"log": {"retain_bytes": "20GB"}}')
     else:
-        problems += [f"vLLM decides {key!r}" for key in further if key not in _SETTINGS]
-    if not problems and log is None and not sinks:
+        open_to = (*_SETTINGS, *_DECISIONS) if manages else _SETTINGS
+        problems += [f"vLLM decides {key!r}" for key in further if key not in open_to]
+    if not problems and log is None and not sinks and not manages:
         problems.append('"log" or "sinks" is needed')
     if problems:
         raise ConfigError(problems, "--additional-config")
     path = None if log is None else Path(log).expanduser()
     if path is not None and rank is not None:
         path /= f"rank{rank}"
-    return RecorderSettings(path, tuple(sinks), dict(further))
+    return RecorderSettings(path, tuple(sinks), dict(further), manages)

@@ -23,17 +23,17 @@ from kvcache.record.outputs import open_log
 
 KNOWN = ("0.32", "0.33")
 """Supported releases."""
-_ATTACHED = "_kvcache_attached"
+ATTACHED = "_kvcache_attached"
 _log = logging.getLogger("vllm.kvcache")
 
 
 def attach(scheduler: Any, given: object, directory: str | None) -> None:
     """Record a scheduler's decisions from now on; an unsupported one is refused by a warning. Never raises."""
     try:
-        version = _known_version()
+        version = known_version()
         manager = scheduler.kv_cache_manager
         group = _recorded_group(manager)
-        asked = recorder_settings(given, directory, _rank(scheduler.vllm_config.parallel_config))
+        asked = recorder_settings(given, directory, rank_of(scheduler.vllm_config.parallel_config))
         _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", describe_error(error))
@@ -42,7 +42,8 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
     _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
 
 
-def _known_version() -> str:
+def known_version() -> str:
+    """Return vLLM's version. Raises `Unsupported` for an unknown release."""
     version = str(importlib.import_module("vllm").__version__)
     numbers = re.match(r"\d+\.\d+", version)
     if numbers is None or numbers[0] not in KNOWN:
@@ -50,7 +51,7 @@ def _known_version() -> str:
     return version
 
 
-def _rank(parallel: Any) -> int | None:
+def rank_of(parallel: Any) -> int | None:
     """Return the data-parallel rank; None: there is one engine."""
     # vLLM configures ranks that need not wait for each other as if each were alone.
     of_several = multiprocessing.current_process().name.startswith("EngineCore_DP")
@@ -79,7 +80,7 @@ def _recorded_group(manager: Any) -> int:
 
 def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> None:
     """Open log and sinks as requested, and attach."""
-    config, names = _config(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
+    config, names = config_of(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
     others = layer_groups(scheduler, group)
     if others and names is None:
         raise Unsupported("layers of several kinds with such hashes", "set --prefix-caching-hash-algo sha256")
@@ -103,7 +104,12 @@ def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> N
         failed.callback(attachment.release)
         _listen(attachment, scheduler, recording, in_groups=bool(others))
         failed.pop_all()
-    setattr(scheduler, _ATTACHED, attachment)
+    close_with(scheduler, attachment)
+
+
+def close_with(scheduler: Any, attachment: Attachment) -> None:
+    """Close an attachment when its scheduler's engine ends."""
+    setattr(scheduler, ATTACHED, attachment)
     _close_before(type(scheduler), "shutdown", lambda ending: ending)
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None:
@@ -112,7 +118,8 @@ def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> N
     attachment.close_at_end()
 
 
-def _config(asked: RecorderSettings, scheduler: Any, group: int) -> KVCacheConfig:
+def config_of(asked: RecorderSettings, scheduler: Any, group: int, **decided: Any) -> KVCacheConfig:
+    """Return the settings of a group of layers: requested ones, and those that vLLM or the caller has decided."""
     manager = scheduler.kv_cache_manager
     return asked.config(
         tokens_per_block=manager.coordinator.single_type_managers[group].block_size,
@@ -121,6 +128,7 @@ def _config(asked: RecorderSettings, scheduler: Any, group: int) -> KVCacheConfi
         max_sequence_length=scheduler.max_model_len,
         num_layers=len(scheduler.kv_cache_config.kv_cache_groups[group].layer_names) or 1,
         model=asked.settings.get("model", str(scheduler.vllm_config.model_config.model)),
+        **decided,
     )
 
 
@@ -178,7 +186,7 @@ def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> 
 
     @wraps(method)
     def closing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attached = getattr(scheduler_of(self), _ATTACHED, None)
+        attached = getattr(scheduler_of(self), ATTACHED, None)
         if attached is not None:
             attached.close()
         return method(self, *args, **kwargs)

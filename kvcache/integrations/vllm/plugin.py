@@ -2,7 +2,8 @@
 
 A stopping server waits for a recorded engine's process, which closes its log meanwhile.
 
-The rest of this library is imported only with settings for it. Nothing here raises.
+The rest of this library is imported only with settings for it. Nothing here raises, unless vLLM's manager is to be
+replaced (`KVCACHE_MODE=manager`) and cannot be.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 VARIABLE = "KVCACHE_LOG"
 """Directory of the log."""
+MODE = "KVCACHE_MODE"
+"""Whether vLLM's manager is recorded, by default, or replaced."""
 KEY = "kvcache"
 """Key in vLLM's `--additional-config`: a dict of settings, or false."""
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -89,7 +92,9 @@ def _hook(module: ModuleType) -> None:
 
 
 def _hook_core(module: ModuleType) -> None:
-    """Warn in an engine with a scheduler that is not derived from vLLM's, and so is not recorded."""
+    """Warn in an engine with a scheduler that is not derived from vLLM's, and so is not recorded; hash no blocks for
+    a manager of ours.
+    """
     core: Any = getattr(module, "EngineCore", None)
     if core is None or getattr(core.__init__, "kvcache", False):
         return
@@ -98,11 +103,14 @@ def _hook_core(module: ModuleType) -> None:
     @wraps(made)
     def make(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         made(self, vllm_config, *args, **kwargs)
-        scheduler = getattr(self, "scheduler", None)
-        if _requested(vllm_config) is not None and not hasattr(scheduler, _SEEN):
-            _log.warning(
-                "The KV cache is not recorded: the scheduler is not derived from %s.Scheduler", _SCHEDULER
-            )
+        seen, manages = hasattr(getattr(self, "scheduler", None), _SEEN), _manages(vllm_config)
+        why = f"the scheduler is not derived from {_SCHEDULER}.Scheduler"
+        if manages and not seen:
+            raise RuntimeError(f"{MODE}=manager: {why}")
+        if manages:
+            self.request_block_hasher = None  # names of blocks that nothing needs
+        elif _requested(vllm_config) is not None and not seen:
+            _log.warning("The KV cache is not recorded: %s", why)
 
     make.kvcache = True  # type: ignore[attr-defined]
     core.__init__ = make
@@ -135,23 +143,38 @@ def _hook_engines(module: ModuleType) -> None:
 
 
 def _requested(config: Any) -> tuple[object, str | None] | None:
-    """Return the settings in the configuration, and the variable; None: no recording is requested."""
+    """Return the settings in the configuration, and the variable; None: nothing is requested."""
     further = getattr(config, "additional_config", None)
     given = further.get(KEY) if isinstance(further, dict) else None
     directory = os.environ.get(VARIABLE, "").strip()
-    if given is False or (given is None and not directory):
+    if given is False or (given is None and not directory and not os.environ.get(MODE, "").strip()):
         return None
     return given, directory or None
 
 
-def _look(scheduler: Any) -> None:
-    """Record a new scheduler, if there are settings for it."""
-    try:
-        requested = _requested(getattr(scheduler, "vllm_config", None))
-        if requested is None:
-            return
-        from kvcache.integrations.vllm.attached import attach
+def _manages(config: Any) -> bool:
+    """Return whether vLLM's manager is to be replaced."""
+    requested = _requested(config)
+    if requested is None:
+        return False
+    from kvcache.integrations.settings import MANAGER, mode_of
 
-        attach(scheduler, *requested)
+    return mode_of(requested[0]) == MANAGER
+
+
+def _look(scheduler: Any) -> None:
+    """Record a new scheduler, if there are settings for it, or replace its manager, which raises what that raises."""
+    config = getattr(scheduler, "vllm_config", None)
+    try:
+        requested, manages = _requested(config), _manages(config)
+        if requested is not None and not manages:
+            from kvcache.integrations.vllm.attached import attach
+
+            attach(scheduler, *requested)
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)
+        return
+    if requested is not None and manages:
+        from kvcache.integrations.vllm.replaced import replace_manager
+
+        replace_manager(scheduler, *requested)

@@ -133,6 +133,9 @@ def _spec(kind: str, block_size: int, window: int | None, drafts: int) -> Any:
 class StockVLLM:
     """A scheduler as vLLM makes it, and the steps of an engine without a model."""
 
+    worker: Callable[[Any, Any, Any], None] | None = None
+    """Called with the scheduler, what it has scheduled and what was sampled, in the order of execution."""
+
     def __init__(
         self,
         model: Path,
@@ -193,7 +196,7 @@ class StockVLLM:
         )
         hash_of = get_hash_fn_by_name(hashing)
         init_none_hash(hash_of)
-        self._hasher = get_request_block_hasher(block_size, hash_of)
+        self._hasher: Any = get_request_block_hasher(block_size, hash_of)
         self._drafts, self._ahead, self._in_flight = drafts, runs_ahead, steps_in_flight or int(runs_ahead)
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
@@ -203,6 +206,10 @@ class StockVLLM:
         self.remembers = False
         self.decisions: list[Any] = []
         """If it remembers them, of each step the tokens of each request that were scheduled, and the tables."""
+
+    def hash_nothing(self) -> None:
+        """Hash no blocks of requests from now on, as an engine with a manager of ours."""
+        self._hasher = None
 
     @property
     def attached(self) -> Any:
@@ -302,6 +309,8 @@ class StockVLLM:
                 self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
             if scheduled or not self._flying:
                 self._flying.append((output, self._outputs(output, sampled)))
+                if self.worker is not None:
+                    self.worker(self.scheduler, *self._flying[-1])
         if self._flying and (len(self._flying) > self._in_flight or not scheduled):
             self._deliver(*self._flying.popleft())
             self.amid_step = False

@@ -118,9 +118,12 @@ def shape_of(rng: random.Random, *, hybrid: bool = False) -> Shape:
 class Program:
     """An engine, and what comes to its users' minds."""
 
+    sessions = True
+    """Whether some requests get further input."""
+
     def __init__(self, seed: int, directory: Path, *, recorded: bool = True, hybrid: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.shape = shape_of(self.rng, hybrid=hybrid)
+        self.shape = self._choose_shape(hybrid)
         self.seen = Counter[str]()
         self.skipping = set[str]()
         """Requests that look nothing up."""
@@ -130,7 +133,6 @@ class Program:
         self.log, self.longest = directory / "log", min(128, room // 2)
         if groups == 1 and not shape.drafts:
             self.longest = min(128, room // self.rng.choice((1, 2)))
-        settings = {"log": {"record_tokens": shape.record_tokens}}
         self.engine = StockVLLM(
             write_model(directory / "model"),
             shape.blocks,
@@ -150,7 +152,7 @@ class Program:
             eagle=shape.eagle,
             steps_in_flight=shape.in_flight,
             factors=shape.factors,
-            additional={"kvcache": {"log": str(self.log), "settings": settings}} if recorded else {},
+            additional={"kvcache": self._settings()} if recorded else {},
         )
         if shape.on_failure:
             connector = self.engine.scheduler.connector
@@ -172,6 +174,12 @@ class Program:
             0,
             [[self.rng.randrange(2) for _ in range(self.longest)] for _ in range(3)],
         )
+
+    def _choose_shape(self, hybrid: bool) -> Shape:
+        return shape_of(self.rng, hybrid=hybrid)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"log": str(self.log), "settings": {"log": {"record_tokens": self.shape.record_tokens}}}
 
     def run(self) -> None:
         """All of it, compared after each step."""
@@ -239,7 +247,13 @@ class Program:
         if skip:
             self.skipping.add(f"r{self.numbers}")
         name, room = f"r{self.numbers}", longest - len(tokens) - output
-        is_session = not self.room and self.shape.on_failure is None and room > 0 and rng.random() < 0.5
+        is_session = (
+            self.sessions
+            and not self.room
+            and self.shape.on_failure is None
+            and room > 0
+            and rng.random() < 0.5
+        )
         if is_session:
             self.room[name] = room
             self.skipping.add(name)
