@@ -209,7 +209,7 @@ class TransferExported(EventPart, frozen=True):
 
 
 class SharingGroup(EventPart, frozen=True):
-    """A group of layers without slots of its own, and its part of the first group's pool."""
+    """A further group of layers: its part of the first group's pool, or a pool of its own."""
 
     kind: str
     """The parts of a prefix of p tokens that must be named so that the group can continue after it. ``full``: all of
@@ -227,3 +227,6 @@ class SharingGroup(EventPart, frozen=True):
     """Sequences, one per entry of a table."""
     indices: Counts = b""
     slots: Slots = b""
+    blocks: int = 0
+    """Slots of a pool of its own, numbered on from those of the first group's primary pool and of the groups before; 0:
+    it takes slots of that pool."""

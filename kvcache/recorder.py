@@ -107,7 +107,8 @@ class Recorder(EventSourcedCache):
         first = checked_natural(first_block_id, "first_block_id")
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
-        shared = pool_shared(groups, named=name_bytes is not None)
+        self._first_block = first
+        shared = pool_shared(groups, named=created.key_bytes > 0)
         with self._beginning(created, config, log, sinks, wall_ns, shared=shared) as outputs:
             self._assemble(outputs, layout)
 
@@ -148,6 +149,13 @@ class Recorder(EventSourcedCache):
         self._checker = RequestChecker(self.state, layout, config, log_has_tokens=outputs.records_tokens)
         self._events = BlockEvents(self.state, group, self._emit)
         self._mirror, self._running = Mirror(self.state, group, self._ids), RunningRequests(self.state)
+        self._ids_of = {
+            each.index: BlockIds(self._first_block, len(each.pool), each.pool.start)
+            if each.pool
+            else self._ids
+            for each in self.state.positional
+        }
+        """Mapping of the blocks of each further group."""
         self._fresh: set[int] = set()
         """Sequences without a block of their own so far."""
 
@@ -565,7 +573,7 @@ class Recorder(EventSourcedCache):
         """
         into, sequence = self._positional(group), self._running.sequence(request_id)
         ids = listed_blocks(blocks)
-        slots, at = self._ids.slots(ids), self._indices(indices, len(ids))
+        slots, at = self._ids_of[group].slots(ids), self._indices(indices, len(ids))
         if not slots:
             return
         table = into.tables.get(sequence.handle, {})
@@ -581,7 +589,7 @@ class Recorder(EventSourcedCache):
                         sequence, f"reuses block {block} at {index}, which has no name there", block
                     )
         else:
-            self._mirror.refuse_taken(ids, slots, sequence.request_id)
+            self._mirror.refuse_taken(ids, slots, sequence.request_id, into)
         with self._guard:
             self._emit(
                 ev.SlotsTaken(
@@ -621,7 +629,7 @@ class Recorder(EventSourcedCache):
         self,
         request_id: RequestId,
         blocks: Blocks,
-        names: Names,
+        names: Names | None,
         positions: Items[int],
         *,
         group: int,
@@ -629,14 +637,16 @@ class Recorder(EventSourcedCache):
         """Record that these blocks of a request can be found, each by the name of the request's first `positions`
         tokens.
 
-        Their content is written, or will be by the step that is about to run. A block can have several names.
+        Their content is written, or will be by the step that is about to run. A block can have several names. `names`
+        is None if names are made here: each position must be the end of a block that is `stored`, or reused.
         """
         of, sequence = self._positional(group), self._running.sequence(request_id)
         if of.created.kind == UNCACHED:
             raise UsageError(f"nothing of group {group} is found")
         ids = listed_blocks(blocks)
-        slots, at = self._ids.slots(ids), self._indices(positions, len(ids))
-        keys, seen = self._keys(names, len(slots)), set[tuple[int, bytes]]()
+        slots, at = self._ids_of[group].slots(ids), self._indices(positions, len(ids))
+        keys = self._made_keys(sequence, at) if names is None else self._keys(names, len(slots))
+        seen = set[tuple[int, bytes]]()
         own = of.tables.get(sequence.handle, {}).values()
         for block, slot, key, position in zip(ids, slots, keys, at, strict=True):
             if slot not in own:
@@ -666,7 +676,7 @@ class Recorder(EventSourcedCache):
     def unnamed(
         self,
         blocks: Blocks,
-        names: Names,
+        names: Names | None,
         request_id: RequestId | None = None,
         *,
         group: int,
@@ -675,11 +685,14 @@ class Recorder(EventSourcedCache):
         """Record that these blocks cannot be found any more by these names, one for each: they make room, perhaps for a
         request.
 
-        `superseded`: something else was written there.
+        `names`: None stands for the only name of each block. `superseded`: something else was written there.
         """
         of, reason = self._positional(group), checked_choice(why, RemoveReason, "why")
-        ids, slots = self._located(blocks)
-        keys, seen = self._keys(names, len(slots)), set[tuple[int, bytes]]()
+        ids = listed_blocks(blocks)
+        slots, seen = self._ids_of[group].slots(ids), set[tuple[int, bytes]]()
+        if names is None:
+            names = [next(iter(of.names.get(slot, ())), bytes(self._key_bytes)) for slot in slots]
+        keys = self._keys(names, len(slots))
         handle = None if request_id is None else self._running.sequence(request_id).handle
         for block, slot, key in zip(ids, slots, keys, strict=True):
             if key not in of.names.get(slot, {}) or (slot, key) in seen:
@@ -733,6 +746,19 @@ class Recorder(EventSourcedCache):
         if not first <= checked_integer(group, "group") < first + len(groups):
             raise UsageError(f"there is no further group {group}")
         return groups[group - first]
+
+    def _made_keys(self, sequence: Sequence, positions: array[int]) -> list[bytes]:
+        """Return the names, made here, of the first tokens of a sequence up to each of these positions."""
+        size, keys = self._key_bytes, sequence.keys
+        if self._names_given:
+            raise UsageError("the engine names its blocks: give names")
+        for position in positions:
+            if not position or position % self._size or position // self._size * size > len(keys):
+                raise contradiction(
+                    sequence, f"has no cached block that ends at {position}, whose name to use"
+                )
+        ends = [position // self._size * size for position in positions]
+        return [bytes(keys[end - size : end]) for end in ends]
 
     def _indices(self, numbers: Items[int], count: int | None = None) -> array[int]:
         row = [checked_natural(each, "an index or position") for each in listed(numbers, "indices")]

@@ -1,8 +1,8 @@
-"""Groups of layers that share the pool of the first group: their slots, and the names found there.
+"""Further groups of layers, in the pool of the first group or in pools of their own: slots, and the names found there.
 
 Such a group has no prefix tree. A sequence has a slot for some indices of its table only, a slot has names, each of the
 first `position` tokens of some sequence, and nothing follows from one name for another. A slot is used while a sequence
-has it, or a name is left; the first group counts it as blank then.
+has it, or a name is left; the first group counts a slot of its pool as blank then.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ MOST_TOKENS = 2**30
 class PositionalGroup:
     """The slots of one group, by sequence and index, and their names."""
 
-    __slots__ = ("created", "holders", "idle", "index", "key_bytes", "names", "tables")
+    __slots__ = ("created", "holders", "idle", "index", "key_bytes", "names", "pool", "tables")
 
-    def __init__(self, index: int, created: ev.SharingGroup, key_bytes: int) -> None:
+    def __init__(self, index: int, created: ev.SharingGroup, key_bytes: int, first_slot: int = 0) -> None:
         self.index, self.key_bytes = GroupIndex(index), key_bytes
-        self.created = ev.SharingGroup(created.kind, created.tokens_per_block, created.window, created.layers)
+        self.created = ev.SharingGroup(
+            created.kind, created.tokens_per_block, created.window, created.layers, blocks=created.blocks
+        )
+        self.pool = range(first_slot, first_slot + created.blocks) if created.blocks else range(0)
+        """Slots of its own; empty if it takes those of the first group."""
         self.names: dict[int, dict[bytes, int]] = {}
         """Tokens that each name of a slot stands for, by slot."""
         self.tables: dict[int, dict[int, int]] = {}
@@ -42,6 +46,12 @@ class PositionalGroup:
     def uses(self, slot: int) -> bool:
         """True if a sequence holds the slot, or it has a name."""
         return slot in self.holders or slot in self.names
+
+    def are_free(self, slots: array[int]) -> bool:
+        """True if all of these are unused slots of its own pool, and none is named twice."""
+        return len(set(slots)) == len(slots) and all(
+            slot in self.pool and not self.uses(slot) for slot in slots
+        )
 
     def used(self) -> set[int]:
         """All slots that are not free."""
@@ -146,16 +156,18 @@ class PositionalGroup:
             handles=array("q", [handle for handle, _, _ in held]).tobytes(),
             indices=array("I", [index for _, index, _ in held]).tobytes(),
             slots=array("i", [slot for _, _, slot in held]).tobytes(),
+            blocks=made.blocks,
         )
 
 
 def shared_slots(groups: list[PositionalGroup]) -> tuple[int, int]:
     """Count the slots of the first group's primary pool that these groups use: held by sequences, and the others."""
-    return sum([len(group.holders) for group in groups]), sum([group.idle for group in groups])
+    sharing = [group for group in groups if not group.pool]
+    return sum([len(group.holders) for group in sharing]), sum([group.idle for group in sharing])
 
 
 def check_shared(groups: list[PositionalGroup], first: Level, handles: Container[int]) -> None:
-    """Prove that each slot of the shared pool belongs to one group or is free. Raises `InvariantViolated`."""
+    """Prove that each slot belongs to one group or is free. Raises `InvariantViolated`."""
     seen: set[int] = set()
     blank = set(first.blank) if groups else set()
     for group in groups:
@@ -165,6 +177,7 @@ def check_shared(groups: list[PositionalGroup], first: Level, handles: Container
         invariant(all(group.tables.values()) and all(group.names.values()), "an empty row is kept")
         invariant(group.idle == len(group.names.keys() - held.keys()), "idle slots are counted wrongly")
         used = group.used()
-        invariant(used <= blank, "a slot of the first group is used by another one, or there is no such slot")
+        there = set(group.pool) or blank
+        invariant(used <= there, "a slot of the first group is used by another one, or there is no such slot")
         invariant(used.isdisjoint(seen), "two groups use a slot")
         seen |= used

@@ -626,18 +626,20 @@ class CacheState:
             len(event.groups) > 0 and self.created.key_bytes > 0,
             "a pool is shared by nobody, or without names",
         )
-        self.positional = []
+        self.positional, first = [], self.groups[0].levels[PRIMARY].size
         for number, each in enumerate(event.groups, len(self.groups)):
             known = (
                 each.kind in KINDS
                 and 0 < each.tokens_per_block <= MOST_TOKENS
                 and 0 <= each.window <= MOST_TOKENS
+                and 0 <= each.blocks <= MOST_TOKENS
             )
             invariant(
                 known and (each.kind not in (SLIDING, CHUNKED) or each.window > 0),
                 "no such group shares a pool",
             )
-            group = PositionalGroup(number, each, self.created.key_bytes)
+            group = PositionalGroup(number, each, self.created.key_bytes, first)
+            first += each.blocks
             group.install(each)
             self.positional.append(group)
         check_shared(self.positional, self.groups[0].levels[PRIMARY], self.sequences)
@@ -660,6 +662,8 @@ class CacheState:
             invariant(
                 all(group.ends_in(slot, index) for index, slot in rows), "what is reused has no name there"
             )
+        elif group.pool:
+            invariant(group.are_free(slots), "a slot is taken that is used, or not in the group's pool")
         else:
             self._refuse_used(slots)
             invariant(

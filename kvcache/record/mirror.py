@@ -20,7 +20,7 @@ from kvcache.decide.full_attention import last_names
 from kvcache.errors import Contradiction, UsageError, invariant, shown
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import last_reversed
-from kvcache.fold.positional import KINDS
+from kvcache.fold.positional import KINDS, PositionalGroup
 from kvcache.fold.prefix_tree import Node, Piece, Root, Run, common_bytes, match, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
@@ -38,7 +38,7 @@ _WINDOWS = (SLIDING, CHUNKED)
 
 
 class LayerGroup(NamedTuple):
-    """Layers with blocks in the pool of the layers with full attention."""
+    """Further layers than those with full attention, with blocks in the pool of these or in one of their own."""
 
     kind: Kind
     """Part of a prefix that must be cached for these layers to continue after it: ``full``, all of it; ``sliding``, its
@@ -49,15 +49,19 @@ class LayerGroup(NamedTuple):
     """In tokens."""
     layers: int = 0
     """Number of layers, for display."""
+    blocks: int = 0
+    """Blocks of a pool of their own, with ids of its own from `first_block_id` on; 0: they share the first pool."""
 
 
 def pool_shared(groups: Items[LayerGroup], *, named: bool) -> ev.PoolShared | None:
-    """Build the event for these groups; None if there are none. Raises `UsageError`. `named`: True if the engine names
-    its blocks.
+    """Build the event for these groups; None if there are none. Raises `UsageError`. `named`: True if blocks have
+    names.
     """
     shared = [_checked(each) for each in listed(groups, "groups")]
     if shared and not named:
-        raise UsageError("further groups need the engine's own names: give name_bytes")
+        raise UsageError(
+            "further groups need names of blocks: give name_bytes, or a block_hash other than none"
+        )
     return ev.PoolShared(tuple(shared)) if shared else None
 
 
@@ -72,7 +76,8 @@ def _checked(group: object) -> ev.SharingGroup:
     )
     if not size or (not window and group.kind in _WINDOWS):
         raise UsageError("a group needs tokens_per_block, and one that slides or is chunked a window")
-    return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"))
+    blocks = checked_natural(group.blocks, "blocks")
+    return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"), blocks=blocks)
 
 
 def contradiction(sequence: Sequence, reason: str, block: Any = None) -> Contradiction:
@@ -105,11 +110,12 @@ class MirroredCopies:
 class BlockIds:
     """Mapping between the blocks of an engine and the slots of the log. Blocks are counted from the first id here."""
 
-    def __init__(self, first: int, count: int) -> None:
+    def __init__(self, first: int, count: int, first_slot: int = 0) -> None:
         self.first, self._count = first, count
-        self._slots, self._blocks = array("i", range(count)), array("i", range(count))
+        slots = range(first_slot, first_slot + count)
+        self._slots, self._blocks = array("i", slots), array("i", slots)
         """Slot by block, and block by slot; for a slot shared by several copies the latter is undefined."""
-        self._straight = True
+        self._straight = not first_slot
         """True while each slot has the number of its block."""
         self.copies: dict[int, MirroredCopies] = {}
         """Copies by slot."""
@@ -302,8 +308,10 @@ class Mirror:
         if slots < num_tokens:
             raise contradiction(sequence, f"has slots for {slots} tokens, {num_tokens} count as computed")
 
-    def refuse_taken(self, blocks: Blocks, slots: array[int], request_id: RequestId) -> None:
-        """Raise `Contradiction` unless these blocks are free."""
+    def refuse_taken(
+        self, blocks: Blocks, slots: array[int], request_id: RequestId, into: PositionalGroup | None = None
+    ) -> None:
+        """Raise `Contradiction` unless these blocks, of the first pool or of the one of the group `into`, are free."""
         level = self.group.levels[PRIMARY]
         for group in self._state.positional:
             for block, slot in zip(blocks, slots, strict=True):
@@ -311,14 +319,15 @@ class Mirror:
                     use = "a request holds it" if slot in group.holders else "it has a name"
                     reason = f"block {block} is given to request {shown(request_id)}, and {use} in group {group.index}"
                     raise Contradiction(reason, request_id, int(block))
-        if not slots or level.are_blank(slots):
+        own = into is not None and len(into.pool) > 0
+        if not slots or (len(set(slots)) == len(slots) if own else level.are_blank(slots)):
             return
         name, seen = shown(request_id), set[int]()
         for block, slot in zip(blocks, slots, strict=True):
             if slot in seen:
                 raise Contradiction(f"block {block} is given to request {name} twice", request_id, int(block))
             seen.add(slot)
-            if not level.are_blank(array("i", [slot])):
+            if not own and not level.are_blank(array("i", [slot])):
                 reason = f"block {block} is given to request {name}, and {self._use_of(slot)}"
                 raise Contradiction(reason, request_id, int(block))
 

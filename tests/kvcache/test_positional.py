@@ -1,4 +1,6 @@
-"""Groups of layers that share the pool of those with full attention: what is told is what is known, and replays."""
+"""Groups of layers that share the pool of those with full attention, or have one of their own: what is told is what is
+known, and replays.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,8 @@ def test_random_programs(tmp_path: Path, seed: int) -> None:
     assert fingerprint(again) == fingerprint(toy.recorder.state)
     toy.recorder.close()
     primary = occupancy(toy.recorder.state)[0]
-    held = {block for rows in toy.tables.values() for block in rows.values()}
-    held |= {block for blocks in toy.full.values() for block in blocks}
-    idle = {block for _, block in toy.names} - held
+    held = toy.held()
+    idle = toy.named() - held
     assert (primary.held, primary.unreferenced, primary.blank) == (len(held), len(idle), len(toy.free()))
     stats = toy.recorder.stats()
     assert (stats.blocks_blank[0], stats.blocks_unreferenced[0]) == (primary.blank, primary.unreferenced)
@@ -122,13 +123,16 @@ KEY = key_of([1, 2, 3, 4])
 
 
 def with_one() -> Recorder:
-    """Request a has blocks 1 in group 0, 2 in group 1 at index 0, which has a name, and 3 in group 3 at index 0."""
+    """Request a has blocks 1 in group 0, 2 in group 1 at index 0, which has a name, and 3 in group 3 at index 0; and 2
+    of the other pool in group 4 at index 0.
+    """
     made = recorder()
     made.admitted("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     made.allocated("a", [1])
     made.taken("a", [0], [2], group=1)
     made.named("a", [2], KEY, [4], group=1)
     made.taken("a", [0], [3], group=3)
+    made.taken("a", [0], [2], group=4)
     made.admitted("b", [1, 2, 3, 4, 9])
     return made
 
@@ -152,6 +156,12 @@ def with_one() -> Recorder:
         (lambda r: r.unnamed([3], KEY, group=3), "that it has not got"),
         (lambda r: r.unnamed([2, 2], [KEY, KEY], group=1), "that it has not got"),
         (lambda r: r.taken("a", [1], [9], group=1), "there is no block 9"),
+        (lambda r: r.taken("a", [1], [11], group=4), "there is no block 11"),
+        (lambda r: r.taken("b", [0], [2], group=4), "a request holds it in group 4"),
+        (lambda r: r.taken("b", [0, 1], [3, 3], group=4), "to request 'b' twice"),
+        (lambda r: r.left("a", [1], group=4), "has no block at 1"),
+        (lambda r: r.named("a", [3], KEY, [4], group=4), "which it has not got"),
+        (lambda r: r.unnamed([2], KEY, group=4), "that it has not got"),
     ],
 )
 def test_what_cannot_be_true(call: Any, error: str) -> None:
@@ -170,7 +180,7 @@ def test_what_cannot_be_true(call: Any, error: str) -> None:
     "call",
     [
         lambda r: r.taken("a", [1], [4], group=0),
-        lambda r: r.taken("a", [1], [4], group=4),
+        lambda r: r.taken("a", [1], [4], group=5),
         lambda r: r.taken("a", [1, 1], [4, 5], group=1),
         lambda r: r.taken("a", [1, 2], [4], group=1),
         lambda r: r.taken("a", [-1], [4], group=1),
@@ -201,6 +211,7 @@ def test_what_no_engine_says(call: Any) -> None:
         {"groups": [LayerGroup("state", 0)]},
         {"groups": [LayerGroup("banded", 4)]},  # type: ignore[arg-type]
         {"groups": [LayerGroup("state", -4)]},
+        {"groups": [LayerGroup("state", 4, blocks=-1)]},
     ],
 )
 def test_groups_that_cannot_be(options: Any) -> None:
@@ -255,6 +266,32 @@ def test_exported_states_are_checked() -> None:
         {"handles": array("q", [99]).tobytes()},
         {"keys": b""},
         {"positions": array("I", [0]).tobytes()},
+        {"blocks": -1},
+        {"blocks": 4},  # its slot 1 is not among these
     ):
         with pytest.raises((InvariantViolated, ValueError)):
             lied(lambda shared, changes=changes: of_group(shared, 0, **changes))
+
+
+def test_names_made_here(tmp_path: Path) -> None:
+    """Blocks of a group have the names that the recorder makes of those that full attention has cached."""
+    made = recorder(name_bytes=None, log=tmp_path / "log")
+    made.admitted("a", list(range(10)))
+    made.allocated("a", [1, 2, 3])
+    made.taken("a", [0, 1], [1, 2], group=4)
+    with pytest.raises(Contradiction, match="no cached block that ends at 4"):
+        made.named("a", [1], None, [4], group=4)
+    made.stored("a", 2)
+    made.named("a", [1, 2], None, [4, 8], group=4)
+    (run,) = made.state.groups[0].tree.runs.values()
+    names = [name for slot in (8, 9) for name in made.state.positional[3].names[slot]]
+    assert b"".join(names) == bytes(run.keys)
+    made.ended("a")
+    made.admitted("b", list(range(9)), [1, 2])
+    made.taken("b", [1], [2], group=4, reused=True)
+    made.unnamed([1], None, "b", group=4)
+    with pytest.raises(Contradiction, match="that it has not got"):
+        made.unnamed([1], None, group=4)
+    made.check()
+    made.close()
+    assert replay(tmp_path / "log", verify=True).fingerprint == fingerprint(made.state)

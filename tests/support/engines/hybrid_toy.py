@@ -1,4 +1,4 @@
-"""A toy engine with layers of several kinds in one pool, and a recorder beside it: dictionaries, no tree, no events.
+"""A toy engine with layers of several kinds in two pools, and a recorder beside it: dictionaries, no tree, no events.
 
 It names what it likes and evicts what it likes, so that everything that may be told is told.
 """
@@ -17,7 +17,14 @@ NAME_BYTES = 16
 assert NAME_BYTES in NAMED_BY_ENGINE
 FIRST = 1
 SIZE = 4
-GROUPS = (LayerGroup("sliding", 4, 8, 2), LayerGroup("chunked", 8, 16, 1), LayerGroup("state", 8, 0, 9))
+GROUPS = (
+    LayerGroup("sliding", 4, 8, 2),
+    LayerGroup("chunked", 8, 16, 1),
+    LayerGroup("state", 8, 0, 9),
+    LayerGroup("sliding", 4, 8, 1, blocks=10),
+)
+OWN = 4
+"""The group with a pool of its own."""
 
 
 def key_of(tokens: list[int]) -> bytes:
@@ -52,12 +59,25 @@ class HybridToy:
         self.seen = Counter[str]()
         self._number = 0
 
-    def free(self) -> list[int]:
-        """Blocks that nobody has, and that have no name."""
-        used = {block for table in self.tables.values() for block in table.values()}
-        used |= {block for blocks in self.full.values() for block in blocks}
-        used |= {block for _, block in self.names}
-        return [block for block in range(FIRST, FIRST + self.blocks) if block not in used]
+    def held(self, group: int = 0) -> set[int]:
+        """Blocks of the pool of a group that somebody has."""
+        own = {
+            block
+            for table in self.tables.values()
+            for (at, _), block in table.items()
+            if (at == OWN) == (group == OWN)
+        }
+        return own if group == OWN else own | {block for blocks in self.full.values() for block in blocks}
+
+    def named(self, group: int = 0) -> set[int]:
+        """Blocks of the pool of a group that have names."""
+        return {block for at, block in self.names if (at == OWN) == (group == OWN)}
+
+    def free(self, group: int = 0) -> list[int]:
+        """Blocks of the pool of a group that nobody has, and that have no name."""
+        used = self.held(group) | self.named(group)
+        blocks = GROUPS[group - 1].blocks if group == OWN else self.blocks
+        return [block for block in range(FIRST, FIRST + blocks) if block not in used]
 
     def act(self) -> None:
         """Do something, if it can be done."""
@@ -85,7 +105,8 @@ class HybridToy:
         return [i for i in range(-(-len(self.tokens[name]) // size)) if (group, i) not in self.tables[name]]
 
     def _take(self) -> bool:
-        name, group, free = self._some(), self.rng.randrange(1, 4), self.free()
+        name, group = self._some(), self.rng.randrange(1, len(GROUPS) + 1)
+        free = self.free(group)
         if name is None or not free or not (indices := self._indices(name, group)):
             return False
         chosen = self.rng.sample(indices, min(len(free), len(indices), self.rng.randrange(1, 3)))
@@ -159,7 +180,7 @@ class HybridToy:
         self.recorder.check()
         state = self.recorder.state
         names = {
-            (group.index, slot + FIRST): known
+            (group.index, slot + FIRST - group.pool.start): known
             for group in state.positional
             for slot, known in group.names.items()
         }
@@ -168,5 +189,6 @@ class HybridToy:
         for group in state.positional:
             for handle, table in group.tables.items():
                 of = tables[str(state.sequences[handle].request_id)]
-                of |= {(group.index, index): slot + FIRST for index, slot in table.items()}
+                first = FIRST - group.pool.start
+                of |= {(group.index, index): slot + first for index, slot in table.items()}
         assert tables == self.tables
