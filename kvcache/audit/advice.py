@@ -464,7 +464,7 @@ def _pays(found: Observed, gained: int) -> bool:
 
 
 _NO_CACHE = "no cache is known: give --primary-blocks"
-_SHARED = "layers of other kinds take blocks of the same pool, and a curve knows one kind"
+_SHARED = "layers of other kinds have blocks, too, and a curve knows one kind"
 
 
 def _full(topic: Topic, found: Observed, *, curve: bool = False) -> LossCounter | Unanswered:

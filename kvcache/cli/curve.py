@@ -419,7 +419,7 @@ def _facts_of_log(prompts: LoggedPrompts) -> Facts:
     if prompts.windows > 1:
         yield "window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"
     if prompts.shared:
-        why = "other layers take blocks of the same pool, and may lose what it keeps"
+        why = "other layers have blocks, too, and may lose what it keeps"
         yield "groups", f"full attention alone: {why}"
     if prompts.gaps:
         lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"

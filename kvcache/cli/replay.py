@@ -146,8 +146,10 @@ def _facts(replayed: Replayed, *, verified: bool) -> Facts:
     if state.created is not None and state.created.engine:
         yield "decided by", printable(state.created.engine)
     for each in state.positional:
-        has = f"{len(each.holders):,} blocks held, {len(each.names):,} named"
-        yield "shares primary", f"{group_in_words(each.index, each.created.kind)}: {has}"
+        own = f" of {len(each.pool):,} of its own" if each.pool else ""
+        has = f"{len(each.holders):,} blocks held, {len(each.names):,} named{own}"
+        label = "other group" if own else "shares primary"
+        yield label, f"{group_in_words(each.index, each.created.kind)}: {has}"
     for group in state.groups:
         leaves, runs, namespaces = _tree(group)
         where = f" of window {group.window:,}" * (len(state.groups) > 1)

@@ -396,7 +396,7 @@ class _Commands:
             if event.sequences or any(group.runs for group in event.groups):
                 self._refuse("it begins with a cache that holds something already")
         elif isinstance(event, ev.PoolShared):
-            self._refuse("layers of other kinds take blocks of the same pool, and theirs are not played")
+            self._refuse("layers of other kinds have blocks, too, and theirs are not played")
         elif self.config is None and not isinstance(event, ev.EpochStarted):
             self._refuse("its beginning is missing")
 
