@@ -89,7 +89,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
 def test_routers_know_what_the_engine_holds(scene: Scene) -> None:
     """Routers of a sidecar that was there first hold what the manager does, and a router on the engine's own feed."""
     sidecar = scene.start_sidecar()
-    wait_until(lambda: "no log is there yet" in sidecar.said, "the sidecar does not say that it waits")
+    wait_until(lambda: "no log there yet" in sidecar.said, "the sidecar does not say that it waits")
     engine = scene.start_engine(own_feed=True)
     scene.look(1.0)
     scene.routers.append(scene.router(scene.own))

@@ -107,7 +107,7 @@ def _trace(path: Path | None, limit: int | None, faster: float) -> list[TraceReq
         structs.replace(each, timestamp=int(each.timestamp / faster)) for each in islice(requests, limit)
     ]
     if not trace:
-        raise UsageError(f"{path or 'the workload'} holds no requests")
+        raise UsageError(f"{path or 'the workload'} contains no requests")
     return trace
 
 

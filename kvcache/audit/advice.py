@@ -32,7 +32,7 @@ from kvcache.workload.traces import TracePrompts, TraceRequest
 
 Topic = Literal["volatile", "size", "primary", "host", "policy", "ttl", "pin", "running", "tenant"]
 FEWEST = 100
-"""Fewest requests for any advice."""
+"""Minimum number of requests for any advice."""
 _LATE = 0.05
 """Largest part of reuses that come after more than half of a log's time; above it, others may come after its end."""
 BETTER = 0.02
@@ -54,8 +54,8 @@ class TooFewRequests(UsageError):
     def __str__(self) -> str:
         needed = f": {span(self.seconds * FEWEST / self.requests)} at this rate" if self.seconds else ""
         return (
-            f"{self.what} has only {count(self.requests, 'request')} in {span(self.seconds)}: advice takes "
-            f"{FEWEST} or more{needed}"
+            f"{self.what} has only {count(self.requests, 'request')} in {span(self.seconds)}; advice needs "
+            f"at least {FEWEST}{needed}"
         )
 
 
@@ -298,7 +298,8 @@ def _size(found: Observed, timeout: float) -> TopicResult:
     elif 2 * (knee + held) <= blocks:
         if found.volatile is not None and _is_worth(found, found.volatile.tokens):
             return Unanswered(
-                "size", "without what differs in the middle of its prompts it would be another curve"
+                "size",
+                "without the differing part in the middle of its prompts the curve would be another one",
             )
         verdict = "smaller"
     about |= {"blocks": blocks, "hit_rate": curve.hit_rate(blocks), "held_blocks": held, "verdict": verdict}
@@ -346,7 +347,7 @@ def _policy(found: Observed, timeout: float) -> TopicResult:
 
 def _ttl(found: Observed, timeout: float) -> TopicResult:
     if found.seconds < 2 * timeout:
-        reason = f"it covers {span(found.seconds)}, too little for a timeout of {span(timeout)}"
+        reason = f"{span(found.seconds)} are too short for a timeout of {span(timeout)}"
         return Unanswered("ttl", reason, 2 * timeout)
     if (lacking := _uncovered("ttl", found)) is not None:
         return lacking
@@ -413,7 +414,7 @@ def _tenant(found: Observed, timeout: float) -> TopicResult:
     tenants = losses.tenants
     if len(tenants) < 2:
         return Advice("tenant", False, 0, {"tenants": len(tenants), "by": next(iter(tenants.values())).by})
-    # One that suffers is named before those that lose a larger part of few tokens.
+    # A tenant that suffers is named before those that lose a larger fraction of few tokens.
     return max((_of_tenant(found, losses, each) for each in tenants), key=_suffering)
 
 
@@ -463,8 +464,8 @@ def _pays(found: Observed, gained: int) -> bool:
     )
 
 
-_NO_CACHE = "no cache is known: give --primary-blocks"
-_SHARED = "layers of other kinds have blocks, too, and a curve knows one kind"
+_NO_CACHE = "the size of the cache is unknown: give --primary-blocks"
+_SHARED = "layers of other kinds share the pool, and a curve covers one kind only"
 
 
 def _full(topic: Topic, found: Observed, *, curve: bool = False) -> LossCounter | Unanswered:
@@ -490,10 +491,10 @@ def _never_full(topic: Topic, found: Observed, losses: LossCounter) -> Unanswere
 def _uncovered(topic: Topic, found: Observed) -> Unanswered | None:
     late = found.timeouts.quantile(1 - _LATE)
     if late is None:
-        return Unanswered(topic, f"no block was asked for twice in {span(found.seconds)}")
+        return Unanswered(topic, f"no block was requested twice in {span(found.seconds)}")
     if 2 * late <= found.seconds and found.seconds:
         return None
     reason = (
-        f"{share(_LATE)} of the reuses come after {span(late)} or more, and it covers {span(found.seconds)}"
+        f"{share(_LATE)} of the reuses come after {span(late)} or more, too long for {span(found.seconds)}"
     )
     return Unanswered(topic, reason, 4 * late)

@@ -107,7 +107,7 @@ class ContentIds:
         )
 
     def learn(self, pages: Iterable[SymbolPage], *, again: bool = False) -> None:
-        """Set what symbols stand for from now on; `anew` forgets all others."""
+        """Set the meaning of symbols from now on; `anew` forgets all others."""
         if again:
             self._pages.clear()
         for page in pages:

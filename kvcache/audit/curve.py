@@ -100,7 +100,7 @@ class InconsistentBlocks(UsageError):
     request: int
     block: int
     text = (
-        "block {block} of prompt {request} was there before behind other blocks: number blocks so that equal numbers "
+        "block {block} of prompt {request} was seen before after other blocks: number blocks so that equal numbers "
         "mean equal content and equal blocks before it"
     )
 
@@ -286,7 +286,7 @@ class _Cache:
 KNEE = 0.01
 """Least gain, as a part of all block requests, for which doubling the cache pays."""
 ENOUGH = 32
-"""Fewest distinct blocks of a sample. If any sample has fewer, knee and standard error are meaningless."""
+"""Minimum number of distinct blocks of a sample. If any sample has fewer, knee and standard error are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,7 +421,7 @@ class CurveRecorder:
     def reuses(self) -> Reuses:
         """The whole workload. Raises `UsageError` if only samples are kept."""
         if self.rate < 1:
-            raise UsageError("the bound needs all blocks, not samples: leave the sample rate out")
+            raise UsageError("the bound requires all blocks, not samples: omit the sample rate")
         return self._samples[0][1]
 
     @property
@@ -676,7 +676,7 @@ class LoggedPrompts:
         if self.names is not None:
             self.names.finish()
         if self._created is None:
-            raise UsageError(f"{self._log} holds no cache yet: its first batch is missing")
+            raise UsageError(f"{self._log} has no cache: its first batch is missing")
 
     @property
     def hours(self) -> float | None:
@@ -779,5 +779,5 @@ def _full_group(groups: tuple[GroupCreated, ...]) -> int:
             return index
     raise Unsupported(
         "a curve of a cache whose windows all slide",
-        "which blocks it needs of a prompt depends on the window; take a log of one with full attention",
+        "use the log of a cache with full attention",
     )

@@ -14,7 +14,7 @@ from kvcache.errors import UsageError, shown
 from kvcache.phrases import count, duration, printable, share
 
 MOST_HOLDERS = 5
-"""Most holders of blocks that are named for a refusal."""
+"""Maximum number of holders of blocks that are named for a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Residency:
 
 @dataclass(slots=True)
 class Exported:
-    """A request running in a state with which the log begins anew: its admission is not in the log."""
+    """A request of an exported state with which the log resumes: its admission is not in the log."""
 
     since: LogMoment
     """Moment of the batch with that state."""
@@ -306,15 +306,13 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
     for batch in batches:
         history.fold(batch)
     if not watch.found:
-        hint = f"; there is {', '.join(map(shown, alike))}" if alike else ""
-        raise UsageError(
-            f"no request {shown(request_id)} was admitted or refused in the log, or ran in it{hint}"
-        )
+        hint = f"; did you mean {', '.join(map(shown, alike))}?" if alike else ""
+        raise UsageError(f"no request {shown(request_id)} in the log{hint}")
     return list(watch.found.values())
 
 
 _MOST_RANGES = 4
-"""Most ranges of slots that are listed, since slots mostly are scattered."""
+"""Maximum number of ranges of slots that are listed, because most slots are scattered."""
 When = Callable[[int], str]
 """Formatter of a wall clock in ns for readers."""
 
@@ -333,7 +331,7 @@ class ExplanationView:
 
 
 def views_of(found: Explanation, when: When) -> list[ExplanationView]:
-    """Return views of everything known of a request: refusals, requests without an admission, then stays."""
+    """Return the views of an explanation: refusals, requests without an admission, then stays."""
     name = printable(str(found.request_id))
     return [
         *(_refusal(name, refusal, when) for refusal in found.refusals),
@@ -348,7 +346,7 @@ def _refusal(name: str, refusal: RefusedAdmission, when: When) -> ExplanationVie
     )
     holders = ", ".join(f"{printable(str(each.request_id))} ({each.blocks:,})" for each in refusal.holders)
     facts = [
-        ("needed", f"{needed} blocks, {available} could be had"),
+        ("needed", f"{needed} blocks, {available} available"),
         ("running", f"{count(refusal.running, 'request')}; most blocks: {holders or 'none'}"),
     ]
     return ExplanationView(f"request {name}: refused in {_moment(refusal.moment, when)}", facts, [], [])
@@ -356,7 +354,7 @@ def _refusal(name: str, refusal: RefusedAdmission, when: When) -> ExplanationVie
 
 def _exported(name: str, exported: Exported, when: When) -> ExplanationView:
     facts = [("prompt", count(exported.num_tokens, "token")), _end(exported, when)]
-    since = f"ran already in {_moment(exported.since, when)}; its admission is not in the log"
+    since = f"already running in {_moment(exported.since, when)}; its admission is not in the log"
     return ExplanationView(f"request {name}: {since}", facts, [], [])
 
 
@@ -387,7 +385,7 @@ def _what(part: PromptPart) -> str:
 def _facts(stay: Residency, when: When) -> list[tuple[str, str]]:
     facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
     if stay.not_loaded:
-        facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} that were to come from outside"))
+        facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} failed to load from outside"))
     if namespace := namespace_in_words(stay.namespace):
         facts.append(("namespace", namespace))
     if stay.origin.session is not None:
@@ -429,7 +427,7 @@ def _moments(stored: tuple[StoredSince, ...], when: When) -> str:
 def _details(part: PromptPart, now: LogMoment, when: When) -> str:
     said = []
     if part.group is not None and part.gone is None:
-        said.append("what is needed there had never been kept")
+        said.append("the blocks needed there were never cached")
     if part.gone is not None:
         said.append(f"{duration(max(0, now.at - part.gone.at) / 1e9)} before, in {_moment(part.gone, when)}")
         if part.gone_for is not None:

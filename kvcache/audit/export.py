@@ -141,8 +141,8 @@ class TargetExists(UsageError):
 
     def __str__(self) -> str:
         if self.replaceable:
-            return f"{self.path} exists already: choose another path, or replace it with --force"
-        return f"{self.path} exists already, and is nothing of that form that could be replaced: choose another path"
+            return f"{self.path} already exists: choose another path, or replace it with --force"
+        return f"{self.path} already exists and is not an earlier export, so it is not replaced: choose another path"
 
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -367,7 +367,9 @@ class ParquetWriter(_Directory):
             arrow: Any = import_module("pyarrow")
             parquet: Any = import_module("pyarrow.parquet")
         except ImportError as error:
-            raise UsageError("writing Parquet needs pyarrow: pip install 'kvcache[export]'") from error
+            raise UsageError(
+                "exporting to Parquet requires pyarrow: pip install 'kvcache[export]'"
+            ) from error
         self._arrow = arrow
         kinds = {
             "integer": arrow.int64(),
@@ -429,11 +431,11 @@ def _write(batches: Iterable[EventBatch], writer: Writer) -> dict[str, int]:
                 writer.write(table, values)
             except OverflowError as error:
                 raise UsageError(
-                    f"a number in the table {table} is beyond 64 bits: write csv or jsonl, which hold any"
+                    f"a number in the table {table} exceeds 64 bits: export to csv or jsonl instead"
                 ) from error
             written[table] += len(values[0])
     if not written["steps"]:
-        raise UsageError("the log holds no batch yet: there is nothing to export")
+        raise UsageError("the log has no batches yet: nothing to export")
     return written
 
 

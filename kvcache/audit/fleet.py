@@ -361,7 +361,9 @@ def processes(count: int, prepare: Callable[[], object] = dict) -> Iterator[Proc
     try:
         yield pool
     except BrokenProcessPool:
-        raise InternalError("a process was killed; is there enough memory for --jobs?") from None
+        raise InternalError(
+            "a worker process was killed, perhaps for lack of memory: try fewer --jobs"
+        ) from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - before:
             process.kill()

@@ -105,7 +105,7 @@ class CacheShares(NamedTuple):
 
 
 MOMENTS = 120
-"""Most moments that are sampled; when there are more, every second one is dropped."""
+"""Maximum number of moments that are sampled; when there are more, every second one is dropped."""
 _FIRST_NS = 1
 
 

@@ -101,7 +101,7 @@ class ModelNotUnderstood(UsageError):
 
     file: str
     reason: str
-    text = "{file} does not say what K and V take: {reason}"
+    text = "{file} does not determine the size of K and V: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,13 @@ class _Config:
         self._values = {**_OWN_DEFAULTS.get(self.type, {}), **known}
         self._file = file
         if given.get("is_encoder_decoder"):
-            raise self.error("is_encoder_decoder: given true; accepted: decoders alone")
+            raise self.error("is_encoder_decoder: given true; accepted: decoder-only models")
         for name, what in _OTHER_LAYERS.items():
             if self._values.get(name):
                 raise self.error(f"{name}: {what} cannot be counted")
         for name, value in self._values.items():
             if value and name not in _UNDERSTOOD and _ABOUT_KV.search(name):
-                raise self.error(f"{name}: what this field changes is not known")
+                raise self.error(f"{name}: the effect of this field is unknown")
 
     def error(self, reason: str) -> ModelNotUnderstood:
         """Return an error about the configuration."""
@@ -293,7 +293,9 @@ class _Config:
         # In Falcon-H1 each layer has attention, and also a state.
         some = [name for name in values if name.startswith(_OF_SOME_LAYERS) and self.type != "falcon_h1"]
         if some:
-            raise self.error(f"{some[0]} is given, and layer_types does not say which layers it is about")
+            raise self.error(
+                f"{some[0]} is given without layer_types, so it is unknown which layers it applies to"
+            )
         if "attention_chunk_size" in values:  # Llama 4, where layers without positions see everything
             listed = values.get("no_rope_layers")
             if isinstance(listed, list) and len(listed) == self._num_layers:

@@ -109,7 +109,7 @@ class RunningHeld:
     """Sums over all moments: blocks held, and running requests."""
     requests: int = 0
     most: int = 0
-    """Most blocks held at one moment."""
+    """Maximum number of blocks held at one moment."""
     most_at: int = -1
     """Batch of that moment."""
 

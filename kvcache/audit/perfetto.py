@@ -60,7 +60,7 @@ class PerfettoWriter:
                 file.write(b",\n" * bool(self.events) + encoder.encode(event))
                 self.events += 1
             if picture.first is None:
-                raise UsageError("the log holds no batch yet: there is nothing to export")
+                raise UsageError("the log has no batches yet: nothing to export")
             more = {"displayTimeUnit": "ms", "otherData": {"begin": iso(picture.first)}}
             file.write(_END % encoder.encode(more)[1:-1])
 

@@ -172,7 +172,7 @@ def _tlru(workload: Workload, size: int, parameter: float) -> Order:
 def _stop(workload: Workload, size: int, parameter: float) -> Order:
     if not workload.knows_stops:
         raise UsageError(
-            "no request says why its output ended: the policy stop needs a trace with stop reasons"
+            "no request has a stop reason, which the policy stop needs: use a trace with stop reasons"
         )
     ages = np.full(HEAPS, parameter)
     return _order(workload, LEVELS, heaps=np.where(workload.final, 0, 1).astype(np.int8), ages=ages)

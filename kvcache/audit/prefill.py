@@ -118,7 +118,7 @@ class Pricing:
     ) -> PrefillCost:
         """Return the cost of prefills that took `seconds` each and came within `hours`.
 
-        `saved` and `besides` are seconds: those saved by reuse, and those of other computation.
+        `saved` are the seconds saved by reuse, `besides` the seconds of other computation.
         """
         spent, kept = self.gpu_hours(float(seconds.sum()) + extra_seconds), self.gpu_hours(saved)
         return PrefillCost(

@@ -21,9 +21,9 @@ from kvcache.phrases import share
 
 COLUMNS = ("tokens", "cached", "seconds")
 _LEAST, _MOST = 1e-3, 0.5
-"""The part of a step that the longest prompts take at least, and the median error at most: else a fit says nothing."""
+"""Minimum part of a step that the longest prompts take, and maximum median error, for a fit to be meaningful."""
 _SHORTEST = 1e-9
-"""Seconds of a prefill, at least."""
+"""Minimum seconds of a prefill."""
 _AGAIN = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
 
 
@@ -36,7 +36,7 @@ class PrefillSample(NamedTuple):
     reads: float
     """Tokens that these attended to, summed over them."""
     decoding: int = 0
-    """Requests that also got a token each."""
+    """Number of requests that decoded a token in the same step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def read_samples(path: Path) -> list[PrefillSample]:
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not text in UTF-8: save it as a CSV file in UTF-8") from None
         except csv.Error as error:
-            raise UsageError(f"{path}, line {rows.reader.line_num}: this is no CSV: {error}") from None
+            raise UsageError(f"{path}, line {rows.reader.line_num}: not valid CSV: {error}") from None
 
 
 def _sample(row: dict[str, str], place: str) -> PrefillSample:
@@ -158,7 +158,7 @@ def fit(samples: Sequence[PrefillSample], where: str) -> FittedPrefill:
     columns = columns / scale
     if len(samples) < 3 or np.linalg.matrix_rank(columns[:, :3]) < 3:
         raise UsageError(
-            f"{where} has {len(samples):,} prefills, which differ too little to tell what a token costs: "
+            f"{where} has {len(samples):,} prefills, too similar to fit the cost of a token: "
             "measure prompts of several lengths"
         )
     found = _least_squares(columns, seconds)
@@ -168,8 +168,8 @@ def fit(samples: Sequence[PrefillSample], where: str) -> FittedPrefill:
     if median > _MOST or found[1] + found[2] < _LEAST * found.sum():
         off = f"the best formula is off by {share(median)} (median)"
         raise UsageError(
-            f"{where} has times that do not follow from what was computed: {off}. Those of `kvcache run` are "
-            "simulated: measure prefills, or give --prefill"
+            f"{where} has times that do not fit the computed tokens: {off}. Times of `kvcache run` are simulated: "
+            "measure prefills, or give --prefill"
         )
     return FittedPrefill(
         PrefillModel(start, per_token, per_read),

@@ -310,7 +310,7 @@ class Lives(RowCollector[BlockLife]):
 
 
 _MOST = 1 << 13
-"""Most rows that are made at once."""
+"""Maximum number of rows that are made at once."""
 
 
 def _rows(history: HistoryFold, window: Window, ids: Ids, eviction: int | None) -> list[BlockLife]:

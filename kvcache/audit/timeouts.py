@@ -27,13 +27,13 @@ class SpanAges:
     ages: npt.NDArray[np.int64]
     """Idle time of each span, in ns."""
     counts: npt.NDArray[np.int64]
-    """Blocks of each span."""
+    """Number of blocks of each span."""
     stops: npt.NDArray[np.int64]
     """By request, the number of spans up to its last."""
 
     @classmethod
     def of(cls, reuses: Reuses) -> SpanAges:
-        """Those of a workload."""
+        """Return the idle times of a workload."""
         at, spans = reuses.times, [each for _, each in reuses.prompts()]
         ages = [at[now] - at[user] for now, each in enumerate(spans) for user, _ in each]
         counts = [blocks for each in spans for _, blocks in each]
@@ -41,7 +41,7 @@ class SpanAges:
         return cls(np.array(ages, np.int64), np.array(counts, np.int64), stops)
 
     def hits(self, timeout: float = np.inf) -> npt.NDArray[np.int64]:
-        """Blocks of each prompt that are there if those are dropped that were idle for longer than this, in seconds."""
+        """Return the blocks of each prompt that hit if blocks are dropped after `timeout` idle seconds."""
         sums = np.concatenate([[0], np.cumsum(np.where(self.ages <= timeout * _NS, self.counts, 0))])
         return np.diff(sums[self.stops], prepend=0)
 
@@ -59,7 +59,7 @@ class IdleTimes:
 
     @classmethod
     def of(cls, reuses: Reuses) -> IdleTimes:
-        """Those of a workload."""
+        """Return the idle times of a workload."""
         spans = SpanAges.of(reuses)
         order = np.argsort(spans.ages, kind="stable")
         return cls(spans.ages[order], np.cumsum(spans.counts[order]), sum(reuses.lengths))

@@ -21,7 +21,7 @@ from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.phrases import count, duration, share
 
 PARTS = 120
-"""Most parts of a timeline; when there are more, pairs of parts are merged."""
+"""Maximum number of parts of a timeline; when there are more, pairs of parts are merged."""
 _FIRST_NS = 1_000_000_000
 
 
@@ -420,27 +420,23 @@ class Verdict:
             said.append(self._ages(self.late_hit, self.early_eviction))
         if self.offloaded:
             moved = count(self.offloaded, "block")
-            said.append(
-                f"what it evicts is not lost where secondary takes it: {moved} went there, {self.onboarded:,} came back"
-            )
+            said.append(f"evictions to secondary: {moved} offloaded, {self.onboarded:,} onboarded again")
         return said
 
     def _cost(self) -> str:
         if self.size == "unknown":
-            return "what its evictions cost is not known: the log records no tokens"
+            return "cost of evictions unknown: the log does not record tokens"
         name = self.size.replace("_", " ")
         if not self.recomputed:
-            return f"{name}: nothing that it evicted was computed again"
+            return f"{name}: nothing evicted was computed again"
         part = share(self.recomputed / max(self.prompt_tokens, 1))
         tokens = count(self.recomputed, "token")
-        return (
-            f"{name}: {tokens} were computed again because it had evicted them, {part} of all prompt tokens"
-        )
+        return f"{name}: {tokens} were computed again after eviction, {part} of all prompt tokens"
 
     def _ages(self, late_hit: float, early_eviction: float) -> str:
-        few = " (few: they say little)" if self.hits < _FEW else ""
-        rests = f"of {count(self.hits, 'hit')}{few} a tenth come after {duration(late_hit)}"
-        evicted = f"of {count(self.evictions, 'eviction')} a tenth before {duration(early_eviction)}"
+        few = " (too few to be significant)" if self.hits < _FEW else ""
+        rests = f"10 % of {count(self.hits, 'hit')}{few} come after {duration(late_hit)} or more"
+        evicted = f"10 % of {count(self.evictions, 'eviction')} within {duration(early_eviction)}"
         return f"{rests}, {evicted}: the curves {'cross' if self.crosses else 'do not cross'}"
 
 

@@ -75,7 +75,7 @@ class TraceWriter:
 
     def __init__(self, prompts: LoggedPrompts, form: TraceForm, key: bytes) -> None:
         if len(key) < KEY_BYTES // 2:
-            raise UsageError(f"a key of {len(key)} bytes can be guessed: take {KEY_BYTES}")
+            raise UsageError(f"a key of {len(key)} bytes is too short: use at least {KEY_BYTES}")
         self._prompts, self._form, self._key = prompts, form, key
         self.lines = 0
         self._first = 0
@@ -90,7 +90,7 @@ class TraceWriter:
             for line in self:
                 file.write(encoder.encode(line) + b"\n")
             if not self.lines:
-                raise UsageError("the log holds no request yet: there is nothing to export")
+                raise UsageError("the log has no requests yet: nothing to export")
 
     def __iter__(self) -> Iterator[MooncakeLine | BailianLine]:
         waiting = deque[_Admission]()

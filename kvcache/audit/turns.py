@@ -41,11 +41,11 @@ class TurnKind(StrEnum):
 
 KINDS_IN_WORDS = {
     TurnKind.FIRST: "first turn",
-    TurnKind.EXTENDS: "extends the turn before",
-    TurnKind.DIVERGES: "diverges from the turn before",
+    TurnKind.EXTENDS: "extends the previous turn",
+    TurnKind.DIVERGES: "diverges from the previous turn",
     TurnKind.COMPACTION: "compaction: diverges, and is shorter",
-    TurnKind.RESUMED: "goes on after it was preempted",
-    TurnKind.UNKNOWN: "not known: the log records no tokens",
+    TurnKind.RESUMED: "resumed after a preemption",
+    TurnKind.UNKNOWN: "unknown: the log does not record tokens",
 }
 """Texts for tables."""
 

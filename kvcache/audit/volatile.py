@@ -21,12 +21,12 @@ import numpy.typing as npt
 Symbols = npt.NDArray[np.int64]
 """Token ids, or numbers that stand for blocks of tokens."""
 MOST_VOLATILE = 64
-"""Most tokens that may differ. An id of 36 letters has about as many at most."""
+"""Maximum number of tokens that may differ; an id of 36 letters has at most about as many."""
 LEAST_ALIKE = 64
-"""Fewest equal tokens after the difference."""
+"""Minimum number of equal tokens after the difference."""
 _SAMPLED = 128
 _LONGEST = 1 << 15
-"""Most leading tokens kept of a sampled prompt."""
+"""Maximum number of leading tokens kept of a sampled prompt."""
 _MOST_CANDIDATES = 64
 _ITEM = 8
 
@@ -151,7 +151,7 @@ class VolatileCount:
     tokens_per_block: int
     unit: int = 1
     shortest: int = -1
-    """Fewest differing tokens; `longest` is the most."""
+    """Minimum number of differing tokens; `longest` is the maximum."""
     longest: int = 0
     tokens: int = 0
     """Prompt tokens that would be reused in a cache of any size, and are not."""

@@ -39,13 +39,13 @@ from kvcache.phrases import count, few, printable, share, size, span
 from kvcache.workload.traces import TracePrompts
 
 AdviceText = tuple[str, str | None]
-"""A sentence, and the command that proves it; None: there is none."""
+"""A sentence, and the command that proves it; None if there is none."""
 MINUTES = 5.0
 """Timeout that is asked about where none is given."""
 _WIDTH = 120
-"""Letters of a line, but for commands: these are whole, to be copied."""
+"""Maximum width of a line, except for commands, which are not wrapped so that they can be copied."""
 _COSTLY = ("curve", "audit", "whatif", "report")
-"""Commands with the options of costs."""
+"""Commands with options for costs."""
 _COSTS = (
     "prefill",
     "prefill_fit",
@@ -57,36 +57,35 @@ _COSTS = (
     "tensor_parallel",
 )
 _LEFT_OUT = {"currency": "USD", "tensor_parallel": 1}
-"""Options that are what they are without being given."""
+"""Options left out of commands when they have these values, the defaults."""
 _NAMES: dict[Topic, str] = {
     "volatile": "volatile part",
     "size": "size",
-    "primary": "twice primary",
+    "primary": "double primary",
     "host": "host tier",
     "policy": "eviction order",
     "ttl": "timeout",
     "pin": "pin a prefix",
-    "running": "fewer at a time",
+    "running": "concurrency",
     "tenant": "tenants",
 }
-"""Topics, for people."""
+"""Labels of topics."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "What to do about a cache: how large it should be, what a timeout would lose, which prefix to pin, whether to "
-        "run fewer requests at a time, which eviction order reuses more, which tenant suffers, and what keeps prompts "
-        "from being reused. "
-        "Each line says what it would save, and ends with the command that proves it."
+        "Recommend changes to a cache: its size, an idle timeout, an eviction order, a prefix to pin, the number of "
+        "concurrent requests, tenants that lose most to evictions, and parts of prompts that prevent reuse. "
+        "Each line shows what it would save, and ends with the command that proves it."
     )
-    parser.epilog = "`kvcache docs advise` says what each line means, and when there is none."
+    parser.epilog = "`kvcache docs advise` explains each line, and when it is missing."
     add_shared(parser, "json")
-    option(parser, "LOG", f"{LOG_OR_TRACE}; of a log token ids are needed", type=Path, nargs="+")
+    option(parser, "LOG", f"{LOG_OR_TRACE}; a log must contain token ids", type=Path, nargs="+")
     option(
         parser,
         "--ttl TIME",
-        f"ask what is lost if blocks that were idle for so long are dropped ({MINUTES:g}min); minutes, or as in 90s",
+        f"idle timeout whose losses to estimate, in minutes or with a unit, as in 90s (default: {MINUTES:g}min)",
         type=_minutes,
         default=MINUTES,
     )
@@ -95,12 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _minutes(text: str) -> float:
-    """Minutes, or a time with its unit."""
+    """Parse minutes, or a duration with its unit, into minutes."""
     return positive(text) if text.isdigit() else times.length(text) / 60e9
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read each log or trace, conclude, print."""
+    """Read each log or trace, and print the advice."""
     said, costs = [], Costs.of(args)
     for number, source in enumerate(args.log):
         own = argparse.Namespace(**{**vars(args), "log": source})
@@ -143,9 +142,7 @@ def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
 
         about_a_cache = (args.secondary_blocks, args.concurrency, args.keep_log)
         if args.primary_blocks is None and any(each is not None for each in about_a_cache):
-            raise UsageError(
-                "--secondary-blocks, --concurrency and --keep-log are about a cache: give --primary-blocks, too"
-            )
+            raise UsageError("--secondary-blocks, --concurrency and --keep-log require --primary-blocks")
         played = None if args.primary_blocks is None else play
         return observe_trace(printable(str(args.log)), read, played), served
 
@@ -155,7 +152,8 @@ def _played(
 ) -> AbstractContextManager[Served]:
     if args.tokens_per_block not in (None, tokens_per_block):
         raise UsageError(
-            f"the trace's blocks have {tokens_per_block:,} tokens, and it has no others: leave --tokens-per-block out"
+            f"the blocks of this trace have {tokens_per_block:,} tokens, which cannot be changed: omit "
+            "--tokens-per-block"
         )
     sizes = {"tokens_per_block": tokens_per_block, "secondary_blocks": args.secondary_blocks or 0}
     return as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out)
@@ -212,7 +210,7 @@ class Page:
         return " ".join(words)
 
     def _given_of_trace(self, name: str) -> dict[str, object]:
-        """Return the options with which a trace is read and, if not by `curve`, played."""
+        """Return the options by which a trace is read and, except by `curve`, played."""
         args, losses = self.args, self.found.losses
         given: dict[str, object] = {"trace_block_size": args.trace_block_size, "tokenizer": args.tokenizer}
         if name == "curve" or losses is None:
@@ -256,13 +254,12 @@ class Page:
         about, unit = advice.about, advice.about["compared_tokens"]
         where = "" if unit == 1 else f" (to blocks of {unit:,} tokens: the trace has no token ids)"
         if not about["requests"]:
-            return f"no prompts are the same but for a part in the middle{where}", None
+            return f"no prompts differ only in a part in the middle{where}", None
         own = "{shortest:,}" if about["shortest"] == about["longest"] else "{shortest:,} to {longest:,}"
         said = (
-            f"{count(about['requests'], 'prompt')} have the same first {count(about['position'], 'token')}, then "
-            f"{own.format(**about)} of their own in {count(about['values'], 'version')}, then the same "
-            f"{about['alike_tokens']:,} again{where}: with what differs at the end they would reuse "
-            f"more: {self.saved(advice.saved_tokens)}"
+            f"{count(about['requests'], 'prompt')} share the first {count(about['position'], 'token')}, differ in the "
+            f"next {own.format(**about)} ({count(about['values'], 'version')}), and share {about['alike_tokens']:,} "
+            f"more{where}; moving the differing part to the end would save {self.saved(advice.saved_tokens)}"
         )
         if is_trace(self.args.log):
             return said, None
@@ -273,27 +270,27 @@ class Page:
         about = advice.about
         knee = f"{self.room(about['knee_blocks'])} reuse {share(about['knee_hit_rate'])} of the full blocks"
         if about["verdict"] == "unknown":
-            return f"{knee}; from there on no doubling reuses a percentage point more", self.command("curve")
-        said = f"{knee}, today's {self.room(about['blocks'])} {share(about['hit_rate'])}"
+            return f"{knee}; no doubling from there gains a percentage point", self.command("curve")
+        said = f"{knee}, the current {self.room(about['blocks'])} {share(about['hit_rate'])}"
         if about["verdict"] == "larger":
-            said = f"too small: {said}; at the knee that is {self.saved(advice.saved_tokens)}"
+            said = f"too small: {said}; the size of the knee would save {self.saved(advice.saved_tokens)}"
         elif about["verdict"] == "smaller":
             held = count(about["held_blocks"], "block")
-            said = f"larger than need be: {said}; running requests hold up to {held} besides"
+            said = f"larger than needed: {said}; in addition, running requests hold up to {held}"
         return said, self.command("curve", "--sizes", f"{about['knee_blocks']},{about['blocks']}")
 
     def primary(self, advice: Advice) -> AdviceText:
         """Format advice on twice the blocks."""
         blocks = advice.about["blocks"]
-        said = f"{self.room(blocks)} save {self.saved(advice.saved_tokens)}"
+        said = f"{self.room(blocks)} would save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"primary_blocks={blocks}")
 
     def host(self, advice: Advice) -> AdviceText:
         """Format advice on a secondary level."""
         blocks, now = advice.about["blocks"], advice.about["blocks_now"]
         if blocks == now:
-            return "what there is suffices", self.command("curve")
-        said = f"{self.room(blocks)} in secondary, for {now:,} today, save {self.saved(advice.saved_tokens)}"
+            return "the current size suffices", self.command("curve")
+        said = f"{self.room(blocks)} in secondary instead of {now:,} would save {self.saved(advice.saved_tokens)}"
         return said, self.command("whatif", "--set", f"secondary_blocks={blocks}")
 
     def policy(self, advice: Advice) -> AdviceText:
@@ -311,29 +308,29 @@ class Page:
     def ttl(self, advice: Advice) -> AdviceText:
         """Format advice on dropping idle blocks."""
         about = advice.about
-        lost = f"after {span(about['seconds'])} a cache of any size loses {self.saved(about['lost_tokens'])}"
+        lost = f"after {span(about['seconds'])} an unbounded cache loses {self.saved(about['lost_tokens'])}"
         if not advice.worth:
-            return f"to drop idle blocks {lost}", self.command("curve", "--ttl")
+            return f"if idle blocks are dropped {lost}", self.command("curve", "--ttl")
         enough = about["enough_seconds"]
         keep = "do not drop idle blocks" if enough is None else f"keep idle blocks for {span(enough)}"
-        return f"{keep}: {lost}", self.command("curve", "--ttl")
+        return f"{keep}: if they are dropped {lost}", self.command("curve", "--ttl")
 
     def pin(self, advice: Advice) -> AdviceText:
         """Format advice on the prefix that many prompts share."""
         about = advice.about
         if not about["prefix_tokens"]:
             proof = None if self.found.losses is None else self.command("audit")
-            return "no prefix is shared by one request in twenty", proof
+            return "no prefix is shared by 5 % of the requests", proof
         part = share(about["asked_tokens"] / self.found.prompt_tokens)
         said = (
             f"{count(about['requests'], 'request')} begin with the same {count(about['prefix_tokens'], 'token')}, "
-            f"{part} of all (the first of them is request {printable(str(about['request_id']))})"
+            f"{part} of all (the first is request {printable(str(about['request_id']))})"
         )
         if about["lost_tokens"] is None:
-            return f"{said}; whether they stay cached, --primary-blocks tells", None
-        said += f"; of these evictions cost {self.saved(about['lost_tokens'])}"
+            return f"{said}; give --primary-blocks to see if they stay cached", None
+        said += f"; their evictions cost {self.saved(about['lost_tokens'])}"
         if advice.worth:
-            said += f"; pinned, they take {share(about['primary_share'])} of primary"
+            said += f"; pinning them takes {share(about['primary_share'])} of primary"
         if about["name"] is None or is_trace(self.args.log):
             return said, self.command("audit")
         return said, self.command("events", "--block", about["name"])
@@ -344,12 +341,12 @@ class Page:
         held = f"{about['held_blocks']:,} of {count(about['blocks'], 'block')} on average"
         said = (
             f"{about['running']:.1f} running requests hold {held}, {about['most_held_blocks']:,} at most, and nearly "
-            f"all at {share(about['full'])} of the admissions"
+            f"all blocks at {share(about['full'])} of the admissions"
         )
         if advice.worth:
             said += (
-                f"; evictions cost {self.saved(about['lost_tokens'])}, and no order of them and no pin changes much. "
-                f"With {about['at_a_time']:,} at a time half of the blocks are left for reuse"
+                f"; evictions cost {self.saved(about['lost_tokens'])}, which no eviction policy or pin changes much. "
+                f"With {about['at_a_time']:,} concurrent requests half of the blocks are free for reuse"
             )
             return said, self.command("whatif")
         if is_trace(self.args.log):
@@ -360,15 +357,15 @@ class Page:
         """Format advice on the tenant that loses the largest part."""
         about, proof = advice.about, self.command("audit", "--by", advice.about["by"])
         if about["tenants"] < 2:
-            return "there is only one", proof
+            return "there is only one tenant", proof
         if not about["lost_tokens"]:
-            return "none loses anything to evictions", proof
+            return "no tenant loses tokens to evictions", proof
         if about["lost_rate"] <= about["others_lost_rate"]:
-            return f"all lose {share(about['lost_rate'])} of their prompt tokens to evictions", proof
+            return f"all tenants lose {share(about['lost_rate'])} of their prompt tokens to evictions", proof
         said = (
             f"{printable(about['tenant'])} loses {share(about['lost_rate'])} of its prompt tokens to evictions, the "
-            f"others {share(about['others_lost_rate'])}; {count(about['lost_to_others_tokens'], 'token')} made room "
-            "for others"
+            f"others {share(about['others_lost_rate'])}; {count(about['lost_to_others_tokens'], 'token')} were "
+            "evicted for others"
         )
         if about["taker"] is not None:
             said += f", most of them for {printable(about['taker'])}"
@@ -398,13 +395,13 @@ class Page:
 
 
 def unanswered(advised: Advised) -> Iterator[str]:
-    """Yield what cannot be told, by reason."""
+    """Yield topics without advice, by reason."""
     for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
         yield f"{', '.join(_NAMES[each.topic] for each in topics)}: {reason}"
 
 
 def _facts(line: AdviceLine, width: int) -> Facts:
-    """A piece of advice with its command, beside labels of so many letters."""
+    """Yield the advice as wrapped lines, for labels of `width` characters."""
     label = line.topic
     for part in _wrapped(line.said, _WIDTH - 4 - width):
         yield label, part
@@ -414,13 +411,13 @@ def _facts(line: AdviceLine, width: int) -> Facts:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of a sentence; numbers stay beside their percent signs."""
+    """Wrap a sentence without separating numbers from their percent signs."""
     whole = textwrap.wrap(text.replace(" %", "\xa0%"), width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0%", " %") for line in whole]
 
 
 def _rounded(number: float) -> str:
-    """Three digits that matter, but of what is next to nothing none."""
+    """Format a number with three significant digits; a tiny one as "< 0.001"."""
     return "< 0.001" if 0 < number < 0.001 else few(number)
 
 
@@ -434,7 +431,7 @@ def _show(page: Page, advised: Advised, served: Served, out: Output) -> None:
         out.facts(fact for each in lines for fact in _facts(each, width))
     if advised.left_out:
         out.line()
-        out.heading("cannot be told")
+        out.heading("unknown")
         for said in unanswered(advised):
             for number, line in enumerate(_wrapped(said, _WIDTH - 6)):
                 out.line(f"  {'  ' * bool(number)}{line}")
@@ -443,7 +440,7 @@ def _show(page: Page, advised: Advised, served: Served, out: Output) -> None:
 def _reason(left_out: Unanswered) -> str:
     if left_out.needed_seconds is None:
         return left_out.reason
-    return f"{left_out.reason}; it should cover {span(left_out.needed_seconds)} or more"
+    return f"{left_out.reason}; at least {span(left_out.needed_seconds)} are needed"
 
 
 # -- for programs

@@ -50,49 +50,63 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, later, printable, share
 
 _BARS = 24
-"""Most rows of the picture over time."""
+"""Maximum number of rows of the chart over time."""
 _BAR = 40
-_PARTS = "█ reused  ▒ computed again  · others"
+_PARTS = "█ reused  ▒ computed again  · other"
 _MOST_NAMES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Where the prompt tokens of a log came from, and why the others were computed: each has exactly one reason.\n"
-        "Also what evictions cost, how long blocks live, and which prefixes serve most."
+        "Show which prompt tokens of a log were reused, and why the others were computed: each token has exactly one\n"
+        "reason. Also show the cost of evictions, the lifetimes of blocks, and the most reused prefixes."
     )
     parser.epilog = (
-        "`kvcache docs audit` defines the reasons; `kvcache explain` tells of one request. Of ages the median is told, "
-        "and in brackets what a tenth lies below and above; they are at most 2.4 % off.\n\n"
-        + times.FORMS_HELP
+        "`kvcache docs audit` defines the reasons; `kvcache explain` shows a single request. Ages are medians with "
+        "the 10th and 90th percentiles in brackets, accurate to 2.4 %.\n\n" + times.FORMS_HELP
     )
     add_shared(
         parser,
         "time",
         "json",
-        log="a log directory, a directory of the logs of several workers, or a trace of requests (-: on stdin)",
-        since="count what happens from then on",
-        until="stop there",
+        log="a log directory, a directory of several workers' logs, or a trace of requests (- for stdin)",
+        since="start of the audited part (default: start of the log)",
+        until="end of the audited part (default: end of the log)",
     )
     add = partial(option, parser)
-    add("--top N", "evictions and prefixes to name, with --by groups (10)", type=positive, default=10)
+    add(
+        "--top N",
+        "maximum number of evictions and prefixes listed, or of groups with --by (default: 10)",
+        type=positive,
+        default=10,
+    )
     add(
         "--by KEY",
-        f"each group of requests instead: {', '.join(DIMENSIONS)}; tenant and model are the labels of these names, "
-        "model is that of the cache where there is no such label",
+        f"group requests by: {', '.join(DIMENSIONS)}; tenant and model are labels of requests (model: by default, that "
+        "of the cache)",
         metavar="KEY",
     )
     add = partial(option, parser.add_argument_group("several workers"))
     jobs = os.cpu_count() or 1
-    add("--jobs N", "logs to read at once (one per core)", type=positive, default=jobs)
-    add("--engine", "where logs are read (processes)", choices=("processes", "ray"), default="processes")
+    add(
+        "--jobs N",
+        "number of logs to read in parallel (default: number of cores)",
+        type=positive,
+        default=jobs,
+    )
+    add(
+        "--engine",
+        "where to read logs (default: processes)",
+        choices=("processes", "ray"),
+        default="processes",
+    )
     add_cost_options(parser)
     add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, or that of the trace, and print the audit."""
+    """Read the log once (for a trace, that of the cache that served it), and print the audit."""
     costs = Costs.of(args)
     with as_log(args, out) as served:
         return _audit(served, args, costs, out)
@@ -100,15 +114,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> int:
     if feed_log.is_feed_log(args.log):
-        costs.refuse_for("a log of what engines told")
+        costs.refuse_for("a log of published events")
         return feed_log.audit(args, out)
     directory = logs_in(args.log)
     if (directory.logs or directory.left_out) and args.by is not None:
-        raise UsageError(f"--by is for one log: give that of one worker ({some_of(directory.logs)})")
+        raise UsageError(f"--by requires a single log: give that of one worker ({some_of(directory.logs)})")
     if directory.logs or directory.left_out:
         return _audit_fleet(args, directory, costs, out)
     if args.engine != "processes":
-        raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
+        raise UsageError(f"--engine {args.engine} requires a directory of logs")
     reader = LogReader(served.log)
     batches = UpTo(reader, args.until)
 
@@ -125,7 +139,7 @@ def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) 
     others = [] if by is None else [by, turns] if args.by == "session" else [by]
     audit = audit_batches(watched(), *totals, top=args.top, others=others)
     if audit.first_batch < 0:
-        raise UsageError(f"{printable(str(args.log))} holds no batch yet")
+        raise UsageError(f"{printable(str(args.log))} has no batches yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
     when = Times(args.time, batches.first_ts, later)
@@ -202,20 +216,20 @@ def _admitted(audit: Audit) -> Facts:
     part = audit.reused / max(audit.prompt_tokens, 1)
     yield "prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"
     if audit.loaded or audit.not_loaded:
-        yield "from outside", f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come"
+        yield "from outside", f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} failed to load"
     if audit.engine:
         yield "decided by", printable(audit.engine)
     if audit.counts is not None:
-        yield "its own count", _compared(*audit.counts)
+        yield "engine count", _compared(*audit.counts)
     if not audit.tokens_recorded:
-        yield "tokens", "not recorded: why the others were computed is not known"
+        yield "tokens", "not recorded, so the reasons for computed tokens are unknown"
 
 
 def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
     if ours == theirs:
-        return f"the same, to the token: {theirs[0]:,} looked up, {theirs[1]:,} reused"
+        return f"identical: {theirs[0]:,} looked up, {theirs[1]:,} reused"
     counted = f"{theirs[0]:,} looked up, {theirs[1]:,} reused"
-    return f"another: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
+    return f"differs: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
 
 
 def _show_reasons(audit: Audit, spent: AuditCosts, out: Output) -> None:
@@ -264,7 +278,9 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
     out.line()
     out.table(rows, right=["reused"])
     for batch in audit.set_back:
-        out.line(f"  the clock begins again in batch {batch:,}: the times from there on follow those before")
+        out.line(
+            f"  the clock was set back in batch {batch:,}: later times are shifted to follow the earlier ones"
+        )
 
 
 def _reused(tokens: npt.NDArray[np.int64]) -> int:
@@ -307,7 +323,7 @@ def _evicted(audit: Audit) -> Facts:
         by = (f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items()))
         yield "by priority", ", ".join(by)
     if lost:
-        yield "gone for", f"{ages_in_words(audit.lost_ages)} when they were asked for"
+        yield "gone for", f"{ages_in_words(audit.lost_ages)} when they were requested again"
     for level, name in enumerate(LEVEL_NAMES):
         for number, said in enumerate(_level_facts(audit, level)):
             yield "" if number else name, said
@@ -344,12 +360,12 @@ def _lives(audit: Audit) -> Facts:
         uses = ", ".join(
             f"{int(blocks):,} {_often(times)}" for times, blocks in enumerate(audit.uses) if blocks
         )
-        yield "gone", f"{count(gone, 'block')} after {ages_in_words(audit.lifetimes)}; reused: {uses}"
+        yield "removed", f"{count(gone, 'block')} after {ages_in_words(audit.lifetimes)}; reused: {uses}"
     if audit.offloaded:
         paid = share(audit.onboarded / audit.offloaded)
         yield "offload", f"{audit.offloaded:,} blocks to secondary, {audit.onboarded:,} back: {paid}"
     if twice := audit.computed_twice:
-        yield "twice", f"{twice:,} tokens of blocks that were cached already when they had been computed"
+        yield "computed twice", f"{twice:,} tokens of blocks that another request had cached meanwhile"
 
 
 def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
@@ -357,7 +373,7 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
         return
     rows = [
         {
-            "prefixes that served most": f"{each.first:,}–{each.stop - 1:,}",
+            "most reused prefixes": f"{each.first:,}–{each.stop - 1:,}",
             "tokens served": each.tokens_served,
             "times": each.times,
             "last block": each.name or "",
@@ -489,7 +505,9 @@ def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, o
     """Audit each log, and compare them."""
     logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
-        raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
+        raise UsageError(
+            f"--since and --until require a single log: give that of one worker ({some_of(logs)})"
+        )
     with out.progress("reading logs", len(logs)) as update:
         model = None if costs.pricing is None else costs.pricing.model
         engine = (
@@ -506,9 +524,9 @@ def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, o
             update(number + 1)
     left_out.sort(key=lambda each: each.path)
     if not workers:
-        raise UsageError(f"no log in it can be read: {'; '.join(map(_left_out, left_out))}")
+        raise UsageError(f"none of the logs can be read: {'; '.join(map(_left_out, left_out))}")
     for each in left_out:
-        out.warning(f"left out: {_left_out(each)}")
+        out.warning(f"skipped {_left_out(each)}")
     fleet = together(workers, args.top)
     for worker in fleet.workers:
         out.note_end(worker.end, args.log / worker.name)
@@ -539,8 +557,11 @@ def _show_fleet(directory: Path, fleet: Fleet, costs: Costs, out: Output) -> Non
         [
             ("requests", f"{sum(each.audit.requests for each in fleet.workers):,} admitted"),
             ("prompt tokens", f"{prompt:,}, of which {reused:,} were reused: {part}"),
-            ("elsewhere", f"{elsewhere:,} were computed while another worker had them cached: {other}"),
-            ("blocks", f"{blocks:,} different ones of prompts were computed, {several:,} on several workers"),
+            ("elsewhere", f"{elsewhere:,} were computed although another worker had them cached: {other}"),
+            (
+                "blocks",
+                f"{blocks:,} distinct prompt blocks were computed, {several:,} of them on several workers",
+            ),
             *spent.facts(),
             *costs.model_facts(),
         ]
@@ -551,13 +572,13 @@ def _show_fleet(directory: Path, fleet: Fleet, costs: Costs, out: Output) -> Non
     ]
     out.table(rows, right=list(rows[0])[3:])
     out.line()
-    show_reasons("prompt tokens of all", fleet.reasons, out, spent.cells)
+    show_reasons("prompt tokens of all workers", fleet.reasons, out, spent.cells)
     if fleet.spread:
         out.line()
-        title = "prefixes that several workers computed"
+        title = "prefixes computed by several workers"
         spread = [
             {title: f"{each.first:,}–{each.stop - 1:,}", "last block": each.name}
-            | {"computed more than once": each.duplicated_tokens}
+            | {"computed repeatedly": each.duplicated_tokens}
             | {"workers": _first_of(list(map(printable, each.workers)))}
             for each in fleet.spread
         ]

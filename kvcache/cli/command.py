@@ -1,13 +1,13 @@
-"""From arguments to an exit code.
+"""Running of a command, with its exit code.
 
 ::
 
     0    done
-    1    the data is wrong: a damaged log, one that could not be written to its end, a replay or a checkpoint that
-         disagrees, wrong bytes in a block; or, of `diff`, the logs differ
-    2    the request was wrong: usage, settings, a missing file, a log of a newer version, or nothing was found:
-         no such request, batch or event
-    130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: the output has no reader any more
+    1    the data is wrong: a damaged log, a log that could not be written to its end, a replay or checkpoint that
+         disagrees, wrong bytes in a block; for `diff`, the logs differ
+    2    the request was wrong: usage, settings, a missing file, a log of a newer version, or no such request, batch
+         or event
+    130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: the reader of the output has closed it
 
 Expected errors are one line on stderr; ``-v`` shows where they come from, ``--log-json`` makes them JSON.
 """

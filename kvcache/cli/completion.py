@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fish: kvcache completion fish | source, in ~/.config/fish/config.fish\n\n"
         "tcsh: kvcache completion tcsh > ~/.kvcache.tcsh, and in ~/.tcshrc: source ~/.kvcache.tcsh"
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="shell to complete for")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the script."""
-    from kvcache.cli.parser import build_parser  # the parser declares this command
+    from kvcache.cli.parser import build_parser  # the parser itself declares this command
 
     try:
         import shtab

@@ -42,18 +42,19 @@ _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults."
+        "Show the effective settings, from defaults, the file, the environment (KVCACHE_*) and --set."
     )
     parser.epilog = (
-        "Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
-        "If nothing is missing, the windows and blocks that follow are shown, too.\n"
-        "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
-        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or the like."
+        "These are the settings that KVCacheConfig.load gives an engine; where `kvcache run` has another default, it "
+        "is\nshown in brackets. If no setting is missing, the resulting windows and block counts are shown as well.\n"
+        "Exits with 2 and the reason if a setting is invalid, so this also checks a file. The JSON omits settings "
+        "that\n`kvcache run` derives from its requests: an engine sets max_sequence_length, and primary_blocks or the "
+        "like."
     )
     add_settings(parser)
     form = parser.add_mutually_exclusive_group()
-    option(form, "--schema", "the JSON schema of the settings")
-    add_shared(form, json="the settings as JSON")
+    option(form, "--schema", "print the JSON schema of the settings")
+    add_shared(form, json="print the settings as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -100,10 +101,10 @@ def _origin(name: str, sources: Sources) -> str | None:
 
 
 def _default(name: str, derived: str | None) -> str:
-    """Return the default, or that there is none, and the value of `kvcache run` instead."""
+    """Return the default, or that there is none, and that of `kvcache run` if it differs."""
     own = look_up(RUN_DEFAULTS, name)
     in_run = derived if derived is not None else None if own is ... else spelled(own)
-    default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
+    default = "required for an engine" if name in _PLACEHOLDERS and derived is not None else "default"
     return default if in_run is None else f"{default} ({in_run} in run)"
 
 
@@ -128,11 +129,11 @@ def spelled(value: Any) -> str:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declare the options for settings."""
-    option(parser, "--config FILE", "settings: a .toml, .yaml or .yml file", type=Path)
+    option(parser, "--config FILE", "file of settings (.toml, .yaml or .yml)", type=Path)
     option(
         parser,
         "--set FIELD=VALUE",
-        "one setting, as in head_dim=128 or log.fsync=never; wins over the file and KVCACHE_* variables",
+        "a setting, as in head_dim=128 or log.fsync=never; overrides the file and KVCACHE_* variables; repeatable",
         action="append",
         default=[],
         dest="sets",
@@ -149,7 +150,7 @@ def parse_sets(sets: list[str]) -> Values:
             raise UsageError(f"--set {text}: write FIELD=VALUE, as in --set head_dim=128")
         outer = name.rpartition(".")[0]
         if outer and not isinstance(look_up(values, outer), dict | type(...)):
-            raise UsageError(f"--set {text}: {outer} has no settings inside")
+            raise UsageError(f"--set {text}: {outer} has no nested settings")
         values = merged(values, nested(name, value_in(value, fields.get(name))))
     return values
 
@@ -160,7 +161,7 @@ def read_settings(path: Path | None, sets: Values) -> Sources:
 
 
 def warn_of_unknown(out: Output) -> None:
-    """Warn of variables that look like settings and are none."""
+    """Warn about environment variables that look like settings but are not."""
     warning = read_environment(KVCacheConfig, os.environ).warning(KVCacheConfig)
     if warning is not None:
         out.warning(warning)

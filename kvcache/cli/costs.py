@@ -31,20 +31,18 @@ class Costs:
         fitted, prefill = None, None
         if args.prefill is not None:
             if args.prefill_fit is not None:
-                raise UsageError("--prefill says what --prefill-fit would: give one of them")
+                raise UsageError("--prefill and --prefill-fit exclude each other: give one of them")
             prefill = PrefillModel.parse(args.prefill)
         elif args.prefill_fit is not None:
             fitted = _fitted(args)
             prefill = fitted.model
         elif args.price is not None or args.gpus is not None:
-            raise UsageError(
-                "--price and --gpus need to know how long prefills take: give --prefill or --prefill-fit"
-            )
+            raise UsageError("--price and --gpus require --prefill or --prefill-fit")
         model = None
         if args.model_config is not None:
             model = KVShape.read(args.model_config, dtype=args.kv_dtype, tensor_parallel=args.tensor_parallel)
         elif args.kv_dtype is not None:
-            raise UsageError("--kv-dtype is about the model of --model-config: give that, too")
+            raise UsageError("--kv-dtype requires --model-config")
         gpus = args.gpus or args.tensor_parallel
         pricing = None if prefill is None else Pricing(prefill, gpus, args.price, args.currency)
         return cls(pricing, fitted, model)
@@ -54,9 +52,9 @@ class Costs:
         return self.pricing is not None or self.model is not None
 
     def refuse_for(self, what: str) -> None:
-        """Raise `UsageError` if any option was given, since it is of no use for `what`."""
+        """Raise `UsageError` if any option was given, because costs do not apply to `what`."""
         if self:
-            raise UsageError(f"--prefill and --model-config are of no use for {what}: leave them out")
+            raise UsageError(f"--prefill and --model-config do not apply to {what}: omit them")
 
     # -- for people
 
@@ -64,10 +62,10 @@ class Costs:
         """Return the time of prefills."""
         if self.pricing is None:
             return
-        yield "prefill", f"{self.pricing.model} seconds for n tokens that read m others each"
+        yield "prefill", f"{self.pricing.model} seconds for n tokens that attend to m tokens each"
         if (fitted := self.fitted) is not None:
             error = f"RMS error {duration(fitted.rms_seconds)}, median {share(fitted.median_part)}"
-            decoding = f"; {duration(fitted.per_decoding)} more for each request that decodes" * (
+            decoding = f"; {duration(fitted.per_decoding)} more per decoding request" * (
                 fitted.per_decoding > 0
             )
             yield "", f"fitted to {count(fitted.samples, 'prefill')}: {error}{decoding}"
@@ -79,7 +77,7 @@ class Costs:
         half, most = duration(cost.p50_seconds or 0.0), duration(cost.p95_seconds or 0.0)
         yield "time to prefill", f"{duration(cost.mean_seconds)} on average, p50 {half}, p95 {most}"
         spent, saved = few(cost.gpu_hours), few(cost.saved_gpu_hours)
-        yield "GPU-hours", f"{spent} of prefills; reuse has saved {saved}"
+        yield "GPU-hours", f"{spent} for prefills; reuse saved {saved}"
         if cost.cost_per_hour is not None and cost.saved_per_hour is not None:
             spent, saved = few(cost.cost_per_hour), few(cost.saved_per_hour)
             yield f"{self.currency} per hour", f"{spent} for prefills; reuse saves {saved}"
@@ -106,8 +104,8 @@ class Costs:
         """Format the meaning of these cells."""
         priced = self.pricing is not None and self.pricing.price is not None
         return (
-            "prefill, p95: time to compute a prompt, on average and at most for 95 %; saved: GPU-hours by reuse"
-            + ", and money in each hour of the requests" * priced
+            "prefill, p95: mean and 95th percentile of the time to compute a prompt; saved: GPU-hours saved by reuse"
+            + ", and money saved per hour" * priced
         )
 
     def model_facts(self) -> Facts:
@@ -116,12 +114,12 @@ class Costs:
             return
         gpus = f", on each of {model.tensor_parallel} GPUs" * (model.tensor_parallel > 1)
         layers = f"{count(model.layers, 'layer')}, {model.dtype}{gpus}"
-        yield "K and V", f"{size(model.bytes_per_token)} for a token of {printable(model.name)}: {layers}"
+        yield "K and V", f"{size(model.bytes_per_token)} per token of {printable(model.name)}: {layers}"
         for window, number, num_bytes in model.sliding:
             most = size(window * num_bytes)
             yield (
                 "",
-                f"not counted: up to {most} for a sequence in {count(number, 'layer')} that see {window:,} tokens",
+                f"not counted: up to {most} per sequence in {count(number, 'layer')} with a {window:,}-token window",
             )
         for kind, number in model.without.items():
             yield "", f"not counted: {count(number, 'layer')} without K and V ({kind})"
@@ -165,7 +163,7 @@ class AuditCosts:
                 spent = pricing.gpu_hours(lost)
                 money = pricing.per_hour(spent, self.hours)
                 per_hour = "" if money is None else f", {few(money)} {self.costs.currency} per hour"
-                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on what had been {why}"
+                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on tokens that had been {why}"
 
     def cells(self, reason: Reason) -> Row:
         """Return the cost of a reason's tokens, even if they were reused."""
@@ -249,7 +247,7 @@ def memory_facts(memory: Memory | None) -> Facts:
         return
     primary, secondary = memory.cache_bytes
     levels = f"{size(primary)} in primary" + f", {size(secondary)} in secondary" * (secondary > 0)
-    yield "memory", f"{levels}; a block has {size(memory.bytes_per_block)}"
+    yield "memory", f"{levels}; {size(memory.bytes_per_block)} per block"
     if memory.evicted_bytes is None or memory.stored_bytes is None:
         return
     primary, secondary = memory.evicted_bytes

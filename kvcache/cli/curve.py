@@ -49,28 +49,28 @@ from kvcache.workload.reported import ReportedReuse
 from kvcache.workload.traces import TracePrompts
 
 _FEWEST = 8
-"""Fewest blocks of a sample for a meaningful value."""
+"""Minimum number of blocks of a sample for a meaningful value."""
 _ROWS = 13
-"""Most powers of two in the table: the largest ones that matter."""
+"""Maximum number of powers of two in the table: the largest ones that matter."""
 _BAR = 30
 """Width in characters of a hit rate of 100 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveFound:
-    """Everything found."""
+    """Results of the command."""
 
     prompts: LoggedPrompts | TracePrompts
     curve: HitCurve
     bounds: dict[int, int]
-    """Most hits of any eviction order, by the sizes for which that was requested."""
+    """Maximum hits of any eviction order, by the sizes for which that was requested."""
     asked: tuple[int, ...]
-    """Further sizes requested."""
+    """Further requested sizes, in blocks."""
     costs: Costs
     spans: SpanDistances | None
-    """None: prefills have no formula."""
+    """Cache sizes at which spans hit; None if no prefill formula is known."""
     ages: SpanAges | None
-    """None likewise."""
+    """Idle times of spans; None if no prefill formula is known."""
     timeouts: TimeoutCurve
     policies: dict[int, dict[str, int]]
     """Hits of other eviction orders, by size and name; empty if not requested."""
@@ -91,11 +91,11 @@ class CurveFound:
         return bytes_per_block(self.prompts, self.costs)
 
     def cost(self, blocks: int) -> PrefillCost | None:
-        """Return the cost of the prefills with a cache of `blocks` blocks; None: unknown."""
+        """Return the cost of the prefills with a cache of `blocks` blocks; None if no formula is known."""
         return None if self.spans is None else self._cost(self.spans.hits(blocks))
 
     def cost_by_timeout(self, seconds: float | None) -> PrefillCost | None:
-        """The same if a cache of any size drops blocks that were idle for so long; None: it drops none."""
+        """Return the cost of the prefills with an idle timeout in an unbounded cache; None: no timeout."""
         timeout = math.inf if seconds is None else seconds
         return None if self.ages is None else self._cost(self.ages.hits(timeout))
 
@@ -121,43 +121,43 @@ MOST_BLOCKS = 2**31 - 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "How many blocks the prompts of a log or a trace would reuse by size of the cache, if they came one after the "
-        "other and what is used least recently were evicted. With two levels, sizes are of both together."
+        "Show how many blocks the prompts of a log or trace would reuse as a function of cache size, if they ran one "
+        "after the other with LRU eviction. Sizes are those of both levels together."
     )
-    parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
-    add_shared(parser, "json", log="a log directory, or a trace of requests; -: one on stdin")
+    parser.epilog = "`kvcache docs curve` explains what is counted, and how a running cache differs."
+    add_shared(parser, "json", log="a log directory, or a trace of requests (- for stdin)")
     add_trace_options(parser)
     option(
         parser,
         "--tokens-per-block N",
-        f"tokens of a block, for a trace with tokens ({TOKENS_PER_BLOCK})",
+        f"tokens per block, for a trace with tokens (default: {TOKENS_PER_BLOCK})",
         type=positive,
     )
     option(
         parser,
         "--sample RATE",
-        f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory for a log",
+        f"estimate from {SAMPLES} samples with this fraction of the blocks each, as in 0.01, to use less memory",
         type=_rate,
         default=1.0,
     )
     option(
         parser,
         "--bound SIZES",
-        "also the most that any eviction could reuse, at these sizes in blocks: 1000,2000",
+        "sizes in blocks at which to show the maximum of any eviction policy, as in 1000,2000",
         type=_sizes,
         default=(),
     )
     option(
         parser,
         "--sizes SIZES",
-        "further sizes for the table, in blocks or, where a block's bytes are known, as in 8GiB (--bound, too)",
+        "further sizes for the table, in blocks, or in bytes if a model is known, as in 8GiB (also valid for --bound)",
         type=_sizes,
         default=(),
     )
     option(
         parser,
         "--ttl",
-        "by how long a block may be idle before it is dropped, from a cache of any size, in place of the size",
+        "show reuse as a function of an idle timeout, in an unbounded cache, instead of cache size",
     )
     add_policy_options(parser)
     add_cost_options(parser)
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Read, count, print."""
     costs = Costs.of(args)
     if costs.pricing is not None and args.sample < 1:
-        raise UsageError("seconds of prefills need all blocks, not samples: leave --sample out")
+        raise UsageError("--prefill needs all blocks, not samples: omit --sample")
     recorder, trials = CurveRecorder(args.sample), PolicyTrials.of(args)
     workload = recorder.reuses if args.bound else None  # raises at once for samples
     reported = ReportedReuse()
@@ -205,11 +205,13 @@ def _prompts(
     args: argparse.Namespace, source: Path, update: Callable[[int], None], reported: ReportedReuse
 ) -> LoggedPrompts | TracePrompts:
     if not source.exists():
-        raise UsageError(f"{source} is not there: give a log directory, or a trace (`kvcache docs traces`)")
+        raise UsageError(f"{source} does not exist: give a log directory, or a trace (`kvcache docs traces`)")
     if not source.is_file():
         of_traces = ("trace_block_size", "tokenizer", "tokens_per_block")
         if given := [name for name in of_traces if getattr(args, name) is not None]:
-            raise UsageError(f"--{given[0].replace('_', '-')} is for traces, and {source} is a log")
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} is only valid for traces, and {source} is a log"
+            )
         return LoggedPrompts(source, update)
     return TracePrompts(
         source,
@@ -314,7 +316,7 @@ def _marks(found: CurveFound) -> dict[int, str]:
 
 
 def _show(log: Path, found: CurveFound, out: Output) -> None:
-    out.heading(f"{printable(str(log))}: what its prompts would reuse, by size of the cache")
+    out.heading(f"{printable(str(log))}: reuse of its prompts by cache size")
     out.facts(_facts(found))
     if not found.curve.block_requests:
         return
@@ -327,19 +329,19 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
     ]
     out.table(rows, right=list(rows[0])[:-2])
     out.line()
-    out.line("block hit rate: the part of the prompts' full blocks that is reused")
+    out.line("block hit rate: reused fraction of the prompts' full blocks")
     if found.policies:
         out.line(
-            "the columns after it: the same for other orders of eviction, in one level (`kvcache docs curve`)"
+            "following columns: hit rates of other eviction policies, in one level (`kvcache docs curve`)"
         )
     if found.costs.pricing is not None:
         out.line(found.costs.cells_in_words())
     if found.logged is not None and found.bytes_per_block is None:
         out.line(
-            "bytes are not known: the log's settings name no model (num_layers, num_kv_heads, head_dim, ...)"
+            "bytes are unknown: the log's settings do not describe a model (num_layers, num_kv_heads, head_dim, ...)"
         )
     if found.bounds:
-        out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
+        out.line("at best: hit rate of a clairvoyant cache of this size, in one level")
 
 
 def _timeouts(found: CurveFound) -> Iterator[tuple[int | None, int, float, int]]:
@@ -354,8 +356,8 @@ def _timeouts(found: CurveFound) -> Iterator[tuple[int | None, int, float, int]]
 
 
 def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
-    out.heading(f"{printable(str(log))}: what its prompts would reuse, by how long idle blocks are kept")
-    covered = f"{span(found.timeouts.seconds)}: what comes again later is not in it"
+    out.heading(f"{printable(str(log))}: reuse of its prompts by idle timeout")
+    covered = f"{span(found.timeouts.seconds)}; reuse after longer pauses is not visible"
     out.facts([*_facts(found), ("covered", covered)])
     out.line()
     rows = [
@@ -367,11 +369,9 @@ def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
     out.table(rows, right=list(rows[0])[:-1])
     out.line()
     out.line(
-        "block hit rate: the part of the prompts' full blocks that is reused, in a cache of any size that drops"
+        "block hit rate: reused fraction of the prompts' full blocks, in an unbounded cache that drops blocks"
     )
-    out.line(
-        "what was in no prompt for longer than the timeout; tokens lost: those reused without a timeout only"
-    )
+    out.line("idle for longer than the timeout; tokens lost: reused only without a timeout")
     if found.costs.pricing is not None:
         out.line(found.costs.cells_in_words())
 
@@ -400,7 +400,7 @@ def _facts(found: CurveFound) -> Facts:
     prompts, curve = found.prompts, found.curve
     asked = f"{curve.block_requests:,} full blocks of {prompts.tokens_per_block:,} tokens"
     number = prompts.requests if isinstance(prompts, TracePrompts) else prompts.admissions
-    yield "prompts", f"{number:,} with {asked}, {curve.distinct_blocks:,} different ones"
+    yield "prompts", f"{number:,} with {asked}, {curve.distinct_blocks:,} of them distinct"
     if found.logged is not None:
         yield from _facts_of_log(found.logged)
     if curve.rate < 1:
@@ -411,19 +411,19 @@ def _facts(found: CurveFound) -> Facts:
     yield from found.costs.prefill_facts()
     yield from found.costs.model_facts()
     if not curve.is_vague:
-        knee = f"{curve.knee or 0:,} blocks: from there on no doubling gains a percentage point"
-        yield "knee", "none: no block is asked for twice" if curve.knee is None else knee
+        knee = f"{curve.knee or 0:,} blocks: no doubling from there gains a percentage point"
+        yield "knee", "none: no block is requested twice" if curve.knee is None else knee
 
 
 def _facts_of_log(prompts: LoggedPrompts) -> Facts:
     if prompts.windows > 1:
-        yield "window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"
+        yield "window", f"{prompts.window:,}, with full attention; sliding windows are ignored"
     if prompts.shared:
-        why = "other layers have blocks, too, and may lose what it keeps"
-        yield "groups", f"full attention alone: {why}"
+        why = "other layers share its pool, and may lose blocks that it keeps"
+        yield "groups", f"full attention only: {why}"
     if prompts.gaps:
-        lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
-        missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
+        lost = f"; {prompts.skipped:,} prompts are left out because their tokens are unknown"
+        missing = f"batches are missing in {count(prompts.gaps, 'place')}, with the prompts in them"
         yield "gaps", missing + lost * bool(prompts.skipped)
     yield from names_facts(prompts)
 
@@ -442,9 +442,9 @@ def _vague(curve: HitCurve) -> str:
     least, most = min(curve.sampled_blocks), max(curve.sampled_blocks)
     blocks = count(most, "block") if least == most else f"{least:,} to {most:,} blocks"
     enough = enough_for(curve.distinct_blocks)
-    remedy = f"give --sample {enough:g} or more" if enough < 1 else "leave --sample out"
+    remedy = f"give --sample {enough:g} or more" if enough < 1 else "omit --sample"
     return (
-        f"the samples have only {blocks} each: the hit rates say little, and neither knee nor standard error is told; "
+        f"the samples have only {blocks} each, too few for accurate hit rates, a knee or standard errors; "
         f"{remedy}"
     )
 
@@ -457,7 +457,7 @@ def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:
     blocks = f"{primary:,} + {secondary:,} blocks" if secondary else count(primary, "block")
     yield "now", f"{blocks}: {parts.format(*map(share, levels))}"
     recorded = parts.format(*map(share, _recorded(prompts, curve)))
-    yield "recorded", f"requests side by side, in the cache itself: {recorded}"
+    yield "recorded", f"{recorded} by the cache itself, with concurrent requests"
 
 
 def _rate(text: str) -> float:
@@ -476,7 +476,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(cache_size(part.strip()) for part in text.split(",") if len(part) < 20)
     blocks = [each for each in sizes if not isinstance(each, SizeInBytes)]
     if max(blocks, default=0) > MOST_BLOCKS or len(sizes) != text.count(",") + 1:
-        raise argparse.ArgumentTypeError(f"no cache has more than {MOST_BLOCKS:,} blocks")
+        raise argparse.ArgumentTypeError(f"give up to {MOST_BLOCKS:,} blocks, separated by commas")
     return sizes
 
 
@@ -488,8 +488,8 @@ def _in_blocks(
         return sizes
     block = bytes_per_block(prompts, costs)
     if block is None:
-        raise UsageError("how many bytes a block has is not known: give sizes in blocks, or --model-config")
+        raise UsageError("the bytes of a block are unknown: give sizes in blocks, or --model-config")
     blocks = tuple(each // block if isinstance(each, SizeInBytes) else each for each in sizes)
     if 0 in blocks or max(blocks) > MOST_BLOCKS:
-        raise UsageError(f"a block has {size(block)}: give sizes of 1 to {MOST_BLOCKS:,} blocks")
+        raise UsageError(f"sizes must be 1 to {MOST_BLOCKS:,} blocks, and a block has {size(block)}")
     return blocks

@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = "Compare two logs: where they first diverge, and how much each request reused."
     parser.epilog = (
-        "Batches are compared in their order. Log ids, epochs, software, settings and times may differ. Requests are "
-        "told\napart by their ids. The exit code is 0 if the logs say the same, 1 if they differ (or are damaged)."
+        "Batches are compared in order; log ids, epochs, software, settings and times may differ. Requests are matched "
+        "by\ntheir ids. Exits with 0 if the logs agree, 1 if they differ or are damaged."
     )
     add = partial(option, parser)
     add("LOG_A", "a log directory", type=Path)
-    add("LOG_B", "another one", type=Path)
-    add("--top N", "how many requests are listed of each kind (10)", type=positive, default=10)
+    add("LOG_B", "another log directory", type=Path)
+    add("--top N", "maximum number of requests listed of each kind (default: 10)", type=positive, default=10)
     add_shared(parser, "time", "json")
 
 
@@ -150,7 +150,7 @@ def _show(
 ) -> None:
     out.heading(f"A: {printable(str(a.log))}, B: {printable(str(b.log))}")
     if divergence is None:
-        out.line("  they say the same")
+        out.line("  no difference")
     else:
         out.line("  first divergence")
         out.line(f"  A  {a.line(divergence.a)}")
@@ -178,9 +178,9 @@ def _spelled(value: Any) -> str:
 
 
 def _facts(reuse: ReuseDifference) -> Facts:
-    yield "requests", f"{reuse.a.requests:,} in both logs, of which {reuse.changed:,} reused otherwise"
+    yield "requests", f"{reuse.a.requests:,} in both logs, of which {reuse.changed:,} reused more or less"
     if reuse.other_prompts:
-        yield "", f"{count(reuse.other_prompts, 'of them has', 'of them have')} a prompt of another length"
+        yield "", f"{count(reuse.other_prompts, 'of them has', 'of them have')} prompts of different lengths"
     if reuse.a.requests:
         yield "reused in A", _reused(reuse.a)
         yield "reused in B", _reused(reuse.b)

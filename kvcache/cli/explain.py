@@ -29,20 +29,20 @@ from kvcache.phrases import count, printable, share
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Explain one request of a log or trace: when it was refused, admitted and ended, and for each part of its "
-        "prompt whether it was reused, and if not, why. Or the turns of a session: how each prompt continues the one "
-        "before."
+        "Explain a request of a log or trace: when it was refused, admitted and ended, and for each part of its prompt "
+        "whether it was reused and, if not, why. With --session, show how each prompt of a session continues the "
+        "previous one."
     )
     parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
     add_shared(parser, "time", "json", log=LOG_OR_TRACE)
     which = parser.add_mutually_exclusive_group(required=True)
-    option(which, "--request ID", "the request, by the engine's id")
-    option(which, "--session ID", "the turns of this session")
+    option(which, "--request ID", "request to explain, by the engine's id")
+    option(which, "--session ID", "session whose turns to show")
     add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, or that of the trace, and tell."""
+    """Read the log once (for a trace, that of the cache that served it), and print the explanation."""
     with as_log(args, out) as served:
         return _explain(LogReader(served.log), args, out)
 

@@ -31,21 +31,21 @@ _PICTURE = "perfetto"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy. Or write its "
-        "requests as a trace (mooncake, bailian) that others may get: prompts are numbers, by a key. Or write what "
-        "happened when (perfetto), for ui.perfetto.dev: requests, steps, how full the cache was."
+        "Export a log as tables (requests, block lifetimes, evictions, steps, occupancy), as a trace of its requests "
+        "that can be shared (mooncake, bailian: prompts are replaced by keyed numbers), or as a timeline for "
+        "ui.perfetto.dev (perfetto: requests, steps, occupancy)."
     )
     parser.epilog = (
-        "`kvcache docs export` has every column, and queries; `kvcache docs traces` has the forms of traces. Nothing "
-        "is at PATH until all is written."
+        "`kvcache docs export` describes all columns, with example queries; `kvcache docs traces` describes the trace "
+        "formats. PATH appears only when the export is complete."
     )
     add_shared(parser, log=LOG_OR_TRACE)
-    option(parser, "--to", "the format", required=True, choices=[*sorted(FORMATS), *_TRACES, _PICTURE])
+    option(parser, "--to", "output format", required=True, choices=[*sorted(FORMATS), *_TRACES, _PICTURE])
     option(
         parser,
         "-o --output PATH",
-        "where to: a database (sqlite), a trace (perfetto: compressed if its name ends in .gz), or a directory with a "
-        "file for each table",
+        "output: a database (sqlite), a trace file (perfetto, compressed if the name ends in .gz), or a directory with "
+        "one file per table",
         required=True,
         type=Path,
     )
@@ -53,16 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         parser,
         "--key FILE",
-        "for a trace: the key of its numbers, at least 16 bytes; traces with one key can be joined (else a new key)",
+        "for a trace: key of its numbers, at least 16 bytes; traces with the same key can be joined (default: a new "
+        "key)",
         type=Path,
     )
     add_trace(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log once, or that of the trace, write all tables or a trace, and tell how many rows."""
+    """Read the log once (for a trace, that of the cache that served it), write the export, and print the row counts."""
     if args.key is not None and args.to not in _TRACES:
-        raise UsageError(f"--key is for traces: {' and '.join(_TRACES)}")
+        raise UsageError(f"--key works with traces only: --to {' or '.join(_TRACES)}")
     with as_log(args, out) as served:
         return _export(served.log, args, out)
 
@@ -104,7 +105,7 @@ def _write_picture(reader: LogReader, args: argparse.Namespace, out: Output) -> 
         [
             (
                 "trace events",
-                f"{writer.events:,}: open the file at https://ui.perfetto.dev, which uploads nothing",
+                f"{writer.events:,}; open the file at https://ui.perfetto.dev (nothing is uploaded)",
             )
         ]
     )

@@ -16,7 +16,7 @@ _ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed, Begi
 
 
 def report(error: Exception, *, verbose: bool) -> int:
-    """Report an error on stderr; return the exit code: 1 if the data is wrong, 2 if the request is."""
+    """Print an error on stderr; return the exit code: 1 for wrong data, 2 for a wrong request."""
     for number, line in enumerate(_lines(error)):
         messages.error(line, error if verbose and number == 0 else None)
     return 1 if isinstance(error, _ABOUT_DATA) else 2
@@ -32,18 +32,20 @@ def _lines(error: Exception) -> list[str]:
     if isinstance(error, OSError) and error.strerror:
         return [f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror]
     if isinstance(error, MemoryError):
-        return [f"there is not enough memory: {error}" if str(error) else "there is not enough memory"]
+        return [f"out of memory: {error}" if str(error) else "out of memory"]
     return [str(error)]
 
 
 def _not_a_log(error: NotALog) -> str:
-    """Return advice: for a directory of logs, to name one of these; for a file, how a trace becomes a log."""
+    """Return the message with advice for a directory of logs, or for a file that may be a trace."""
     from kvcache.cli.audit import logs_in, some_of
 
     with suppress(OSError):
         if inside := logs_in(error.path).logs:
-            return f"{error.path} is no log but holds some: give one of them ({some_of(inside)})"
+            return f"{error.path} is a directory of logs: give one of them ({some_of(inside)})"
     if error.path.is_file():
-        made = "of a trace (`kvcache docs traces`) `kvcache audit TRACE --keep-log DIR` makes one"
+        made = (
+            "if it is a trace (`kvcache docs traces`), `kvcache audit TRACE --keep-log DIR` makes a log of it"
+        )
         return f"{error}; {made}"
     return str(error)

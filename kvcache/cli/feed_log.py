@@ -103,7 +103,7 @@ def replay(args: argparse.Namespace, out: Output) -> int:
         }
         out.json(folded.envelope() | rest)
         return 0
-    title = f"{printable(str(args.log))}: what engines told (kind feed), after {folded.when}"
+    title = f"{printable(str(args.log))}: events published by engines (kind feed), after {folded.when}"
     out.heading(f"{title}, epoch {state.epoch}")
     _show_workers(state, out)
     out.line()
@@ -121,14 +121,14 @@ def _show_workers(state: FeedState, out: Output) -> None:
     """Print a row for each worker and place."""
     rows = [
         {"worker": printable(worker.name), "medium": medium, "group": group, "blocks": blocks}
-        | {"last number": "" if worker.number is None else str(worker.number), "losses": worker.gaps}
+        | {"last seq": "" if worker.number is None else str(worker.number), "losses": worker.gaps}
         | {"restarts": worker.restarts, "known": _completeness(worker)}
         for worker in state.workers.values()
         for medium, group, blocks in _places(worker) or [("", "", 0)]
     ]
-    out.table(rows, right=("group", "last number"))
+    out.table(rows, right=("group", "last seq"))
     if not rows:
-        out.line("no worker was heard yet")
+        out.line("no worker has published yet")
 
 
 def _places(worker: WorkerState) -> list[tuple[str, str, int]]:
@@ -166,9 +166,9 @@ def match(args: argparse.Namespace, out: Output, namespace: Namespace, prompt: R
     ]
     out.table(rows)
     if not rows:
-        out.line("no worker was heard yet")
+        out.line("no worker has published yet")
     if not folded.state.tokens_recorded:
-        out.warning("the log records no token ids, so nothing can be found in it")
+        out.warning("the log does not record token ids, so no prompt can be looked up in it")
     return 0
 
 
@@ -182,7 +182,7 @@ def audit(args: argparse.Namespace, out: Output) -> int:
     batches.check()
     first, last = history.first, history.last
     if first is None or last is None:
-        raise UsageError(f"{printable(str(args.log))} holds no batch yet")
+        raise UsageError(f"{printable(str(args.log))} has no batches yet")
     if args.json:
         out.json(
             {
@@ -202,7 +202,7 @@ def audit(args: argparse.Namespace, out: Output) -> int:
     out.line()
     out.facts(list(_facts(history)))
     out.line()
-    out.line("engines tell nothing of requests: neither what was reused nor why tokens were computed")
+    out.line("engines publish no requests, so neither reuse nor the reasons for computed tokens are known")
     return 0
 
 
@@ -223,10 +223,10 @@ def _facts(history: FeedHistory) -> Iterator[tuple[str, str]]:
     yield "removed", f"{count(history.removed, 'block')}{ages}"
     yield "moved", f"{count(history.moved, 'block')} from one level to another"
     ages = f" gone for {ages_in_words(history.gone_ages)}" if history.gone_ages.total else ""
-    yield "came back", f"{count(history.stored_again, 'block')}{ages}"
+    yield "stored again", f"{count(history.stored_again, 'block')}{ages}"
     yield "forgotten", f"{count(history.forgotten, 'block')} by clearing, restarts and losses"
     held = (
-        f"{count(blocks, 'block')} by {'one worker' if workers == 1 else f'{workers:,} workers'} each"
+        f"{count(blocks, 'block')} in {'one worker' if workers == 1 else f'{workers:,} workers'} each"
         for workers, blocks in history.held_by.items()
     )
-    yield "held now", ", ".join(held) or "nothing"
+    yield "cached now", ", ".join(held) or "nothing"

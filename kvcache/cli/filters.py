@@ -33,7 +33,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     add = partial(option, parser)
     add(
         "--type TYPE",
-        "only events of this type; may be given several times",
+        "only events of this type; repeatable",
         action="append",
         dest="types",
         type=lambda text: _BY_LOWER.get(text.lower(), text),
@@ -41,19 +41,19 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--request ID",
-        "only what happened to this request, its copies and refusals included "
-        "(lines for people leave out the steps that only append a token, unless --type asks for them)",
+        "only events of this request, including its copies and refusals (text lines omit TokensAppended unless --type "
+        "selects it)",
     )
-    add("--session ID", "likewise of all requests of this session")
+    add("--session ID", "only events of the requests of this session, likewise")
     add(
         "--handle N",
-        "likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
+        "only events of this sequence, likewise: 18, or #2.170 (the 170th of epoch 2) as printed in lines",
         type=_handle,
     )
     add(
         "--block NAME",
-        "only events that name this block: its first hex digits, at least 4. With several windows a name stands "
-        "in the first one's event alone, and none where a window lets go of blocks: --request finds those",
+        "only events that name this block, by the first hex digits of its name, at least 4. With several windows only "
+        "the first one's events name blocks, and events of windows that release blocks do not: use --request for those",
     )
 
 
@@ -62,7 +62,7 @@ def _handle(text: str) -> int:
     match = _HANDLE.fullmatch(text)
     epoch, number = (int(match[1] or 0), int(match[2])) if match else (0, 0)
     if not 0 < number <= MAX_NUMBER or epoch > MAX_EPOCH or (match and match[1] and number >= PER_EPOCH):
-        raise argparse.ArgumentTypeError(f"{text!r} is no handle: give its number, or EPOCH.NUMBER")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a handle: give a number, or EPOCH.NUMBER")
     return first_number(epoch) + number - 1
 
 
@@ -84,9 +84,7 @@ def conditions_of(args: argparse.Namespace, known: StreamNames) -> list[Conditio
     if args.block is not None:
         name = args.block.lower().removeprefix("0x")
         if not _NAME.fullmatch(name):
-            raise UsageError(
-                f"--block {args.block}: a block's name is written in hex digits, at least 4 of them"
-            )
+            raise UsageError(f"--block {args.block}: give at least 4 hex digits of the block's name")
         conditions.append(NamingBlock(name, known))
     return conditions
 

@@ -25,7 +25,7 @@ from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 
 _COLUMNS, _ROWS = 6, 12
-"""Most columns and rows of the table of shares over time."""
+"""Maximum numbers of columns and rows of the table of shares over time."""
 
 
 def show(
@@ -73,7 +73,7 @@ def _rows(view: TopGroups, spent: AuditCosts) -> list[Row]:
             "never seen": int(each.totals.reasons[Reason.NEVER_SEEN]),
             "blocks evicted": each.evicted,
             "evicted for it": each.evicted_for_it,
-            "of the cache": share(each.share),
+            "share of cache": share(each.share),
             **spent.of_group(each.totals.spent_seconds, each.totals.saved_seconds),
         }
         for each in groups
@@ -84,7 +84,7 @@ def _show_pairs(view: TopGroups, top: int, out: Output) -> None:
     pairs = view.pairs()
     if not pairs:
         return
-    title = f"evicted: of {printable(view.groups.by)}"
+    title = f"evicted from {printable(view.groups.by)}"
     rows: list[Row] = [
         {title: view.name_of(owner), "for": view.name_of(needed_by)}
         | {"blocks": blocks, "tokens computed again": tokens}

@@ -23,37 +23,40 @@ from kvcache.maintenance.verify import Verified, verify
 from kvcache.phrases import batches, count, describe_end, iso, printable, size
 
 _ACTIONS = {
-    "info": "segments and snapshots, what they take, and who still needs them; reads their beginnings only.",
-    "verify": "reads everything: frames, events, checkpoints, and whether each snapshot is the state there.",
-    "repair": "cuts off what an interrupted write has left, as a writer does, into quarantine/. LogDamaged is refused.",
-    "salvage": "copies what can be read of a damaged log into a new one, and tells what is lost.",
-    "compact": "leaves a snapshot and what follows: prune --retain-segments 1.",
-    "compress": "compresses segments that are not, as those of earlier versions, but for the last one; a writer may "
-    "be at work. What engines write is compressed already (log.compression).",
-    "prune": "makes the snapshots that are due, and removes what the limits do not allow; a writer may be at work. "
-    "Engines have it done by the settings log.retain_bytes, log.retain_seconds and log.retain_segments.",
+    "info": "List segments and snapshots, their sizes, and what followers still need. Reads only the headers.",
+    "verify": "Read and check everything: frames, events, checkpoints, and each snapshot against the replayed state.",
+    "repair": "Move the remains of an interrupted write to quarantine/, as a writer does on opening the log. Refuses a "
+    "damaged log.",
+    "salvage": "Copy what can be read of a damaged log into a new one, and report what is lost.",
+    "compact": "Keep a snapshot and what follows it; the same as prune --retain-segments 1.",
+    "compress": "Compress uncompressed segments, such as those of earlier versions, except the last one. Safe while a "
+    "writer is active. Engines write compressed segments by default (log.compression).",
+    "prune": "Make the snapshots that are due, and remove what exceeds the limits. Safe while a writer is active. "
+    "Engines prune their logs with the settings log.retain_bytes, log.retain_seconds and log.retain_segments.",
 }
 """Actions, with their purpose."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = (
-        "Look at a log's files, read all of them, mend them, or remove what is not to be kept."
-    )
+    parser.description = "Inspect, verify, repair, compress or prune the files of a log."
     parser.epilog = "\n\n".join(f"{action}: {what}" for action, what in _ACTIONS.items())
-    parser.add_argument("action", choices=[*_ACTIONS], metavar="|".join(_ACTIONS), help="what to do")
+    parser.add_argument("action", choices=[*_ACTIONS], metavar="|".join(_ACTIONS), help="action, see below")
     add_shared(parser, "log", "json")
     add = partial(option, parser)
-    add("--retain-bytes SIZE", "of prune: keep so much, as in 8GiB, with snapshots", type=_bytes)
+    add(
+        "--retain-bytes SIZE",
+        "for prune: maximum size of the log with its snapshots, as in 8GiB",
+        type=_bytes,
+    )
     add(
         "--retain-seconds SECONDS",
-        "of prune: keep what ended so long before the newest segment began, by the log's own clock",
+        "for prune: maximum age of segments, relative to the start of the newest one, by the log's clock",
         type=seconds,
     )
-    add("--retain-segments N", "of prune: keep so many files", type=positive)
-    add("--dry-run", "of repair: only tell what it would do")
-    add("--to DIR", "of salvage: the new log", type=Path)
+    add("--retain-segments N", "for prune: maximum number of segments", type=positive)
+    add("--dry-run", "for repair: print what would be done, without doing it")
+    add("--to DIR", "for salvage: directory of the new log", type=Path)
 
 
 def _bytes(text: str) -> int:
@@ -69,11 +72,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise NotALog(args.log)
     limits = Limits(args.retain_bytes, args.retain_seconds, args.retain_segments)
     if limits and args.action != "prune":
-        raise UsageError("--retain-bytes, --retain-seconds and --retain-segments go with `kvcache log prune`")
+        raise UsageError(
+            "--retain-bytes, --retain-seconds and --retain-segments are only valid with `kvcache log prune`"
+        )
     if args.dry_run and args.action != "repair":
-        raise UsageError("--dry-run goes with `kvcache log repair`")
+        raise UsageError("--dry-run is only valid with `kvcache log repair`")
     if (args.to is not None) != (args.action == "salvage"):
-        raise UsageError("--to DIR is of `kvcache log salvage`, which needs it")
+        raise UsageError("--to DIR is required for `kvcache log salvage`, and only valid there")
     if args.action in ("prune", "compact"):
         _prune(args, Limits(segments=1) if args.action == "compact" else limits, out)
     else:
@@ -105,9 +110,9 @@ def _info(args: argparse.Namespace, out: Output) -> None:
             ("log", f"{found['log_id'] or 'none yet'}, epoch {found['epoch']}"),
             (
                 "end",
-                "closed in good order" if found["closed"] else "open: a writer is at work, or was killed",
+                "closed" if found["closed"] else "open: a writer is active, or was killed",
             ),
-            ("followers", "none" if needed is None else f"need what begins with batch {needed:,}"),
+            ("followers", "none" if needed is None else f"need batches from {needed:,} on"),
         ]
     )
 
@@ -155,7 +160,7 @@ def _show_verified(log: Path, found: Verified, out: Output) -> None:
     out.heading(f"{printable(str(log))}: {count(found.batches, 'batch', 'batches')} read")
     rows = [("events", f"{found.events:,}"), ("checkpoints", f"{found.checkpoints:,} agree")]
     rows.append(("snapshots", f"{found.snapshots:,} agree with the log"))
-    rows += [("passed over", path.name) for path in found.unused]
+    rows += [("unused", path.name) for path in found.unused]
     rows += [("damage", printable(str(each))) for each in found.damage]
     rows += [("problem", printable(problem)) for problem in found.problems]
     if found.end is not None:
@@ -172,7 +177,7 @@ def _compress(args: argparse.Namespace, out: Output) -> None:
     what = count(done.segments, "segment")
     out.line(f"compressed  {what}, {size(done.bytes_before)} to {size(done.bytes)}")
     if done.left:
-        out.line(f"left        {count(done.left, 'segment')}, damaged: `kvcache log verify` tells where")
+        out.line(f"left        {count(done.left, 'segment')}, damaged: `kvcache log verify` shows where")
 
 
 def _prune(args: argparse.Namespace, limits: Limits, out: Output) -> None:
@@ -212,16 +217,16 @@ def _repair(args: argparse.Namespace, out: Output) -> None:
 def _say_repaired(done: Recovery, out: Output, *, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     for path in done.unfinished:
-        out.line(f"{path.name} {would}removed: a segment, or a copy of one, that was not whole yet")
+        out.line(f"{path.name} {would}removed: an incomplete segment, or copy of one")
     for each in done.quarantined:
-        out.line(f"{each.path.name} {would}moved to quarantine/: {size(each.bytes)} without a whole batch")
+        out.line(f"{each.path.name} {would}moved to quarantine/: {size(each.bytes)} without a complete batch")
     if done.cut is not None:
         cut = done.cut
         where = f"{cut.path.name}, from byte {cut.offset:,}"
-        out.line(f"{size(cut.bytes)} {would}moved to quarantine/: a part of a batch ({where})")
+        out.line(f"{size(cut.bytes)} {would}moved to quarantine/: an incomplete batch ({where})")
     if not (done.unfinished or done.quarantined or done.cut):
         out.line("nothing to repair")
-    out.line(f"the log goes on with batch {done.chain.seq:,}")
+    out.line(f"the log continues with batch {done.chain.seq:,}")
 
 
 def _salvage(args: argparse.Namespace, out: Output) -> None:
@@ -238,19 +243,19 @@ def _salvage(args: argparse.Namespace, out: Output) -> None:
 
 
 def _say_salvaged(args: argparse.Namespace, done: Salvaged, out: Output) -> None:
-    copied = f"{count(done.batches, 'batch', 'batches')} copied, the last is {done.last_seq:,}"
+    copied = f"{count(done.batches, 'batch', 'batches')} copied, up to {done.last_seq:,}"
     out.heading(f"{printable(str(args.to))}: {copied}")
     rows = [("damage", printable(str(each))) for each in done.damage]
     rows += [("lost", _lost(each)) for each in done.losses] or [("lost", "nothing")]
     if done.torn:
-        rows.append(("end", "the old log ends with a part of a batch, which is left out"))
+        rows.append(("end", "the old log ends with an incomplete batch, which was left out"))
     out.facts(rows)
 
 
 def _lost(loss: Loss) -> str:
     which = f"all from batch {loss.first:,} on" if loss.last is None else batches(loss.first, loss.last)
     whole = len(loss.left_out)
-    return which + (f" ({whole:,} of them whole, but of no use without those before)" if whole else "")
+    return which + (f" ({whole:,} of them intact, but unusable without the previous ones)" if whole else "")
 
 
 _DO = {"info": _info, "verify": _verify, "repair": _repair, "salvage": _salvage, "compress": _compress}

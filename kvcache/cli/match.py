@@ -43,14 +43,16 @@ GivenPrompt = tuple[Namespace, RichTokens]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = "Look a prompt up in the cache as it was after a batch. Changes nothing."
+    parser.description = "Look up a prompt in the cache as it was after a batch. Read-only."
     parser.epilog = (
-        "A prompt's last token is never reused, since the model has to compute something.\n\n"
+        "The last token of a prompt is never reused: the model has to compute at least one token.\n\n"
         + times.FORMS_HELP
     )
-    add_shared(parser, "log", "time", "json", at="the state after this batch (the last one)")
+    add_shared(parser, "log", "time", "json", at="batch after which to look (default: the last one)")
     add = partial(option, parser.add_mutually_exclusive_group(required=True))
-    add("--request ID", "the prompt of this request: its last admission up to --at, else its next one")
+    add(
+        "--request ID", "request whose prompt to look up: its last admission up to --at, or else its next one"
+    )
     add("--tokens FILE", TOKENS_HELP)
     add_namespace(parser, "--tokens")
 
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, look up, print."""
     if args.request is not None and has_namespace(args):
-        raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
+        raise UsageError("--lora-id, --lora-name and --cache-salt require --tokens: a request has its own")
     # Read first: errors of a file are reported before a long log is read.
     given: GivenPrompt | None = None
     if args.tokens is not None:
@@ -66,9 +68,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         given = namespace_of(args.lora_id, args.lora_name, args.cache_salt), tokens
     if feed_log.is_feed_log(args.log):
         if given is None:
-            raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
+            raise UsageError(
+                "this log records events published by engines, which do not include requests: give the prompt with "
+                "--tokens"
+            )
         return feed_log.match(args, out, *given)
-    # A request is searched for from the beginning on.
+    # A request is searched from the beginning of the log.
     reader = LogReader(args.log) if given is None else times.state_before(args.log, args.at)
     batches = UpTo(reader, args.at)
     search = _Search(batches, args.request)
@@ -76,12 +81,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         replayed = fold(search.watched(), progress=update)
     batches.check()
     if replayed.state.created is None:
-        raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
+        raise UsageError(f"{args.log} has no cache: its first batch is missing")
     if given is not None and replayed.state.created.groups[-1].kind == CROSS:
-        instead = (
-            "give a request's with --request: which blocks are shared depends on what the encoder has read"
-        )
-        raise Unsupported("a prompt of one's own for an encoder-decoder model", instead)
+        instead = "give a request's with --request: which blocks are shared depends on the encoder's input"
+        raise Unsupported("a prompt given with --tokens for an encoder-decoder model", instead)
     namespace, prompt = given if given is not None else search.prompt(args.request)
     with fitting(replayed.last_seq):
         found = _lookup(replayed.state, namespace, prompt)
@@ -132,10 +135,10 @@ class _Search:
             if self._found is not None:
                 break
         if self._found is None:
-            raise UsageError(f"the log has no admission of request {request_id!r}")
+            raise UsageError(f"request {request_id!r} was never admitted in the log")
         if not self._found[1].tokens:
             raise UsageError(
-                f"the log records no tokens, so the prompt of request {request_id!r} is not in it: "
+                f"the log does not record tokens, so the prompt of request {request_id!r} is unknown: "
                 "give it with --tokens"
             )
         return self._found
@@ -188,7 +191,7 @@ def _facts(state: CacheState, found: Match) -> Facts:
     if (lacking := _lacking(state, found)) is not None:
         left = count(lacking.first_block * state.tokens_per_block, "token")
         group = group_in_words(lacking.group, lacking.kind)
-        yield "of that", f"{left}, as {group} has not what follows needs"
+        yield "of that", f"{left}: {group} lacks what the following tokens need"
     yield "would compute", count(found.num_tokens - found.reused_tokens, "token")
     firsts: dict[int, int] = {}
     for block in (*found.blocks, *found.partials):
@@ -197,7 +200,7 @@ def _facts(state: CacheState, found: Match) -> Facts:
         if first:  # it slides
             yield (
                 f"window {window:,}",
-                f"sees nothing before block {first:,} from there on, and needs none of it",
+                f"does not need blocks before {first:,} from there on",
             )
 
 

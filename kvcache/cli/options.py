@@ -21,13 +21,15 @@ from kvcache.cli import times
 from kvcache.errors import UsageError
 
 LONGEST_TEXT = 1 << 26
-"""Most characters of token ids that are read."""
+"""Maximum number of characters of token ids that are read."""
 _MOST_DIGITS = 19
-"""Most digits of a number given here; Python itself reads no more than some thousands."""
+"""Maximum number of digits of a number given here; Python itself reads no more than some thousands."""
 _MOST_GPUS, _MOST_MONEY = 10**6, 10**9
 
 
-TOKENS_HELP = "token ids: a JSON list, or numbers between spaces or commas; - for stdin; or the ids: 5,6,7"
+TOKENS_HELP = (
+    "file of token ids (JSON list, or numbers separated by spaces or commas; -: stdin), or the ids: 5,6,7"
+)
 _IDS = re.compile(r"\d+(?:[\s,]+\d+)+", re.ASCII)
 """Token ids given in place of a file."""
 
@@ -44,9 +46,9 @@ def positive(text: str) -> int:
 
 def _at_least(least: int, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) > _MOST_DIGITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
+        raise argparse.ArgumentTypeError(f"{text!r} is too large")
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer that is at least {least}")
     return int(text)
 
 
@@ -65,14 +67,14 @@ def seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
     return value
 
 
 def gpus(text: str) -> int:
     """Parse a number of GPUs."""
     if (number := positive(text)) > _MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too large a number: at most {_MOST_GPUS:,}")
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_GPUS:,}")
     return number
 
 
@@ -83,7 +85,7 @@ def amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= _MOST_MONEY:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {_MOST_MONEY:,}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount above 0 and at most {_MOST_MONEY:,}")
     return value
 
 
@@ -102,19 +104,19 @@ def cache_size(text: str) -> int:
 
 
 def cache_size_or_none(text: str) -> int:
-    """The same, or 0 blocks: no such level."""
+    """Parse a cache size as `cache_size` does; "0" means that there is no such level."""
     return 0 if text == "0" else cache_size(text)
 
 
 Place = argparse.ArgumentParser | argparse._ArgumentGroup
 _SPELLING = (
-    "how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), or the "
-    "time of day"
+    "format of times, cut to milliseconds: since the log's first batch (relative, the default), or the time of day in "
+    "UTC or local time"
 )
 TOKENS_PER_BLOCK = 64
 """Tokens of a block, where neither an option nor the hash_ids of a trace say."""
 CONCURRENCY = 32
-"""Requests that a played trace runs at once."""
+"""Default for the number of requests of a played trace that run at once."""
 _MOMENT = {"type": times.LogPosition.parse}
 _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "log": ("LOG", "a log directory", {"type": Path}),
@@ -127,36 +129,36 @@ _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"choices": times.FORMS, "default": "relative"},
     ),
     "every": ("--every SECONDS", "", {"type": seconds}),
-    "json": ("--json", "the result as JSON", {}),
+    "json": ("--json", "print the result as JSON", {}),
     "trace_block_size": (
         "--trace-block-size N",
-        "tokens that a hash_id of the trace stands for (found from its first lines; 16 with a Bailian trace)",
+        "tokens per hash_id of the trace (default: detected from the first lines; 16 for a Bailian trace)",
         {"type": positive},
     ),
     "tokenizer": (
         "--tokenizer DIR",
-        "the model's tokenizer with its chat template, for a trace whose prompts are messages",
+        "directory of the model's tokenizer with its chat template, for a trace whose prompts are messages",
         {"type": Path},
     ),
     "concurrency": (
         "--concurrency N",
-        f"most requests running at once ({CONCURRENCY})",
+        f"maximum number of requests running at once (default: {CONCURRENCY})",
         {"type": positive, "default": CONCURRENCY},
     ),
     "tokens_per_block": (
         "--tokens-per-block N",
-        f"tokens of a block ({TOKENS_PER_BLOCK})",
+        f"tokens per block (default: {TOKENS_PER_BLOCK})",
         {"type": positive},
     ),
-    "primary_blocks": ("--primary-blocks N", "blocks on the device", {"type": cache_size}),
+    "primary_blocks": ("--primary-blocks N", "number of blocks on the device", {"type": cache_size}),
     "secondary_blocks": (
         "--secondary-blocks N",
-        "blocks in host memory; 0: none",
+        "number of blocks in host memory (0: none)",
         {"type": cache_size_or_none},
     ),
-    "lora_id": ("--lora-id N", "the adapter's number", {"type": integer}),
-    "lora_name": ("--lora-name NAME", "the adapter's name", {}),
-    "cache_salt": ("--cache-salt SALT", "the salt of the prompt's namespace", {}),
+    "lora_id": ("--lora-id N", "number of the LoRA adapter", {"type": integer}),
+    "lora_name": ("--lora-name NAME", "name of the LoRA adapter", {}),
+    "cache_salt": ("--cache-salt SALT", "cache salt of the prompt", {}),
 }
 """Options shared by several commands, by argument name: usage, purpose, and parser arguments."""
 _NAMESPACE = ("lora_id", "lora_name", "cache_salt")
@@ -185,7 +187,7 @@ def add_shared(place: Place, *names: str, **purposes: str) -> None:
 
 def add_namespace(place: Place, of: str) -> None:
     """Declare the namespace options of the tokens given by the option `of`."""
-    add_shared(place, **{name: f"with {of}: {_SHARED[name][1]}" for name in _NAMESPACE})
+    add_shared(place, **{name: f"{_SHARED[name][1]}, with {of}" for name in _NAMESPACE})
 
 
 def add_trace_options(place: Place) -> None:
@@ -198,34 +200,43 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add = partial(
         option,
         parser.add_argument_group(
-            "seconds, money and GiB", "`kvcache docs cost` says how they are worked out."
+            "seconds, money and GiB", "`kvcache docs cost` explains how these are computed."
         ),
     )
     add(
         "--prefill FORMULA",
-        "seconds to compute n prompt tokens that read m others each, on average: '4ms + 60us n + 0.2ns n m'",
+        "seconds of a prefill of n tokens that attend to m tokens each on average, as in '4ms + 60us n + 0.2ns n m'",
     )
     add(
         "--prefill-fit FILE",
-        "fit that formula to a CSV file with the columns tokens,cached,seconds, or to the steps of a log",
+        "CSV file with the columns tokens,cached,seconds, or log, to which the formula is fitted",
         type=Path,
     )
-    add("--gpus N", "GPUs that compute a prefill together (those of --tensor-parallel)", type=gpus)
-    add("--price AMOUNT", "of a GPU for an hour: what prefills cost, and what reuse saves", type=amount)
-    add("--currency NAME", "of that price (USD)", default="USD")
+    add(
+        "--gpus N",
+        "number of GPUs that compute a prefill together (default: that of --tensor-parallel)",
+        type=gpus,
+    )
+    add(
+        "--price AMOUNT",
+        "price of a GPU-hour, for the cost of prefills and the savings by reuse",
+        type=amount,
+    )
+    add("--currency NAME", "currency of --price (default: USD)", default="USD")
     add(
         "--model-config FILE",
-        "the model's config.json, as Hugging Face has it: bytes beside blocks (as the log's settings say)",
+        "config.json of the model in Hugging Face's format, to show bytes as well as blocks (default: the model in "
+        "the log's settings)",
         type=Path,
     )
     add(
         "--kv-dtype NAME",
-        "of the elements of K and V: fp8, bf16, ... (that of the model)",
+        "type of the elements of K and V: fp8, bf16, ... (default: that of the model)",
         choices=sorted(DTYPES),
     )
     add(
         "--tensor-parallel N",
-        "GPUs over which the heads of K and V are divided (1)",
+        "number of GPUs over which the heads of K and V are divided (default: 1)",
         type=gpus,
         default=1,
     )
@@ -262,8 +273,8 @@ def add_status_options(parser: argparse.ArgumentParser, what: str) -> None:
     """Declare the interval and form of status lines about `what`."""
     add_shared(
         parser,
-        every=f"between two lines that tell {what} (10)",
-        json="these lines as JSON on stdout, one object each",
+        every=f"seconds between two lines about {what} (default: 10)",
+        json="print these lines as JSON objects on stdout",
     )
     parser.set_defaults(every=10.0)
 
@@ -278,7 +289,7 @@ def has_namespace(args: argparse.Namespace) -> bool:
 
 def origin(given: str) -> str:
     """Format the source of token ids for people."""
-    return "stdin" if given == "-" else "the prompt given" if _IDS.fullmatch(given) else given
+    return "stdin" if given == "-" else "the given prompt" if _IDS.fullmatch(given) else given
 
 
 def read_tokens(given: str) -> list[Any]:
@@ -288,9 +299,7 @@ def read_tokens(given: str) -> list[Any]:
     """
     text = given if _IDS.fullmatch(given) else _text_in(given)
     if len(text) > LONGEST_TEXT:
-        raise UsageError(
-            f"{origin(given)} holds more than {LONGEST_TEXT:,} characters: no prompt is that long"
-        )
+        raise UsageError(f"{origin(given)} has more than {LONGEST_TEXT:,} characters, too many for a prompt")
     try:
         is_list = text.lstrip().startswith("[")
         tokens = json.loads(text) if is_list else [int(word) for word in text.replace(",", " ").split()]
@@ -299,10 +308,10 @@ def read_tokens(given: str) -> list[Any]:
     if not isinstance(tokens, list):
         # SECURITY: the parser's own message would quote the prompt.
         raise UsageError(
-            f"{origin(given)} does not hold token ids: write a JSON list, or numbers between spaces or commas"
+            f"{origin(given)} does not contain token ids: write a JSON list, or numbers separated by spaces or commas"
         )
     if not tokens:
-        raise UsageError(f"{origin(given)} holds no token ids")
+        raise UsageError(f"{origin(given)} contains no token ids")
     return tokens
 
 

@@ -34,7 +34,7 @@ Update = Callable[[int], None]
 Status = TypeVar("Status")
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _IDLE = 10
-"""Largest part of the time for reading everything available, and drawing."""
+"""Minimum ratio of the pause between updates to the time that an update takes."""
 _SECONDS_BETWEEN = 0.1
 """Seconds between updates: a terminal takes longer to draw than many steps take to run."""
 _PLAIN_LETTERS = str.maketrans("█▒·–…µ×→±", "#+.-~ux>~")
@@ -83,14 +83,14 @@ class Output:
             messages.note(text)
 
     def note_end(self, end: LogEnd | None, log: object = None) -> None:
-        """Print a note on a log that lacks its beginning or its last batches, is torn, or may grow.
+        """Print a note on a log that was pruned, has a torn end, lacks its last batches, or may grow.
 
         `log` is its name if there are several.
         """
         which = "the log" if log is None else printable(str(log))
         if end is not None and end.begins is not None:
             self.note(
-                f"{which} begins with the state after batch {end.begins:,}: what was before is not kept"
+                f"{which} begins with a snapshot after batch {end.begins:,}; earlier batches were removed"
             )
         if end is not None and not is_whole(end):
             self.note(f"{which} is {describe_end(end)}")
@@ -316,11 +316,11 @@ def bar(first: int, second: int, total: int, width: int) -> str:
 
 
 def left_of_log(catch_up: CatchUp) -> str:
-    """Format the time to the end of a log; the pace is unknown at first."""
+    """Format the distance to the end of a log, and the time to get there once the pace is known."""
     text = f"catching up: {size(catch_up.bytes_left)} of the log left"
     if catch_up.seconds_left is None:
         return text
-    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"
+    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} left"
 
 
 # -- JSON

@@ -1,4 +1,4 @@
-"""Arguments of all commands, with their types."""
+"""Argument parser of all commands."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from kvcache._version import __version__
 from kvcache.cli import messages
 
 COMMANDS = {
-    "run": "play a trace, or generated chats, and verify the log",
-    "replay": "the state that a log records, at any point",
-    "events": "the events of a log, all or a choice",
-    "diff": "where two logs first differ, and how their reuse does",
-    "match": "what a prompt would reuse, block by block",
-    "who": "who holds a slot, and who held it",
-    "explain": "why a request reused what it did, and computed the rest",
-    "audit": "why prompt tokens were computed, over all requests",
-    "top": "what a cache does now, from the log that it is writing",
-    "advise": "what to do about a cache, from its log or from a trace",
-    "curve": "what a log's prompts would reuse in a smaller or larger cache",
-    "export": "a log as tables: Parquet, CSV, JSON lines, SQLite",
-    "whatif": "the requests of a log under other settings and orders of eviction",
-    "report": "a page for a browser about what the cache of a log did",
-    "publish": "sinks for a log that another process writes",
-    "log": "a log's files: what there is, whether it is whole, how much is kept",
-    "tap": "record what running engines tell of their caches",
-    "subscribe": "listen to a live stream of KV events",
-    "config": "the settings that an engine gets here, or their schema",
-    "doctor": "what this machine offers, and what is missing",
-    "docs": "the pages of the documentation",
-    "completion": "a completion script for bash, zsh, fish or tcsh",
+    "run": "play a trace or generated chats through a cache, and verify its log",
+    "replay": "show the cache's state at any point of a log",
+    "events": "print the events of a log, all or filtered",
+    "diff": "compare two logs: the first difference, and reuse by request",
+    "match": "look up a prompt in the cache: what it would reuse, block by block",
+    "who": "show which requests hold a slot, and which held it before",
+    "explain": "explain what a request reused, and why it computed the rest",
+    "audit": "summarize why prompt tokens were computed, over all requests",
+    "top": "watch a running cache by the log that it writes",
+    "advise": "recommend cache sizes, timeouts and pins, from a log or a trace",
+    "curve": "show reuse as a function of cache size",
+    "export": "export a log as tables (Parquet, CSV, JSON lines, SQLite) or as a trace",
+    "whatif": "replay the requests of a log under other settings and eviction policies",
+    "report": "write an HTML report about a log",
+    "publish": "publish the events of a log that another process writes",
+    "log": "inspect, verify, repair, prune or compress the files of a log",
+    "tap": "record the KV events that running engines publish",
+    "subscribe": "print live KV events, or a table of workers",
+    "config": "show the settings an engine would get here, or their JSON schema",
+    "doctor": "check this machine and its packages",
+    "docs": "print a page of the documentation",
+    "completion": "print a shell completion script",
 }
-"""Commands by module name, with their purpose."""
+"""Commands by module name, with their summaries."""
 
 
 _LONG = re.compile(r"\S{81,}")
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Reject unknown arguments here: the base class leaves that to the outer parser, which names the wrong help."""
+        """Reject unknown arguments here: the outer parser, which would do so otherwise, refers to the wrong help."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -95,17 +95,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, or only what `argv` needs: loading all commands takes long."""
+    """Return the parser of the whole command line, or, since loading all commands is slow, of the command in `argv`."""
     wanted = None if argv is None else next((arg for arg in argv if not arg.startswith("-")), "")
     parser = Parser(
         prog="kvcache",
-        description="An event-sourced KV cache: play requests through it, and read the log that it leaves.",
-        epilog="`kvcache run` without anything plays generated chats as fast as it can: about 20 seconds.",
+        description="Run an event-sourced KV cache, record other engines' caches, and analyse the logs.",
+        epilog="`kvcache run` without arguments plays generated chats, which takes about 20 seconds.",
     )
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     _add_common(parser, default=False)
     common = Parser(add_help=False)
-    # Given before the command or after it; a default after it must not override a value before it.
+    # Accepted before and after the command; the default after it must not override a value given before it.
     _add_common(common, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, purpose in COMMANDS.items():
@@ -120,8 +120,8 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
     group = parser.add_argument_group("messages")
     for names, purpose in (
-        (("-v", "--verbose"), "more notes, and tracebacks of errors"),
-        (("-q", "--quiet"), "no progress, notes and warnings: only the result, and errors"),
-        (("--log-json",), "errors, warnings, notes and diagnostics as JSON lines on stderr"),
+        (("-v", "--verbose"), "print more notes, and the traceback of an error"),
+        (("-q", "--quiet"), "print only results and errors: no progress, notes or warnings"),
+        (("--log-json",), "print errors, warnings, notes and diagnostics as JSON lines on stderr"),
     ):
         group.add_argument(*names, action="store_true", default=default, help=purpose)

@@ -20,14 +20,15 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     option(
         parser,
         "--policy NAMES",
-        f"compare orders of eviction, at --sizes or all of the table: {', '.join(POLICIES)}; stop:300 sets its number",
+        f"eviction policies to compare at --sizes, or at all sizes of the table: {', '.join(POLICIES)}; a number "
+        "after a colon sets a parameter, as in stop:300",
         type=_policies,
         default=(),
     )
     option(
         parser,
         "--hold SPEED",
-        "with --policy, of a trace: requests hold their blocks while they generate this many tokens a second",
+        "with --policy and a trace: tokens per second that requests generate, holding their blocks meanwhile",
         type=_speed,
     )
 
@@ -46,7 +47,7 @@ def _speed(text: str) -> float:
     except ValueError:
         speed = 0.0
     if not 0 < speed < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens a second")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens per second")
     return speed
 
 
@@ -56,20 +57,22 @@ class PolicyTrials:
 
     policies: tuple[Policy, ...]
     hold: float | None
-    """Tokens per second; None: nothing is held."""
+    """Tokens per second that a request generates while it holds its blocks; None: requests hold nothing."""
     recorder: RequestRecorder = field(default_factory=RequestRecorder)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PolicyTrials:
         """Return the trials of the command line. Raises `UsageError` for incompatible options."""
         if args.policy and args.sample < 1:
-            raise UsageError("other orders of eviction need all blocks, not samples: leave --sample out")
+            raise UsageError("--policy needs all blocks, not samples: omit --sample")
         if args.policy and args.ttl:
-            raise UsageError("--ttl is of a cache of any size: leave it or --policy out")
+            raise UsageError("--ttl cannot be combined with --policy: it assumes an unbounded cache")
         if args.hold is not None and not args.policy:
-            raise UsageError("--hold is for --policy: without, requests come one after the other")
+            raise UsageError("--hold requires --policy")
         if args.hold is not None and args.bound:
-            raise UsageError("the bound is of requests that hold nothing: leave --bound or --hold out")
+            raise UsageError(
+                "--bound cannot be combined with --hold: it assumes that requests hold no blocks"
+            )
         return cls(args.policy, args.hold)
 
     def add(self, prompts: LoggedPrompts | TracePrompts, blocks: Sequence[int]) -> None:
@@ -78,7 +81,7 @@ class PolicyTrials:
             return
         if isinstance(prompts, LoggedPrompts):
             if self.hold is not None:
-                raise UsageError("--hold is for traces: give a trace, or leave it out")
+                raise UsageError("--hold works with traces only: give a trace, or omit it")
             self.recorder.add(blocks, arrival=prompts.at / 1e9)
         elif (request := prompts.request) is not None:
             held = request.output_length / self.hold if self.hold else 0.0
@@ -89,7 +92,7 @@ class PolicyTrials:
         if not self.policies:
             return {}
         if not COMPILED:
-            out.warning("this takes a hundred times longer without numba: pip install 'kvcache[simulate]'")
+            out.warning("this is a hundred times slower without numba: pip install 'kvcache[simulate]'")
         workload = self.recorder.workload(tokens_per_block)
         pairs = [(blocks, policy) for blocks in sorted(set(sizes)) for policy in self.policies]
         hits: dict[int, dict[str, int]] = {}

@@ -78,7 +78,7 @@ class StopSignals(threading.Event):
 
 @contextmanager
 def leaving_at_sigterm() -> Iterator[None]:
-    """Exit on SIGTERM in good order, as on Ctrl-C: leave the contexts entered here, then the process, with code 143."""
+    """Exit cleanly on SIGTERM, as on Ctrl-C: leave the contexts entered here, then the process, with code 143."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # cleanup must not be interrupted

@@ -19,17 +19,16 @@ from kvcache.publish.publisher import Publisher, PublishStats
 _LIVE_SECONDS = 0.2
 """Refresh interval at a terminal."""
 _EPILOG = """\
-The engine pays for its log only: no sink, reader or flood can touch it. Start this before the engine or after it. The
-engine may restart (and continue its log), and so may this: every sink goes on where it was, by a file in --state, and
-routers are told "cleared" and the whole state whenever this starts.
+Sinks run in this process, so a slow sink or reader never affects the engine, which only writes its log. Start this
+before or after the engine; either may restart. Each sink resumes after the last batch it took, which is kept in
+--state, and routers receive "cleared" and the whole state whenever this command starts.
 
-A sink that is slow, fails or hangs falls behind in the log, holds up no other, and loses nothing: what it did not take
-is offered again, with --once too, until it has taken all. How far each is behind is told on stderr, in one line on a
-terminal. Feeds and metrics first fold the last epoch of the log: until then they are not open, and it is told how much
-of the log is left.
+A slow, failing or hanging sink lags without delaying other sinks, and loses nothing: batches that it did not take are
+retried, also with --once. The lag of each sink is printed on stderr, in one line on a terminal. Feeds and metrics open
+after the last epoch of the log was replayed; until then the rest of the log is shown.
 
-Ctrl-C and SIGTERM end it in good order. Exit code 1: the log is damaged, or its beginning was removed. The routers of
-a feed are told "cleared" then.
+Ctrl-C and SIGTERM shut down cleanly. Exits with 1 if the log is damaged or its beginning was removed; the routers of a
+feed then receive "cleared".
 """
 
 
@@ -37,26 +36,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = "Publish the events of a log that another process writes."
     parser.epilog = _EPILOG
-    add_shared(parser, log="a log directory; it is waited for")
-    add_status_options(parser, "how far sinks are behind")
+    add_shared(parser, log="a log directory, which may not exist yet")
+    add_status_options(parser, "the lag of sinks")
     add = partial(option, parser)
     add(
         "--sink URL",
-        "where events go, as in zmq+pub://127.0.0.1:5557?replay=5558 or file:e.jsonl; may be repeated",
+        "destination, as in zmq+pub://127.0.0.1:5557?replay=5558 or file:e.jsonl; repeatable",
         action="append",
         required=True,
         dest="sinks",
     )
-    add("--state DIR", "where it is kept what each sink has had, and the numbers of feeds (LOG)", type=Path)
+    add(
+        "--state DIR",
+        "directory for the positions of sinks and the sequence numbers of feeds (default: LOG)",
+        type=Path,
+    )
     ends = parser.add_mutually_exclusive_group()
-    option(ends, "--once", "end at the end of the log as it is now")
-    option(ends, "--until-closed", "end when the engine has closed the log")
+    option(ends, "--once", "stop at the current end of the log")
+    option(ends, "--until-closed", "stop when the engine has closed the log")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Publish until a signal comes, or all is done."""
     if args.json and any(url.partition(":")[0] == "stdout" for url in args.sinks):
-        raise UsageError("--json and the sink stdout: cannot share stdout: leave one of them out")
+        raise UsageError("--json and the sink stdout: both write to stdout; omit one of them")
     until: Until = "end" if args.once else "closed" if args.until_closed else "stopped"
     publisher = Publisher(args.log, args.sinks, state_dir=args.state, until=until)
     progress = _PublishProgress(args, out)
@@ -82,11 +85,9 @@ class _PublishProgress:
     def show(self, stats: PublishStats) -> None:
         """Print progress if it is due. Call often."""
         self._note(
-            f"waiting for {self._log}: no log is there yet"
-            if stats.head is None
-            else f"publishing {self._log}"
+            f"waiting for {self._log}: no log there yet" if stats.head is None else f"publishing {self._log}"
         )
-        if self._notes_opened:  # for programs that wait for it: ports are closed before
+        if self._notes_opened:  # for programs that wait for open ports
             for sink in stats.sinks:
                 if sink.is_open:
                     self._note(f"{printable(sink.sink)} is open")
@@ -120,7 +121,7 @@ def _line(stats: PublishStats) -> str:
     """Format progress for people."""
     head = stats.head
     if head is None:
-        return "the log is not there"
+        return "no log yet"
     closed = ", closed" if head.closed else ""
     sinks = "; ".join(map(_described, stats.sinks))
     return f"batch {head.seq:,} of epoch {head.epoch}{closed}: {sinks}"
@@ -134,7 +135,7 @@ def _described(sink: Progress) -> str:
     elif sink.state in ("running", "ended") and sink.lag_batches == 0 and sink.waits_for is None:
         words.append("up to date")
     if sink.catch_up is not None:
-        words.append(left_of_log(sink.catch_up) + ("" if sink.is_open else "; not open before"))
+        words.append(left_of_log(sink.catch_up) + ("" if sink.is_open else "; not open yet"))
     elif sink.state == "catching up":
         words.append(sink.state)
     if sink.state == "failing":

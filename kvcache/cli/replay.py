@@ -28,14 +28,14 @@ _BARS = "█ held  ▒ cached  · blank"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = "Fold a log into the state of the cache at its end, or after a batch."
+    parser.description = "Replay a log, and show the state of the cache at its end or after a batch."
     parser.epilog = (
-        "Folding begins with the newest snapshot at or before the batch; with --verify as far back as the log goes. A "
-        "torn\ntail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
+        "Replay starts from the newest snapshot at or before the batch; with --verify, from the start of the log. A "
+        "torn\nend (the writer was killed) is reported but is no error; damage is an error, with exit code 1.\n\n"
         + times.FORMS_HELP
     )
-    add_shared(parser, "log", "time", "json", at="stop after this batch (the last one)")
-    purpose = "compare every checkpoint on the way, and check the state's invariants"
+    add_shared(parser, "log", "time", "json", at="last batch to replay (default: the last one)")
+    purpose = "compare all checkpoints with the replay, and check the state's invariants"
     option(parser, "--verify", purpose)
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         failed = replayed.checkpoints_failed
         shown = ", ".join(map(str, failed[:5])) + (", ..." if len(failed) > 5 else "")
         wrong = count(len(failed), "checkpoint")
-        raise InternalError(f"{wrong} of the log disagree with its replay, in batch {shown}")
+        raise InternalError(f"{wrong} disagree with the replay, in batch {shown}")
     return 0
 
 
@@ -155,7 +155,10 @@ def _facts(replayed: Replayed, *, verified: bool) -> Facts:
         where = f" of window {group.window:,}" * (len(state.groups) > 1)
         yield "prefixes", f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
     if replayed.snapshot_seq is not None:
-        yield "began with", f"the snapshot of batch {replayed.snapshot_seq:,} (--verify: with the log)"
+        yield (
+            "began with",
+            f"the snapshot of batch {replayed.snapshot_seq:,} (with --verify, the start of the log)",
+        )
     yield "replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"
     yield "checkpoints", _checkpoints(replayed, verified=verified)
     for gap in replayed.gaps:
@@ -176,11 +179,11 @@ def _for_routers(state: CacheState) -> list[int]:
 
 def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
     if not verified:
-        return "not compared (--verify does)"
+        return "not compared (use --verify)"
     if replayed.checkpoints_failed:
         agree, disagree = replayed.checkpoints_verified, len(replayed.checkpoints_failed)
         return paint(f"{agree:,} agree, {disagree:,} disagree", "red")
     if not replayed.checkpoints_verified:
         where = "in the log" if replayed.end is not None else "up to there"
-        return f"none {where} to compare with; the state keeps its invariants"
-    return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
+        return f"none {where}; all invariants hold"
+    return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; all invariants hold"

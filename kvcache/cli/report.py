@@ -28,22 +28,22 @@ _Form = TypeVar("_Form", ImportedCurve, WhatIf)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Write one HTML page about what a log's cache did: reuse and its losses over time, how full each level was, "
-        "which evictions cost most and whom, and a lane per request with its explanation. It needs no network."
+        "Write a self-contained HTML page about the cache of a log: reuse and losses over time, occupancy of each "
+        "level, the costliest evictions and who paid for them, and a lane per request with its explanation."
     )
     parser.epilog = (
-        "The page names requests, tenants and sessions, but no tokens and no salts. "
-        "Needed: pip install 'kvcache[report]'"
+        "The page names requests, tenants and sessions, but contains no tokens and no salts. "
+        "Requires: pip install 'kvcache[report]'"
     )
     add_shared(parser, log=LOG_OR_TRACE)
     add = partial(option, parser)
     default = Path("report.html")
-    add("-o --output FILE", f"the page ({default})", type=Path, default=default)
-    add("--force", "overwrite the page if it exists")
+    add("-o --output FILE", f"output file (default: {default})", type=Path, default=default)
+    add("--force", "overwrite an existing page")
     for name in ("curve", "whatif"):
         add(
             f"--{name} FILE",
-            f"what `kvcache {name} LOG --json` printed for the same log or trace, as a section more",
+            f"output of `kvcache {name} LOG --json` for the same log or trace, added as a section",
             type=Path,
         )
     add_trace(parser)
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log, or that of the trace, twice, and write the page."""
+    """Read the log twice (for a trace, that of the cache that served it), and write the page."""
     costs = Costs.of(args)
     curve = _given(args.log, args.curve, ImportedCurve, out)
     whatif = _given(args.log, args.whatif, WhatIf, out)
@@ -70,7 +70,7 @@ def _write(
     args: argparse.Namespace,
     out: Output,
 ) -> int:
-    # What is wrong with the place is said before a long log is read.
+    # Errors about the output file are reported before a long log is read.
     with (
         leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
@@ -98,7 +98,7 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
         return None
     given = understood(path.read_bytes(), form, str(path))
     if not _is_of_trace(given, log, path, out) and given.log_id is None:
-        out.warning(f"{path} does not say of which log it is: taken as of this one")
+        out.warning(f"{path} does not name its log; assuming it is this one")
     return given
 
 
@@ -108,8 +108,8 @@ def _is_of_trace(given: ImportedCurve | WhatIf, log: Path, path: Path, out: Outp
         return False
     if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
         raise UsageError(
-            f"{path} is about the trace {printable(given.trace)}: give what `kvcache curve {log} --json` prints"
+            f"{path} is about the trace {printable(given.trace)}: give the output of `kvcache curve {log} --json`"
         )
-    out.note(f"{path} is of the trace itself: its blocks are those of the trace, not of the cache")
+    out.note(f"{path} is about the trace itself: its blocks are those of the trace, not of the cache")
     given.trace = None
     return True

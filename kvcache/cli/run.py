@@ -62,21 +62,19 @@ if TYPE_CHECKING:
     from kvcache.pools import Pools, PoolSizes
 
 _EPILOG = """\
-What is not given follows from the requests: max_sequence_length is the longest request, primary-blocks is room
-for as many average requests as may run at once (and for the longest one), secondary-blocks is the same number.
-Settings come from --config, then KVCACHE_* variables, then --set, then the options above.
+Settings that are not given follow from the requests: max_sequence_length is the length of the longest one,
+primary-blocks holds as many average requests as run at once (and the longest one), and secondary-blocks is the same.
+Later sources override earlier ones: --config, KVCACHE_* variables, --set, the options above.
 
-Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a verified log, and the summary.
-A second one, a second later or more, ends a run that does not heed the first: at once, without a summary.
-SIGHUP opens the files of file: sinks again, where the process has no terminal.
-With -q and a sink stdout: nothing but events is on stdout.
-In a run the log makes the engine wait rather than lose events, and ends the run if its disk refuses, unless
-log.overflow=drop says otherwise. If the log could not be written to its end the summary says so, and the exit
-code is 1.
+Ctrl-C and SIGTERM end the run cleanly: checkpoint, drained sinks, verified log, summary. A second signal, at least a
+second later, aborts without a summary. SIGHUP reopens the files of file: sinks if there is no terminal.
+With -q and a stdout: sink, stdout contains only events.
+The log applies backpressure rather than lose events, and ends the run if it cannot be written, unless
+log.overflow=drop is set. If the log is incomplete, the summary reports it and the exit code is 1.
 """
 USERS = 128
-"""Conversations of a run without a trace: some seconds of work."""
-_REPORT = ": a bug of kvcache, please report it"
+"""Number of conversations of a run without a trace, which takes some seconds."""
+_REPORT = "; this is a bug in kvcache, please report it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         parser,
         "TRACE",
-        "requests: a trace in Mooncake's, Qwen-Bailian's or Azure's form, or calls in OpenAI's; "
-        "-: one on stdin (`kvcache docs traces`)",
+        "trace of requests in the format of Mooncake, Qwen-Bailian, Azure or OpenAI calls (`kvcache docs traces`; - "
+        "for stdin); default: generated chats",
         nargs="?",
         type=Path,
     )
@@ -103,12 +101,12 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--limit N", "play only the first N requests", type=positive)
     add_trace_options(group)
     add_shared(group, "concurrency")
-    add("--seed N", "of the chats and the token ids (0)", type=integer, default=0)
+    add("--seed N", "seed of the chats and token ids (default: 0)", type=integer, default=0)
     add(
         "--speed real|N|max",
-        "wait for the trace's times, N times as fast, or not at all (max: the log has the trace's times, from "
-        "2026-01-01 on and at least 20 ms a step, so that equal runs write equal logs, and from there again with "
-        "--continue; real and N: the machine's clock)",
+        "pace: that of the trace, N times as fast, or as fast as possible (default: max). With max, equal runs write "
+        "equal logs: times are simulated, at least 20 ms per step, from the date of the trace or 2026-01-01 on, also "
+        "with --continue",
         default="max",
     )
 
@@ -119,25 +117,31 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     add_cache_sizes(group, "a model in the settings (num_layers, ...)")
     add(
         "--secondary-path FILE",
-        "the file in which secondary lies; with --continue its blocks are found again, even after kill -9",
+        "file that backs secondary memory; its blocks are restored with --continue, even after kill -9",
     )
-    add("--no-pools", "no tensors, no bytes: bookkeeping only, needs no torch")
+    add("--no-pools", "manage metadata only, without tensors and torch")
 
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("events")
     _add_sink_options(group)
     add = partial(option, group)
-    add("--wait-subscribers N", "begin when each zmq+pub: sink has N readers", type=positive, default=0)
+    add("--wait-subscribers N", "start when each zmq+pub: sink has N subscribers", type=positive, default=0)
     add(
         "--check-feed",
-        "attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
+        "attach a router to a feed of this run, and compare its blocks with the cache at the end (implied without "
+        "TRACE)",
     )
-    add("--log DIR", "where the log goes (a temporary directory)", type=Path)
-    add("--continue --resume", "append a new epoch to the log in --log", dest="resume")
-    add("--keep", "keep the log even if its directory is temporary")
-    add("--hold SECONDS", "keep the sinks open for so long after the end", type=seconds, default=0.0)
-    add_shared(group, json="the summary as JSON; stdout holds nothing else")
+    add("--log DIR", "directory of the log (default: a temporary one)", type=Path)
+    add("--continue --resume", "append a new epoch to an existing log in --log", dest="resume")
+    add("--keep", "keep a temporary log")
+    add(
+        "--hold SECONDS",
+        "seconds to keep the sinks open after the end (default: 0)",
+        type=seconds,
+        default=0.0,
+    )
+    add_shared(group, json="print the summary as JSON, and nothing else on stdout")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -145,11 +149,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _take_kv_events(args, out)
     if args.json and _has_sink(args, "stdout"):
         raise UsageError(
-            "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
+            "--json cannot share stdout with a sink: send the events to a file, as in --sink file:events.jsonl"
         )
     _require_feed(args)
     if args.resume and args.log is None:
-        raise UsageError("--continue needs --log DIR: which log is to be continued?")
+        raise UsageError("--continue requires --log DIR")
     settings.warn_of_unknown(out)
     with ExitStack() as opened:
         stop, directory = opened.enter_context(StopSignals()), opened.enter_context(RunDirectory(args, out))
@@ -170,7 +174,7 @@ def _has_sink(args: argparse.Namespace, scheme: str) -> bool:
 
 
 def _require_feed(args: argparse.Namespace) -> None:
-    """Raise rather than wait for subscribers that cannot come."""
+    """Raise UsageError rather than wait for subscribers that cannot exist."""
     context = SinkContext(key_bytes=0, tokens_per_block=1)
     opened = (open_sink(url, context) for url in args.sinks)
     if args.wait_subscribers and not any(
@@ -187,10 +191,10 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
         raise outcome.log_failure
     if outcome.verification.disagrees:
         differences = "; ".join(outcome.verification.differences)
-        raise InternalError(f"the log does not say what happened: {differences}{_REPORT}")
+        raise InternalError(f"the log does not replay to the state of the cache: {differences}{_REPORT}")
     if outcome.feed is not None and not outcome.feed.agrees:
-        faults = f"({outcome.feed.faults} faults on the way)"
-        raise InternalError(f"the router does not hold what the cache holds {faults}{_REPORT}")
+        faults = f"({count(outcome.feed.faults, 'fault')} in the feed)"
+        raise InternalError(f"the router's blocks differ from those of the cache {faults}{_REPORT}")
     note_refused(result, out)
     return stop.exit_code
 
@@ -211,7 +215,7 @@ def _pools_module() -> ModuleType:
     try:
         from kvcache import pools
     except ImportError as error:
-        raise UsageError(f"{error}, or play without them (--no-pools)") from error
+        raise UsageError(f"{error}, or run without tensors (--no-pools)") from error
     return pools
 
 
@@ -251,15 +255,15 @@ class _Run:
             stop.at_hangup(manager.reopen_sinks)
         router = OwnFeed(manager) if self._routed else None
         if args.wait_subscribers:
-            readers = count(args.wait_subscribers, "reader")
-            out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
+            readers = count(args.wait_subscribers, "subscriber")
+            out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C stops waiting")
             # Not for those of the run's own feed: no other process knows its port.
             for feed in manager.feeds[: -1 if router else None]:
                 feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
         return self._finish(manager, log, self._drive(manager), router)
 
     def _log_id(self) -> bytes | None:
-        """Return the same id for equal runs, so that they write equal logs; at another speed than max none is equal."""
+        """Return the same id for equal runs, so that they write equal logs; None at other speeds than max."""
         if self._clock.speed is not None:
             return None
         args = self._args
@@ -285,14 +289,14 @@ class _Run:
             raise
 
     def _allocate(self, sizes: PoolSizes) -> Pools:
-        """Allocate the blocks; note what takes long about it."""
+        """Allocate the blocks, with progress and a note on slow host memory."""
         from kvcache.pools import Pools
 
         out, config, path = self._out, self._config, self._config.secondary_path
         with out.progress("host memory", sizes.secondary) as update:
             pools = Pools(sizes.layout, sizes.device, path, config, update)
         if pools.bytes_ready and not self._args.json:
-            out.note(f"host memory: {size(pools.bytes_ready)} made ready in {duration(pools.ready_seconds)}")
+            out.note(f"host memory: {size(pools.bytes_ready)} prepared in {duration(pools.ready_seconds)}")
         return pools
 
     def _drive(self, manager: KVCacheManager) -> RunResult:
@@ -329,7 +333,7 @@ class _Run:
             log.flush()
         drained = time.perf_counter() - started
         if args.hold and not stop.is_set():
-            out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
+            out.note(f"keeping the sinks open for {args.hold:g} s; Ctrl-C closes them")
             stop.wait(args.hold)
         feed = router.finish() if router is not None else None
         incomplete = None
@@ -370,7 +374,7 @@ def _add_sink_options(add: argparse._ArgumentGroup) -> None:
     option(
         add,
         "--sink URL",
-        "publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
+        "destination of events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
         action="append",
         default=[],
         dest="sinks",
@@ -378,36 +382,42 @@ def _add_sink_options(add: argparse._ArgumentGroup) -> None:
     option(
         add,
         "--kv-events-config JSON",
-        "publish to routers as vLLM does with the same JSON, or @FILE with it: enable_kv_cache_events (false), "
-        "publisher (zmq), endpoint (tcp://*:5557), replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+        "publish to routers, configured by vLLM's JSON or @FILE: enable_kv_cache_events (default: false), publisher "
+        "(zmq), endpoint (tcp://*:5557), replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
     )
     option(
         add,
         "--kv-events-options OPTIONS",
-        "what that JSON has no field for, as options of a sink zmq+pub:, as in 'curve_key=K&curve_clients=DIR'",
+        "further options of the zmq+pub: sink, as in 'curve_key=K&curve_clients=DIR'",
         default="",
     )
-    option(add, "--kv-events-rank N", "data-parallel rank, added to both ports (0)", type=natural, default=0)
+    option(
+        add,
+        "--kv-events-rank N",
+        "data-parallel rank, added to both ports (default: 0)",
+        type=natural,
+        default=0,
+    )
 
 
 def _take_kv_events(args: argparse.Namespace, out: Output) -> None:
     """Add the sink of vLLM's configuration to the given ones. Raises UsageError."""
     if args.kv_events_config is None:
         if args.kv_events_options or args.kv_events_rank:
-            raise UsageError("--kv-events-options and --kv-events-rank need --kv-events-config JSON")
+            raise UsageError("--kv-events-options and --kv-events-rank require --kv-events-config JSON")
         return
     config = _given_json(args.kv_events_config)
     url = kv_events_sink(config, rank=args.kv_events_rank, options=args.kv_events_options)
     if url is None:
         out.warning(
-            "--kv-events-config asks for no sink: events are published with "
-            '"enable_kv_cache_events": true, and not with "publisher": "null"'
+            "--kv-events-config enables no sink: set "
+            '"enable_kv_cache_events": true, and a "publisher" other than "null"'
         )
         return
     try:
         open_sink(url, SinkContext(0, 1))
     except SinkURLError as error:
-        where = "options of a sink go into --kv-events-options, as in --kv-events-options insecure=1"
+        where = "give options of the sink in --kv-events-options, as in --kv-events-options insecure=1"
         raise UsageError(f"--kv-events-config: {error.reason}; {where}") from None
     args.sinks.append(url)
 
@@ -419,7 +429,7 @@ def _given_json(config: str) -> str:
     try:
         return Path(config[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = system_reason(error, "it is no text")
+        reason = system_reason(error, "it is not text in UTF-8")
         raise UsageError(f"--kv-events-config: {config[1:]} cannot be read: {reason}") from None
 
 
@@ -440,7 +450,7 @@ class RunDirectory:
             return
         stays = self.settle(evidence=isinstance(error, InternalError))
         if stays is not None and self.temporary:
-            self._out.note(f"the log is kept in {stays}")
+            self._out.note(f"the log was kept in {stays}")
 
     def settle(self, *, evidence: bool) -> Path | None:
         """Remove a temporary directory unless it is needed; return the directory if it stays."""
@@ -459,7 +469,7 @@ class RunDirectory:
             writer = open_log(directory, config, log_id=log_id, resume=resume)
         except LogExists:
             raise UsageError(
-                f"{directory} holds a log already: choose another directory, or add --continue to append to it"
+                f"{directory} already contains a log: choose another directory, or add --continue to append to it"
             ) from None
         if resume and writer.epoch_started.previous_epoch is None:
             self._out.note(f"{directory} is new: nothing to continue")

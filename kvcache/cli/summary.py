@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
-_SIMULATED = "simulated: the trace's, from {} on, a step is at least {} ms (--speed real: the clock's)"
+_SIMULATED = "simulated: that of the trace, from {} on, at least {} ms per step (--speed real: wall clock)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RequestSizes:
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """Requests, with their name."""
+    """Requests, and the name of their source."""
 
     title: str
     requests: Iterable[TraceRequest]
@@ -181,7 +181,7 @@ def describe_start(
     tensors = "none (--no-pools)"
     if pools is not None:
         below = f", {size(pools.secondary)} secondary on the host" if pools.secondary else ""
-        tensors = f"{size(pools.primary)} primary on {pools.device}{below}; a block has {size(block)}"
+        tensors = f"{size(pools.primary)} primary on {pools.device}{below}; {size(block)} per block"
     out.heading(f"kvcache run: {printable(source.title)}")
     out.facts(
         [
@@ -201,11 +201,9 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
         _show_last_events(outcome.verification, out)
     heading = "summary"
     if outcome.result.log_failure is not None:
-        heading = "summary of a run that ended early, since its log could not be written"
+        heading = "summary (ended early: the log could not be written)"
     elif outcome.signal is not None:
-        heading = (
-            f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
-        )
+        heading = f"summary (ended{' early' if outcome.result.interrupted else ''} by {outcome.signal})"
     out.heading(heading)
     parts = (_requests, _restored, _blocks, _times, _sinks, partial(_record, log=log))
     out.facts(fact for part in parts for fact in part(outcome))
@@ -222,22 +220,20 @@ def _requests(outcome: Outcome) -> Facts:
         f"{stats.reused_tokens_partial:,} in partial blocks"
     )
     if own := stats.reused_tokens_own:
-        by_level += (
-            f"; {own:,} that a request had computed itself before it was added again, not in the share"
-        )
+        by_level += f"; {own:,} by requests that had computed them before a preemption, not in the share"
     yield "", by_level
 
 
 def _restored(outcome: Outcome) -> Facts:
-    """Return what a run that continues with a file has found there."""
+    """Return the blocks restored from the secondary file of an earlier run."""
     if (restored := outcome.restored) is None:
         return
     survey = restored.survey
     took = f"{size(restored.verified_bytes)} verified in {duration(restored.verify_seconds)}"
-    yield "found again", f"{survey.verified:,} of {count(survey.found, 'secondary block')}, {took}"
+    yield "restored", f"{survey.verified:,} of {count(survey.found, 'secondary block')}, {took}"
     if survey.recomputed:
-        yield "", f"{count(survey.recomputed, 'primary block')} before them computed again"
-    gone = {"changed": survey.changed, "not landed": survey.in_flight, "behind lost ones": survey.unreachable}
+        yield "", f"{count(survey.recomputed, 'primary block')} before them recomputed"
+    gone = {"changed": survey.changed, "in transfer": survey.in_flight, "after lost ones": survey.unreachable}
     if any(gone.values()):
         yield "", "dropped: " + ", ".join(f"{blocks:,} {why}" for why, blocks in gone.items() if blocks)
     yield "", f"the log was read in {duration(restored.replay_seconds)}"
@@ -249,16 +245,16 @@ def _blocks(outcome: Outcome) -> Facts:
     yield "blocks", f"{kept}, {stats.blocks_removed:,} removed"
     yield "", f"{stats.blocks_offloaded:,} offloaded, {stats.blocks_onboarded:,} onboarded"
     if len(result.windows) > 1:
-        yield "windows", "most blocks held at once, and cached ones at the end"
+        yield "windows", "maximum of blocks held at once, and blocks cached at the end"
         for window, blocks in result.windows.items():
             cached = "{:,} cached in primary, {:,} in secondary".format(*blocks.cached)
             yield "", f"{window:,}: {blocks.most_held:,} held, {cached}"
     if outcome.copies is None:
         yield "bytes", "nothing to compare without pools"
     elif not result.checked_blocks:
-        yield "bytes", "no block was reused: nothing to compare"
+        yield "bytes", "nothing to compare: no block was reused"
     else:
-        yield "bytes", f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
+        yield "bytes", f"{result.checked_blocks:,} reused blocks compared byte by byte, all equal"
 
 
 def _times(outcome: Outcome) -> Facts:
@@ -280,8 +276,8 @@ def _sinks(outcome: Outcome) -> Facts:
     for number, sink in enumerate(outcome.sinks):
         yield "" if number else "sinks", _sink(sink)
     if (feed := outcome.feed) is not None:
-        held = "{:,} full blocks in GPU and {:,} in CPU".format(*feed.blocks)
-        verdict = ("exactly what the cache holds", "green") if feed.agrees else ("not what it holds", "red")
+        held = "{:,} full blocks on GPU and {:,} on CPU".format(*feed.blocks)
+        verdict = ("same as the cache", "green") if feed.agrees else ("differs from the cache", "red")
         yield "router", f"{held} after {_batches(feed.batches)}: {paint(*verdict)}"
 
 
@@ -316,9 +312,9 @@ def _record(outcome: Outcome, log: Path | None) -> Facts:
 def _replay(outcome: Outcome) -> str:
     verification = outcome.verification
     if verification.replayed is None and outcome.log_failure is not None:
-        return paint("not verified: the log ends before the run", "yellow")
+        return paint("not verified: the log ends before the run did", "yellow")
     if verification.replayed is None:
-        return paint("interrupted: the log was not verified", "yellow")
+        return paint("not verified: interrupted", "yellow")
     if verification.disagrees:
         return paint(f"disagrees: {'; '.join(verification.differences)}", "red")
     checkpoints = count(verification.replayed.checkpoints_verified, "checkpoint")
@@ -327,7 +323,7 @@ def _replay(outcome: Outcome) -> str:
 
 
 def _show_last_events(verification: Verification, out: Output) -> None:
-    # Every step appends tokens, which is of little interest.
+    # Every step appends tokens, so these events would hide all others.
     lines = [
         line
         for batch in verification.last_batches

@@ -31,37 +31,42 @@ if TYPE_CHECKING:
     from kvcache.tap.tap import Endpoint, Tap
 
 _WORK_SECONDS = 0.2
-_TWICE = "an ENDPOINT is given twice: leave one of them out"
+_TWICE = "an ENDPOINT is given twice: omit one of them"
 _EPILOG = """\
-Each ENDPOINT is that of an engine (vLLM, SGLang, TensorRT-LLM, or a zmq+pub: sink), or a place of this machine to which
-many connect (tcp://*:PORT, --bind). file:PATH is a file of TensorRT-LLM's own event dicts, a JSON object in each line,
-which is followed as it grows; with file:PATH?block_size=N parts of blocks are left out. Of all others, without a replay
-nothing is known of what an engine has said before, nor what it says in a moment that is missed.
+An ENDPOINT is the address of a publisher (vLLM, SGLang, TensorRT-LLM, or a zmq+pub: sink), or an address of this
+machine to which many publishers connect (tcp://*:PORT, --bind). file:PATH is a growing file of TensorRT-LLM's event
+dicts, one JSON object per line; file:PATH?block_size=N leaves out partial blocks. Without a replay endpoint, events
+published before this starts, or missed later, are lost.
 
-The log is of kind feed: `kvcache events`, `replay`, `match` and `audit` read it, and `kvcache publish` feeds routers
-from it, who may then come late and miss nothing. Ctrl-C and SIGTERM end it in good order.
+The log has kind feed: `kvcache events`, `replay`, `match` and `audit` read it, and `kvcache publish` publishes it to
+routers, which may connect late without missing anything. Ctrl-C and SIGTERM shut down cleanly.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = "Record live streams of KV events of vLLM, SGLang or TensorRT-LLM into a log."
+    parser.description = "Record live KV events of vLLM, SGLang or TensorRT-LLM in a log."
     parser.epilog = _EPILOG
     add = partial(option, parser)
     add(
         "ENDPOINT",
-        "where an engine publishes, as tcp://127.0.0.1:5557, or with its replay tcp://127.0.0.1:5557?replay=5558",
+        "address of a publisher, as in tcp://127.0.0.1:5557, or tcp://127.0.0.1:5557?replay=5558 with its replay port",
         nargs="+",
     )
-    add("--log DIR", "a new directory, or one to go on with", type=Path, required=True)
-    add("--resume --continue", "go on with the log that is in DIR")
+    add(
+        "--log DIR",
+        "directory of the log: a new one, or with --resume an existing one",
+        type=Path,
+        required=True,
+    )
+    add("--resume --continue", "continue the log in DIR")
     add(
         "--replay ENDPOINT",
-        f"the replay socket of the only one; where many connect, {IN_TOPIC}: the sockets that their topics name",
+        f"replay endpoint of the only publisher; if many connect, {IN_TOPIC}: the endpoints in their topics",
     )
-    add("--no-tokens", "record no token ids; routers cannot be fed from the log then")
+    add("--no-tokens", "do not record token ids; such a log cannot be published to routers")
     add_connection_options(parser)
-    add_status_options(parser, "what was heard")
+    add_status_options(parser, "what was received")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     endpoints = list(_endpoints(args))
     if not args.resume and is_log(args.log):
         raise UsageError(
-            f"{args.log} holds a log already: choose another directory, or add --resume to go on with it"
+            f"{args.log} already contains a log: choose another directory, or add --resume to continue it"
         )
     with (
         StopSignals() as stop,
@@ -95,8 +100,8 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
         raise UsageError(_TWICE)
     for text in filter(is_broker, args.endpoint):
         raise UsageError(
-            f"{without_login(text).partition('?')[0]}: a broker is read by `kvcache subscribe`; tap listens to engines "
-            "themselves, and reads files"
+            f"{without_login(text).partition('?')[0]}: tap reads engines and files, not brokers; use "
+            "`kvcache subscribe`"
         )
     files = [text for text in args.endpoint if text.startswith(SCHEME)]
     for text in files:
@@ -142,13 +147,13 @@ def _line(tap: Tap) -> str:
         _workers(state),
     ]
     if received.recovered:
-        parts.append(f"{received.recovered:,} missed and got by replay")
+        parts.append(f"{received.recovered:,} missed and recovered by replay")
     if lost := sum(worker.lost for worker in state.workers.values()):
         parts.append(f"{count(lost, 'batch', 'batches')} lost")
     if tap.ignored:
-        parts.append(f"{count(tap.ignored, 'message')} of further workers ignored")
+        parts.append(f"{count(tap.ignored, 'message')} of excess workers ignored")
     if log.state == "suspended":
-        parts.append(f"the disk refuses the log: {log.last_error}")
+        parts.append(f"the log cannot be written: {log.last_error}")
     return "; ".join(parts)
 
 
@@ -156,7 +161,7 @@ def _workers(state: FeedState) -> str:
     blocks = sum(worker.num_blocks for worker in state.workers.values())
     text = f"{count(blocks, 'block')} in {count(len(state.workers), 'worker')}"
     unsure = sum(not worker.complete for worker in state.workers.values())
-    return f"{text}, of {unsure:,} not all is known" if unsure else text
+    return f"{text}, {unsure:,} of them incomplete" if unsure else text
 
 
 def to_json(tap: Tap) -> dict[str, object]:

@@ -29,11 +29,11 @@ from kvcache.replay import BeyondEnd
 
 FORMS = ("relative", "utc", "local")
 FORMS_HELP = (
-    "A MOMENT is a batch (600; 12,224 and an event's address, 600.17, are taken, too), a time (2026-01-01T00:00:12.5Z, "
-    "also with +02:00; without a zone UTC), or so long after the log's first batch, in ms, s (or without a unit), m or "
-    "min, h, d (+90, +1.5s, +5min, +1h5m). A time means the last batch at or before it; where the writer's clock was "
-    "set back, the one before the first later one. What lies after the log's end is an error, but for --until: there "
-    "the end is meant."
+    "A MOMENT is a batch number (600; 12,224 and an event's address such as 600.17 also work), a time "
+    "(2026-01-01T00:00:12.5Z, or with an offset such as +02:00; UTC if there is none), or a time since the log's first "
+    "batch in ms, s (the default), m or min, h, d (+90, +1.5s, +5min, +1h5m). A time selects the last batch at or "
+    "before it; if the writer's clock was set back, the batch before the first later one. A MOMENT after the end of "
+    "the log is an error, except for --until, where it means the end."
 )
 
 _BATCH = re.compile(r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,9})?", re.ASCII)
@@ -52,10 +52,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(eq=False, repr=False)
 class NoBatch(CapacityError):
-    """A moment was requested in a log without batches."""
+    """A moment was given for a log without batches."""
 
     moment: str
-    text = "the log holds no batch yet, and so none at {moment}"
+    text = "the log has no batches yet, so there is none at {moment}"
 
 
 Where = Literal["before the log's first batch,", "after the log's last batch,", "in a gap after batch"]
@@ -75,7 +75,7 @@ class OutsideLog(CapacityError):
 
     def __str__(self) -> str:
         when = f"{since(self.ts, self.first_ts)}, {iso(self.ts)}"
-        return f"{self.moment} lies {self.where} {self.seq} ({when})"
+        return f"{self.moment} is {self.where} {self.seq} ({when})"
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def length(text: str) -> int:
     ns = _length(text)
     if not ns:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no length of time: give it in ms, s, m or min, h, d (90, 5m, 1.5s, 1h5m)"
+            f"{text!r} is not a duration: use ms, s, m or min, h, d, as in 90, 5m, 1.5s, 1h5m"
         )
     return ns
 
 
 def _no_moment(text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(
-        f"{text!r} is no moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
+        f"{text!r} is not a moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
         "log's first batch in ms, s, m or min, h, d (+90, +1.5s, +5min, +1h5m)"
     )
 
@@ -253,7 +253,7 @@ def span(batches: UpTo, begin: LogPosition | None) -> Iterator[tuple[EventBatch,
         batches.check()
     elif begin is not None and not begun and (batches.last is not None or begin.value):
         if not batches.ended:
-            raise UsageError(f"there is nothing to show: {begin} lies after the end that was given")
+            raise UsageError(f"nothing to show: {begin} is after the given end")
         raise batches.after_end(begin)
 
 

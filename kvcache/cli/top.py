@@ -32,7 +32,7 @@ from kvcache.publish.follower import CatchUp
 
 _INTERVAL_NS = 10**9
 _CONTENTS_MAX = 1 << 20
-"""Most distinct blocks with a known history, unless more are cached; a fifth of a gigabyte."""
+"""Maximum number of distinct blocks with a known history, unless more are cached; a fifth of a gigabyte."""
 _POLL_SECONDS = 0.1
 _LAG_SECONDS = 1.0
 """Seconds without reaching the end of the log after which a reader lags."""
@@ -40,13 +40,13 @@ NOW_NS = 10 * 10**9
 """Interval of current rates, in ns."""
 _NONE = "–"
 _EPILOG = """\
-Rates and reasons are those of the last seconds and of --window, by the clock of the log's writer. `kvcache docs audit`
-says what the reasons mean, `kvcache docs monitoring` what the numbers do, and `kvcache docs json` has the keys.
+Rates and reasons cover the last seconds and --window, by the clock of the log's writer. `kvcache docs audit` defines
+the reasons, `kvcache docs monitoring` the numbers, and `kvcache docs json` the keys.
 
-Reading begins with the newest epoch or snapshot before the window. A log without any is read from its beginning, which
-takes long where it is large; the settings log.retain_bytes and log.retain_seconds have snapshots made.
+Reading starts from the newest epoch or snapshot before the window. Without one, the whole log is read, which takes long
+if it is large; the settings log.retain_bytes and log.retain_seconds make snapshots.
 
-The log is followed until Ctrl-C, also when its writer closes it and begins again. Exit code 1: it is damaged, was
+The log is followed until Ctrl-C, also if its writer closes it and starts again. Exits with 1 if the log is damaged, was
 removed, or was replaced by another one.
 """
 
@@ -54,24 +54,24 @@ removed, or was replaced by another one.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Watch the log of a cache that is being written: requests, hit rate, why prompt tokens are computed, how full\n"
-        "the cache is, evictions and preemptions. On a terminal it is drawn in place (with rich)."
+        "Watch a running cache by its log: requests, hit rate, reasons for computed prompt tokens, occupancy, "
+        "evictions\nand preemptions. On a terminal the view is updated in place (if rich is installed)."
     )
     parser.epilog = _EPILOG
     add = partial(option, parser)
-    add_shared(parser, log="a log directory", json="a JSON object for each look, one a line")
+    add_shared(parser, log="a log directory", json="print each update as a line with a JSON object")
     add(
         "--window TIME",
-        "how far rates and reasons reach back, in addition to those of now, as in 90s, 5m or 1h (5m)",
+        "period of the longer rates and of the reasons, as in 90s, 5m or 1h (default: 5m)",
         type=times.length,
         default="5m",
     )
     add(
         "--interval TIME",
-        "between two looks (1s); where stdout is no terminal there is one look without this",
+        "time between updates (default: 1s on a terminal; otherwise the state is printed once)",
         type=times.length,
     )
-    add("--once", "one look at the log as it is")
+    add("--once", "print the current state once")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -275,18 +275,18 @@ def show(log: Followed, out: Output) -> None:
     # Most first, because a terminal may cut off the last.
     show_reasons(f"prompt tokens of the last {span(recent.seconds)}", recent.reasons, out, most_first=True)
     if not recent.reasons.any():
-        out.line("no request was admitted in this time")
+        out.line("no request was admitted in this period")
 
 
 def _status(log: Followed) -> list[str]:
     replayed = log.history.replayed
     if replayed.last_ts is None:
-        return ["no batch is written yet"]
+        return ["no batch has been written yet"]
     last = f"batch {replayed.last_seq:,}, {span(log.age)} ago"
     if log.closed:
-        last += "; its writer has closed the log in good order"
+        last += "; the log was closed by its writer"
     elif log.end is not None and log.end.kind == "torn":
-        last += "; after it the log is torn: its writer was killed, or is at work"
+        last += "; the log has a torn end: its writer was killed, or is active"
     lines = [last]
     if (catch_up := log.catch_up()) is not None:
         lines.append(left_of_log(catch_up))
@@ -330,13 +330,13 @@ def _notes(log: Followed) -> list[str]:
     if log.known_since is not None:
         seq, ts = log.known_since
         notes.append(
-            f"known from batch {seq:,} ({iso(ts)}) on: what was evicted or lost before counts as never seen"
+            f"history known from batch {seq:,} ({iso(ts)}): blocks evicted or lost earlier count as never seen"
         )
     for gap in log.history.replayed.gaps[-1:]:
-        verbs = ("is missing: nothing in it", "are missing: nothing in them")
-        notes.append(f"{batches(gap.first_seq, gap.last_seq, *verbs)} is counted")
+        verbs = ("is missing and", "are missing and")
+        notes.append(f"{batches(gap.first_seq, gap.last_seq, *verbs)} not counted")
     if log.state.created is not None and not log.history.tokens_recorded:
-        notes.append("the log records no tokens: why prompt tokens were computed is not known")
+        notes.append("the log does not record tokens, so the reasons for computed tokens are unknown")
     return notes
 
 

@@ -62,7 +62,7 @@ def open_trace(
     )
     sizes = RequestSizes.of(_watched(read(), watch), stop)
     if not sizes.requests:
-        raise UsageError(f"{shown} holds no requests")
+        raise UsageError(f"{shown} contains no requests")
     return RunSource(shown.name, read(), sizes)
 
 
@@ -75,9 +75,9 @@ def _watched(
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
-    """The settings of ``--set``, and those that have options of their own.
+    """Return the settings of ``--set`` and of the options for cache sizes.
 
-    Sizes in bytes are settings of their own where the command takes a model from the settings. Raises UsageError.
+    Sizes in bytes become settings in bytes if the command takes the model from the settings. Raises UsageError.
     """
     own = settings.parse_sets(sets)
     given = {name: value for name in _SIZES if (value := vars(args).get(name)) is not None}
@@ -97,7 +97,7 @@ def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
 
 def _unknown_bytes(name: str, instead: str) -> UsageError:
     which = name.replace("_", "-")
-    return UsageError(f"--{which}: how many bytes a block has is not known: give blocks, or {instead}")
+    return UsageError(f"--{which}: the bytes of a block are unknown: give a number of blocks, or {instead}")
 
 
 def _in_blocks(args: argparse.Namespace, name: str, value: int) -> int:
@@ -108,9 +108,7 @@ def _in_blocks(args: argparse.Namespace, name: str, value: int) -> int:
     tokens = args.tokens_per_block or int(settings.RUN_DEFAULTS["tokens_per_block"])
     block = model.bytes_per_token * tokens
     if value < block:
-        raise UsageError(
-            f"--{name.replace('_', '-')}: {size(value)} is less than a block, which has {size(block)}"
-        )
+        raise UsageError(f"--{name.replace('_', '-')}: {size(value)} is less than one block ({size(block)})")
     return value // block
 
 
@@ -120,7 +118,7 @@ def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurren
     # Settings that determine other defaults are read and checked first.
     first = settings.RUN_DEFAULTS | {"max_sequence_length": sizes.longest}
     if known.get("secondary_path"):
-        first["model"] = "kvcache run"  # the copier; a file needs a name
+        first["model"] = "kvcache run"  # a secondary file needs the name of a model
     config = settings.load_settings(file, sets, first | {"primary_blocks": 1})
     blocks = sizes.primary_blocks(concurrency, config.tokens_per_block)
     by_requests = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
@@ -133,7 +131,7 @@ def sized_config(file: Path | None, sets: Values, sizes: RequestSizes, concurren
 def require_room(config: KVCacheConfig, sizes: RequestSizes) -> None:
     """Raise for a cache that is too small for even the shortest request: the run would serve none."""
     if config.cross_kv_cache_fraction is not None:
-        instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
+        instead = "omit cross_kv_cache_fraction: traces have no encoder inputs"
         raise Unsupported("an encoder-decoder model", instead)
     obstacle = WaitingLimits.of(config, Layout.of(config)).obstacle(sizes.shortest)
     if obstacle is not None:
@@ -147,7 +145,7 @@ def note_refused(result: RunResult, out: Output) -> None:
         if not (result.requests or result.interrupted):
             raise UsageError(f"none of the requests fits: {first.reason}")
         example = f"number {first.request_id}: {first.reason}"
-        out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
+        out.note(f"{result.refused:,} of the requests did not fit, for example {example}")
 
 
 def play_into(log: Path, args: argparse.Namespace, out: Output) -> PlayedTrace:

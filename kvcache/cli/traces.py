@@ -27,21 +27,17 @@ from kvcache.phrases import count, share
 if TYPE_CHECKING:
     from kvcache.workload.reported import ReportedReuse
 
-LOG_OR_TRACE = "a log directory, or a trace of requests (`kvcache docs traces`); -: one on stdin"
+LOG_OR_TRACE = "a log directory, or a trace of requests (`kvcache docs traces`; - for stdin)"
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Declare the options for reading and playing a trace in place of a log."""
-    group = parser.add_argument_group(
-        "a trace in place of a log, played through a cache as `kvcache run` has it"
-    )
+    group = parser.add_argument_group("for a trace, which is played through a cache")
     add_trace_options(group)
     add_shared(group, "concurrency")
-    own = f"tokens of a block (those of the trace's hash_ids; {TOKENS_PER_BLOCK} where it has tokens)"
+    own = f"tokens per block (default: those of the trace's hash_ids, or {TOKENS_PER_BLOCK} if it has tokens)"
     add_cache_sizes(group, "--model-config", own)
-    option(
-        group, "--keep-log DIR", "keep the log of that cache, in a directory that is not there yet", type=Path
-    )
+    option(group, "--keep-log DIR", "new directory in which to keep the log of that cache", type=Path)
     parser.set_defaults(concurrency=None)
 
 
@@ -60,17 +56,19 @@ _OPTIONS = (
 def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
     """Yield the log directory `args.log`, or that of a cache that has served the trace `args.log`.
 
-    The latter is removed at the end, unless `args.keep_log` says where it stays. Raises UsageError for options of
-    traces beside a log, and for a place that is taken; and what `kvcache.cli.trace_play.play_into` raises.
+    The latter is removed at the end, unless `args.keep_log` names its place. Raises UsageError for options of
+    traces given with a log, and for an existing place; and what `kvcache.cli.trace_play.play_into` raises.
     """
     if not is_trace(args.log):
         if given := [name for name in _OPTIONS if getattr(args, name) is not None]:
-            raise UsageError(f"--{given[0].replace('_', '-')} is for traces, and {args.log} is none")
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} is only valid for traces, and {args.log} is not one"
+            )
         yield Served(args.log)
         return
     kept: Path | None = args.keep_log
     if kept is not None and (lexists(kept) or not kept.parent.is_dir()):
-        raise UsageError(f"--keep-log {kept}: name a directory that is not there yet, in one that is")
+        raise UsageError(f"--keep-log {kept}: give a new directory, in an existing one")
     # Other commands do not need an engine.
     from kvcache.cli.trace_play import play_into
 
@@ -104,7 +102,7 @@ def show_reported(reported: ReportedReuse | None, out: Output) -> None:
             "reported cached": each.reported,
             "this cache": each.played,
             "unlimited": each.unlimited,
-            "reported less this cache": f"{each.reported - each.played:+,}",
+            "reported - this cache": f"{each.reported - each.played:+,}",
             "of the prompts": f"{(each.reported - each.played) / each.prompt_tokens:+.1%}".replace("%", " %"),
         }
         for each in hours
@@ -112,7 +110,7 @@ def show_reported(reported: ReportedReuse | None, out: Output) -> None:
     out.line()
     out.table(rows, right=list(rows[0]))
     out.line(
-        "this cache, unlimited: whole blocks that the cache above had, and one that has all that came before"
+        "this cache, unlimited: tokens in full blocks that the cache above would reuse, and an unlimited one"
     )
 
 
@@ -124,8 +122,8 @@ def reported_in_words(reported: ReportedReuse) -> str | None:
     cached, unlimited = sum(each.reported for each in hours), sum(each.unlimited for each in hours)
     prompts = count(sum(each.requests for each in hours), "prompt")
     return (
-        f"reported of {prompts}: {share(cached / tokens)} of their tokens were cached; an unlimited cache would have "
-        f"had {share(unlimited / tokens)} in whole blocks"
+        f"the trace reports {share(cached / tokens)} of the tokens of {prompts} as cached; an unlimited cache would "
+        f"reuse {share(unlimited / tokens)}, in full blocks"
     )
 
 

@@ -47,7 +47,7 @@ class Verification:
 
 
 def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Output) -> Verification:
-    """Fold the log and compare it with the cache's state; a further signal ends that."""
+    """Replay the log and compare it with the cache's state; a further signal interrupts."""
     started = time.perf_counter()
     last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
     known = StreamNames()
@@ -56,7 +56,7 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Outpu
     # The signal that ended the run must not end this as well: the log of an interrupted run is verified.
     stop.is_set()  # counted, so that a further one counts as a second signal only if the event is not checked
     before = stop.received
-    with out.progress("replaying its log", total) as update:
+    with out.progress("replaying the log", total) as update:
         replayed = fold(_watched(reader, last, known, lambda: stop.received > before, update), verify=True)
     if stop.received > before:
         return Verification(seconds=time.perf_counter() - started, last_batches=tuple(last), known=known)
@@ -86,11 +86,11 @@ def _watched(
 
 def _differences(replayed: Replayed, live: bytes, found: bytes) -> Iterator[str]:
     if found != live:
-        yield f"its replay ends in {found.hex()[:16]}, the cache ended in {live.hex()[:16]}"
+        yield f"the fingerprint is {found.hex()[:16]} after replay, but {live.hex()[:16]} in the cache"
     if failed := replayed.checkpoints_failed:
         yield f"{len(failed)} checkpoints disagree (batches {', '.join(map(str, failed[:5]))})"
     if replayed.end is None or replayed.end.kind != "clean":
-        yield "it does not end with an orderly close"
+        yield "it was not closed cleanly"
 
 
 @dataclass(frozen=True, slots=True)

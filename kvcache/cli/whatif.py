@@ -43,45 +43,44 @@ from kvcache.whatif.trial import (
 )
 
 _EPILOG = """\
-Every combination of the values and policies is played: kvcache whatif LOG --set primary_blocks=1000,2000
---set secondary_blocks=0,4000 --policy lru,levels plays eight. One number per window stands in brackets:
---set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
-tokens: max_tokens gives room in tokens. Under the log's own settings exactly what was recorded happens again; of a log
-in which another engine decided (Recorder, vLLM), as far as its rules are those of this library's manager.
+Every combination of values and policies is replayed: kvcache whatif LOG --set primary_blocks=1000,2000
+--set secondary_blocks=0,4000 --policy lru,levels replays eight. Put one number per window in brackets:
+--set primary_blocks=[100,50],[200,100]. To compare block sizes, give the capacity in tokens (max_tokens). With the
+log's own settings the replay is exact; for logs of other engines (Recorder, vLLM) it follows the rules of this
+library's manager.
 
-Policies: lru and levels, as caches have them (eviction_policy); lfu, which counts uses; arc, which divides the cache
-between what was used once and again; belady and returns, which know the prompts to
-come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
-windows with full attention.
+Policies: lru and levels, the policies of caches (eviction_policy); lfu, by number of uses; arc, which balances blocks
+used once and blocks used again; belady and returns, which are clairvoyant; and those of other packages (entry points
+kvcache.eviction_orders). They apply to windows with full attention.
 
-`kvcache docs whatif` says what is played, and what becomes of requests that do not fit.
+`kvcache docs whatif` describes what is replayed, and what happens to requests that do not fit.
 """
 _MOST = 256
-"""Most combinations that are played at once."""
+"""Maximum number of combinations that are played at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = "Play the requests of a log again under other settings and other orders of eviction."
+    parser.description = "Replay the requests of a log or trace under other settings and eviction policies."
     parser.epilog = _EPILOG
     add = partial(option, parser)
-    add_shared(parser, "json", log=f"{LOG_OR_TRACE}; of a log token ids are needed")
+    add_shared(parser, "json", log=f"{LOG_OR_TRACE}; a log must contain token ids")
     add(
         "--set FIELD=VALUE,...",
-        "a setting and the values to try, as in primary_blocks=1000,2000",
+        "setting with the values to try, as in primary_blocks=1000,2000; repeatable",
         action="append",
         default=[],
         dest="sets",
     )
     add(
         "--policy NAME,...",
-        "orders of eviction (the log's own)",
+        "eviction policies to try (default: that of the log); repeatable",
         action="append",
         default=[],
         dest="policies",
     )
-    add("--no-bound", f"do not play {BOUND}, too, to compare the others with")
-    add("--jobs N", "processes beside each other (as many as there are cores)", type=positive)
+    add("--no-bound", f"skip {BOUND}, the bound with which the others are compared")
+    add("--jobs N", "number of parallel processes (default: number of cores)", type=positive)
     add_cost_options(parser)
     add_trace(parser)
 
@@ -130,7 +129,7 @@ def _compare(
 
 
 def _warn_of_unused_rules(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], out: Output) -> None:
-    """Warn of reasons with a rule for which nothing ended: most are misspelled."""
+    """Warn about stop reasons with a retention rule that no request ended with: most are misspelled."""
     recorded, *tried = outcomes
     ruled = (
         reason
@@ -141,7 +140,7 @@ def _warn_of_unused_rules(trials: Sequence[Trial], outcomes: Sequence[TrialOutco
     for reason in dict.fromkeys(ruled):
         if reason != ANY_STOP and reason not in recorded.stops:
             found = [f"{printable(name)} ({number:,})" for name, number in recorded.stops.most_common(_NAMED)]
-            there = f"there are: {', '.join(found)}" if found else "none has a reason"
+            there = f"there are: {', '.join(found)}" if found else "none has a stop reason"
             out.warning(f"no request ended with `{printable(reason)}`; {there}")
 
 
@@ -155,7 +154,7 @@ def _in_blocks(trial: Trial, config: KVCacheConfig, model: KVShape) -> Trial:
     """Return the trial with sizes in bytes converted to blocks of this model, which is not that of the settings."""
     given = [name for name in _IN_BLOCKS if trial.sets.get(name) is not None]
     if given and len(windows_of(config)) > 1:
-        raise UsageError(f"--set {given[0]}: with several windows, give {_IN_BLOCKS[given[0]]} instead")
+        raise UsageError(f"--set {given[0]}: not supported with several windows; use {_IN_BLOCKS[given[0]]}")
     size = {name: value for name, value in trial.sets.items() if name == "tokens_per_block"}
     block = model.bytes_per_token * Trial(size).settings(config).tokens_per_block
     blocks = {_IN_BLOCKS[name]: _bytes_in(trial.sets[name], name) // block for name in given}
@@ -191,7 +190,7 @@ def _play(
     # Warnings at a cache's creation would be repeated for each.
     prepare = partial(messages.configure_diagnostics, as_json=args.log_json, verbose=False, quiet=True)
     prepare()
-    with out.progress("playing batches") as update:
+    with out.progress("replaying batches") as update:
         return play_side_by_side(
             log,
             trials,
@@ -225,15 +224,13 @@ def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[s
     names = [axis[0][0] for axis in axes]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(
-                f"--set {name} is given twice: write all its values once, with commas between them"
-            )
+            raise UsageError(f"--set {name} is given twice: give all values at once, separated by commas")
     if POLICY_SETTING in names and policies != [None]:
-        raise UsageError(f"--policy says what --set {POLICY_SETTING} would: give one of them")
+        raise UsageError(f"--policy and --set {POLICY_SETTING} exclude each other: give one of them")
     chosen = [parse_sets([f"{name}={value}" for name, value in choice]) for choice in product(*axes)]
     trials = [Trial(sets, name) for sets in chosen for name in policies]
     if len(trials) > _MOST:
-        raise UsageError(f"that makes {len(trials):,} combinations: choose {_MOST} of them at most")
+        raise UsageError(f"{len(trials):,} combinations are too many: the maximum is {_MOST}")
     return trials
 
 
@@ -287,9 +284,9 @@ def _show(
     out.table(table, right=list(table[0])[1:])
     out.line()
     out.line(
-        "reused, computed, secondary: tokens of prompts; offloaded, onboarded, removed (evicted for good): blocks"
+        "reused, computed, secondary: prompt tokens; offloaded, onboarded, removed (evicted for good): blocks"
     )
-    out.line("token hit rate: the reused part of all prompt tokens" + _not_served(rows))
+    out.line("token hit rate: reused fraction of all prompt tokens" + _not_served(rows))
     if costs.pricing is not None:
         out.line(costs.cells_in_words())
     for line in _of_engine(rows[0].outcome):
@@ -320,7 +317,7 @@ def _part(part: float | None) -> str:
 def _not_served(rows: Sequence[TrialRow]) -> str:
     if not any(row.outcome.tally.unserved_tokens for row in rows):
         return ""
-    return "; those of requests that are too long for the cache, or unserved, count as not reused"
+    return "; tokens of requests that are too long for the cache, or unserved, count as not reused"
 
 
 def _of_engine(then: TrialOutcome) -> Iterator[str]:
@@ -328,13 +325,13 @@ def _of_engine(then: TrialOutcome) -> Iterator[str]:
     if not then.engine:
         return
     yield (
-        f"recorded: what {printable(then.engine)} decided; the other rows follow the rules of this library's manager, "
-        "and `kvcache docs whatif` says where these differ"
+        f"recorded: decisions of {printable(then.engine)}; the other rows follow the rules of this library's manager "
+        "(`kvcache docs whatif` describes the differences)"
     )
     if then.passed_over:
         yield (
-            f"{count(then.passed_over, 'token')} of prompts were cached and not reused, by a rule of the engine that "
-            "the other rows do not have (`kvcache audit`: cached, and the engine did not reuse it)"
+            f"{count(then.passed_over, 'token')} of prompts were cached but not reused because of a rule of the engine "
+            "that the other rows do not follow (`kvcache audit`: cached, but not reused by the engine)"
         )
 
 
@@ -344,5 +341,5 @@ def _worth_of_hints(gaps: Sequence[float]) -> str:
     closed = least if least == most else f"{least} to {most}"
     return (
         f"knowing only which blocks return ({HINTED}) closes {closed} of the gap between {BASE} and {BOUND}: "
-        "about the most that an application's hints are worth if they tell no more"
+        "about the maximum that hints of an application can gain"
     )

@@ -19,30 +19,32 @@ from kvcache.phrases import count, printable
 from kvcache.replay import Replayed
 
 _SHOWN = 20
-"""Most changes that are printed; JSON has all."""
+"""Maximum number of changes printed as text; JSON has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Say who holds a slot of the cache after a batch, which block is cached there, and what became of the slot "
-        "before, event by event."
+        "Show which requests hold a slot of the cache after a batch, which block is cached in it, and the history of "
+        "the slot, event by event."
     )
     parser.epilog = (
-        "The history begins where the log does: with its first batch, or with the state that pruning has left. Blocks "
-        "are\ncounted from 0 in each prompt.\n\n" + times.FORMS_HELP
+        "The history begins at the start of the log, which is a snapshot if the log was pruned. Block numbers are "
+        "positions\nin a prompt, from 0.\n\n" + times.FORMS_HELP
     )
-    add_shared(parser, "log", "time", "json", at="after this batch (the last one)")
+    add_shared(parser, "log", "time", "json", at="batch after which to look (default: the last one)")
     add, level = partial(option, parser), LEVEL_NAMES[0]
-    add("--slot N", "the slot, as in block tables", type=natural, required=True)
-    add("--level", f"where the slot is ({level}, as without this)", choices=LEVEL_NAMES, default=level)
-    add("--group N", "of one window only, by its number in events", type=natural)
+    add("--slot N", "slot number, as in block tables", type=natural, required=True)
+    add("--level", f"level of the slot (default: {level})", choices=LEVEL_NAMES, default=level)
+    add("--group N", "only the window of this group (default: all windows)", type=natural)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, watch the slot, print."""
     if feed_log.is_feed_log(args.log):
-        raise UsageError("engines tell nothing of slots: give a log of a cache of ours")
+        raise UsageError(
+            "this log records events published by engines, which do not name slots: give the log of a cache"
+        )
     watch = SlotWatch(LEVEL_NAMES.index(args.level), args.slot, args.group)
     batches = UpTo(LogReader(args.log), args.at)
     with out.progress("replaying") as update:
@@ -66,12 +68,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _no_such_slot(args: argparse.Namespace, replayed: Replayed) -> str:
     if replayed.state.created is None:
-        return f"{args.log} holds no cache yet: its first batch is missing"
+        return f"{args.log} has no cache: its first batch is missing"
     sizes = [group.levels[LEVEL_NAMES.index(args.level)].size for group in replayed.state.groups]
     if args.group is not None and args.group >= len(sizes):
-        return f"there is no group {args.group}: the cache has {count(len(sizes), 'group')}, counted from 0"
+        return f"no group {args.group}: the cache has {count(len(sizes), 'group')}, counted from 0"
     size = max(sizes) if args.group is None else sizes[args.group]
-    return f"there is no slot {args.slot:,} in {args.level}: it has {count(size, 'slot')}, counted from 0"
+    return f"no slot {args.slot:,} in {args.level}: it has {count(size, 'slot')}, counted from 0"
 
 
 def _show(history: SlotHistory, when: Times, out: Output) -> None:
@@ -95,7 +97,7 @@ def _show(history: SlotHistory, when: Times, out: Output) -> None:
     ]
     out.table(rows, right=("event", "time", "block"))
     if len(changes) > _SHOWN:
-        out.line(f"{count(len(changes) - _SHOWN, 'change')} before: --json has all")
+        out.line(f"{count(len(changes) - _SHOWN, 'earlier change')} not shown; --json prints all")
 
 
 def _type(change: SlotChange) -> str:
@@ -107,7 +109,7 @@ def _in_words(occupant: Occupant) -> str:
         return "blank"
     if occupant.of_group is not None:
         return f"{_in_words(occupant._replace(of_group=None))}, in group {occupant.of_group}"
-    holders = f"held by {_holders(occupant)}" if occupant.requests else "held by nobody"
+    holders = f"held by {_holders(occupant)}" if occupant.requests else "held by no request"
     if not occupant.cached:
         which = (
             "replaced in its table" if occupant.block is None else f"block {occupant.block:,}, not cached yet"

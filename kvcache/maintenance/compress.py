@@ -45,7 +45,7 @@ from kvcache.errors import invariant
 from kvcache.maintenance.files import exclusive_access, writing
 
 _ADVICE = (
-    "make room or mend the disk, and compress it again: the log is whole, and what was compressed stays so"
+    "free disk space or fix the disk, and compress again: the log is intact, and finished segments stay so"
 )
 Parts = Sequence[bytes | memoryview]
 
@@ -212,7 +212,7 @@ def expanded(path: Path, data: bytes) -> bytes:
         if (sync, begins, crc, own) != (_SYNC, begin, crc32(body), crc32(data[at : at + _HEADER.size - 4])):
             raise ValueError("a group is not intact")
         if size > _MOST_TIMES * stored:
-            raise ValueError("a group claims to be more than could be of use")
+            raise ValueError("a group claims an implausible size")
         parts.append(_in_order(expanded_frame(path, body, 2 * size + 8), size) if method else body)
         at, begin = at + _HEADER.size + stored, begin + len(parts[-1])
     if begin != whole or at != len(data):

@@ -30,7 +30,7 @@ _SEGMENT_BYTES, _WINDOW = 64 << 20, 1 << MAX_WINDOW_LOG
 _UNFINISHED = ".salvaging"
 """Suffix of the new log's name until it is complete."""
 _ADVICE = (
-    "make room or mend the disk, remove this directory, and salvage the old log again: it was not changed"
+    "free disk space or fix the disk, remove this directory, and salvage again: the old log is unchanged"
 )
 
 
@@ -38,7 +38,10 @@ _ADVICE = (
 class PlaceTaken(LogExists):
     """A file exists where the new log was to be written."""
 
-    text = "{path} exists: choose another directory, or remove it if an interrupted salvage has left it (*.salvaging)"
+    text = (
+        "{path} already exists: choose another directory, or remove it if it is left from an interrupted salvage "
+        "(*.salvaging)"
+    )
 
 
 @dataclass
@@ -73,7 +76,7 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
     finally:
         lock.release()
     if not done.batches:
-        raise LogDamaged(log, 0, None, "no batch of it can be gone on from")
+        raise LogDamaged(log, 0, None, "no batch in it can begin a log")
     unfinished.rename(to)
     sync_directory(to.absolute().parent)
     return done

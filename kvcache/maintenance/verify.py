@@ -106,7 +106,7 @@ class _Fold:
             self._found.snapshots += 1
         else:
             self._found.problems.append(
-                f"{path} has another state than the log: remove it, or make a new one"
+                f"{path} differs from the state of the log: remove it, or make a new one"
             )
 
     def problems(self) -> list[str]:

@@ -54,7 +54,7 @@ GROUPS = (
     ReasonGroup("computed again: cleared or lost", PURPLE, LOSSES),
     ReasonGroup("being computed by another", ORANGE, (Reason.SAME_STEP, Reason.BEING_COMPUTED)),
     ReasonGroup(
-        "could not be served",
+        "could not be reused",
         YELLOW,
         (*_NOT_SERVED, Reason.OTHER_NAMESPACE, Reason.REUSE_OFF, Reason.NOT_LOOKED_UP, Reason.UNKNOWN),
     ),
@@ -64,7 +64,7 @@ GROUPS = (
 """Groups of reasons. Every reason is in exactly one."""
 _PERCENT = {"tickformat": ".0%", "range": [0, 1.02]}
 _LABEL = 26
-"""Most letters in a line next to a bar; longer labels take several lines, since phones are narrow."""
+"""Maximum number of letters in a line next to a bar; longer labels take several lines, since phones are narrow."""
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 
 
@@ -207,7 +207,7 @@ def _markers(marked: Sequence[tuple[int, EvictionCost]], top: int, clock: Clock)
     most = max(each.tokens for each in evictions)
     sizes = [8 + round(8 * each.tokens / most) for each in evictions]
     return _line(
-        "evictions that cost most",
+        "costliest evictions",
         [clock.of(each.at) for each in evictions],
         [round(top * 1.04)] * len(marked),
         "%{text}<extra></extra>",
@@ -283,7 +283,7 @@ def prefixes(found: Sequence[HotPrefix]) -> Chart:
         "type": "icicle",
         "ids": ["all", *(str(each.number) for each in found)],
         "parents": ["", *("all" if each.parent is None else str(each.parent) for each in found)],
-        "labels": ["all that are shown", *map(_prefix_label, found)],
+        "labels": ["all prefixes shown", *map(_prefix_label, found)],
         "values": [0, *(each.tokens_served for each in found)],
         "text": ["", *(f"{each.times:,} times, {each.tokens_served:,} tokens" for each in found)],
         "branchvalues": "remainder",
@@ -295,7 +295,7 @@ def prefixes(found: Sequence[HotPrefix]) -> Chart:
         },
         "insidetextfont": {"color": [GREY, *["#111111"] * len(found)]},
         "maxdepth": 5,
-        "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens served, with what continues it<extra></extra>",
+        "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens served, including continuations<extra></extra>",
     }
     layout = {"uniformtext": {"minsize": 11, "mode": "hide"}, "height": 360}
     return {"data": [tree], "layout": {**layout, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
@@ -327,7 +327,7 @@ def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
     )
     return chart(
         [drawn],
-        {"type": "log", "title": {"text": "idle for at most so many seconds"}, **_ticks(seconds)},
+        {"type": "log", "title": {"text": "idle timeout, seconds"}, **_ticks(seconds)},
         {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
         height=240,
         shapes=[{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": line}],
@@ -342,7 +342,7 @@ def hit_rates(
     """Return hit rate by cache size: (blocks, rate, best rate or None); named sizes; and rates of other orders."""
     data = [_rates([each[:2] for each in sizes], "block hit rate", BLUE, "circle", "lines+markers")]
     if best := [(blocks, rate) for blocks, _, rate in sizes if rate is not None]:
-        data.append(_rates(best, "at best, if the future were known", ORANGE, "diamond", "markers"))
+        data.append(_rates(best, "at best (clairvoyant)", ORANGE, "diamond", "markers"))
     data += [
         _rates(points, name, color, "square", "lines+markers")
         for (name, points), color in zip(

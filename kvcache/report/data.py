@@ -29,15 +29,15 @@ from kvcache.audit.totals import Audit, AuditTotals, Eviction
 from kvcache.audit.turns import SessionTurns
 
 MOST_LANES = 20_000
-"""Most requests with a lane: those that computed most."""
+"""Maximum number of requests with a lane: those that computed most."""
 MOST_EXPLAINED = 500
-"""Most of these that are explained part by part; also, as many of those that computed most again."""
+"""Maximum number of these that are explained part by part, and of those that computed most again."""
 MOST_EVICTIONS = 50
 MOST_PREFIXES = 150
 MOST_GROUPS = 12
-"""Most tenants, or sessions, that are named: those with the most prompt tokens."""
+"""Maximum number of tenants, or sessions, that are named: those with the most prompt tokens."""
 PARTS = 400
-"""Most equal parts of a log's time for which occupancy is kept; when there are more, pairs of parts are merged."""
+"""Maximum number of intervals of a log's time with an occupancy sample; beyond it, pairs of intervals are merged."""
 _FIRST_NS = 1_000_000
 Progress = Callable[[int], None]
 

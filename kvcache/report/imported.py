@@ -19,7 +19,7 @@ class UnreadableInput(UsageError):
     what: str
     command: str
     reason: str
-    text = "{what} is not what `kvcache {command} LOG --json` prints: {reason}"
+    text = "{what} is not the output of `kvcache {command} LOG --json`: {reason}"
 
 
 @dataclass(eq=False, repr=False)
@@ -28,7 +28,7 @@ class OtherLog(UsageError):
 
     what: str
     command: str
-    text = "{what} is about another log: give what `kvcache {command} LOG --json` prints for this one"
+    text = "{what} is about another log: give the output of `kvcache {command} LOG --json` for this one"
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -182,7 +182,7 @@ class WhatIf(WithCosts):
     log_id: str | None = None
 
     def differing(self) -> list[str]:
-        """The settings that are not the same in all, as dotted names; not the policy where trials name theirs."""
+        """Return the dotted names of settings that differ between trials, without the policy if trials name theirs."""
         flat = [trial.settings() for trial in (self.recorded, *self.trials)]
         names = dict.fromkeys(name for each in flat for name in each)
         if all(trial.policy for trial in self.trials):
@@ -190,7 +190,7 @@ class WhatIf(WithCosts):
         return [name for name in names if len({repr(each.get(name)) for each in flat}) > 1]
 
     def counts(self) -> dict[str, str]:
-        """The columns of numbers that have something in them, and the fields of trials that they show."""
+        """Return the columns of counts that are not all 0, with the fields of trials that they show."""
         rows = (self.recorded, *self.trials)
         return {name: field for name, field in _COUNTS.items() if any(getattr(each, field) for each in rows)}
 

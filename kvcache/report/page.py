@@ -150,7 +150,7 @@ def plotly_js() -> str:
     spec = find_spec("plotly")
     file = Path(spec.origin).parent / "package_data" / "plotly.min.js" if spec and spec.origin else None
     if file is None or not file.is_file():
-        raise UsageError("a report needs plotly: pip install 'kvcache[report]'")
+        raise UsageError("a report requires plotly: pip install 'kvcache[report]'")
     return _script(file.read_text(encoding="utf-8"))
 
 
@@ -169,7 +169,7 @@ def templates(home: Path) -> Environment:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
-        raise UsageError("a report needs jinja2: pip install 'kvcache[report]'") from error
+        raise UsageError("a report requires jinja2: pip install 'kvcache[report]'") from error
     own = Environment(
         loader=FileSystemLoader(home),
         autoescape=True,
@@ -220,9 +220,7 @@ def ages_in_words(audit: Audit, level: int) -> str:
     for each, noun in ((lives.hit_ages, "hit"), (lives.eviction_ages, "eviction")):
         if each.total:
             half, most = (duration(each.quantile(part) or 0.0) for part in (0.5, 0.9))
-            said.append(
-                f"Half of the {count(each.total, noun)} come within {half}, nine tenths within {most}."
-            )
+            said.append(f"{count(each.total, noun)}: 50 % within {half}, 90 % within {most}.")
     verdict = verdict_on(audit, level)
     return " ".join(
         said + [f"{each[0].upper()}{each[1:]}." for each in (verdict.in_words() if verdict else ())]

@@ -209,7 +209,7 @@ class LineListener:
         try:
             options = msgspec.convert(pairs, DictFileOptions, strict=False)
         except msgspec.ValidationError:
-            reason = "its options are format=trtllm and block_size=N, of at least 1"
+            reason = "valid options are format=trtllm and block_size=N (N of at least 1)"
             raise EndpointError(address, reason) from None
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise EndpointError(address, "write file:///tmp/events.jsonl or file:events.jsonl")
@@ -255,7 +255,7 @@ class LineListener:
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
-            raise EndpointError(self.address, "it has no lines: is it another file?")
+            raise EndpointError(self.address, "it has no lines: is it the right file?")
         return lines
 
     def _look(self) -> None:

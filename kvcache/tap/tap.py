@@ -55,7 +55,7 @@ _POLL_MS = 50
 _LAST_SECOND = 1e9 * 9
 """Last valid time in seconds, in the year 2255: later times in nanoseconds exceed 64 bits."""
 _MOST_QUEUED = 2000
-"""Most reports queued between a listening thread and the recorder; beyond that sockets buffer, and then the engine."""
+"""Maximum number of reports queued for the recorder by a listening thread; further ones wait in socket buffers."""
 
 
 class Continued(msgspec.Struct, frozen=True):

@@ -278,7 +278,7 @@ class Unplayable(UsageError):
 
     log: str
     reason: str
-    text = "{log} cannot be played again: {reason}"
+    text = "{log} cannot be replayed: {reason}"
 
 
 def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Iterator[RecordedBatch]:
@@ -379,9 +379,9 @@ class _Commands:
     def _check(self, event: ev.AnyEvent) -> None:
         """Raise before applying an event that cannot be replayed."""
         if isinstance(event, ev.EpochStarted) and not event.tokens_recorded:
-            self._refuse("it records no tokens. Write it with log.record_tokens=true")
+            self._refuse("it does not record tokens; write it with log.record_tokens=true")
         elif isinstance(event, ev.Gap):
-            self._refuse("batches are missing in it. With log.overflow=block none are lost")
+            self._refuse("it lacks batches; with log.overflow=block none are lost")
         elif isinstance(event, ev.CacheCreated):
             self.config, self._engine = KVCacheConfig.model_validate_json(event.config), event.engine
             layout = Layout.of(self.config)
@@ -391,12 +391,12 @@ class _Commands:
                 [group.num_blocks for group in event.groups] == sizes, "its settings are of another cache"
             )
             if self.config.cross_kv_cache_fraction is not None:
-                self._refuse("its model has an encoder, whose inputs are not played")
+                self._refuse("its model has an encoder, whose inputs cannot be replayed")
         elif isinstance(event, ev.StateExported):
             if event.sequences or any(group.runs for group in event.groups):
-                self._refuse("it begins with a cache that holds something already")
+                self._refuse("it begins with a cache that is not empty")
         elif isinstance(event, ev.PoolShared):
-            self._refuse("layers of other kinds have blocks, too, and theirs are not played")
+            self._refuse("layers of other kinds share its pool, and cannot be replayed")
         elif self.config is None and not isinstance(event, ev.EpochStarted):
             self._refuse("its beginning is missing")
 

@@ -97,7 +97,7 @@ class Tally:
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Prompt tokens and reused tokens of each request, alternating."""
     lengths_again: array[int] = field(default_factory=lambda: array("q"))
-    """The same for each resumption after a preemption."""
+    """Prompt tokens and reused tokens of each resumption after a preemption, alternating."""
 
     @property
     def reused_tokens(self) -> int:

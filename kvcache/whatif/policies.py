@@ -488,7 +488,9 @@ class AdaptiveReplacement(EvictionOrder):
         for level in range(len(self._group.levels)):
             leaves = [run for run in runs if run.level == level and run.is_leaf]
             tracked = self._once.known_blocks(level) | self._again.known_blocks(level)
-            invariant({run.id for run in leaves} == tracked, "a block cannot be evicted: unheard of")
+            invariant(
+                {run.id for run in leaves} == tracked, "a cached block is unknown to the eviction order"
+            )
             invariant(
                 self.next(level) is min(leaves, default=None, key=self._turn),
                 "another block would be evicted than the lowest in order",
@@ -546,8 +548,8 @@ class PolicyFailed(UsageError):
     provider: str
     failure: str
     text = (
-        "policy {name!r} failed: {failure}; it is {provider}, no part of kvcache, and "
-        "kvcache.decide.eviction_order says what it must do"
+        "policy {name!r} failed: {failure}; it is provided by {provider}, not by kvcache "
+        "(kvcache.decide.eviction_order describes the interface)"
     )
 
 
@@ -585,7 +587,7 @@ def policy(name: str) -> type[EvictionOrder]:
     if name in _BUILT_IN:
         if found:
             raise UnknownPolicy(
-                name, f"{found[0].value} has a name of ours, too: give its entry point another one"
+                name, f"{found[0].value} has the name of a built-in policy: rename its entry point"
             )
         return _BUILT_IN[name]
     if not found:

@@ -75,7 +75,7 @@ def first_config(log: str | PathLike[str]) -> KVCacheConfig:
         for command in batch.commands:
             if isinstance(command, Create):
                 return command.config
-    raise Unplayable(str(log), "it holds no cache yet")
+    raise Unplayable(str(log), "it has no cache")
 
 
 def play(
@@ -108,7 +108,7 @@ def play(
                 player.play(batch)
         progress(number + 1)
     if created is None:
-        raise Unplayable(str(log), "it holds no cache yet")
+        raise Unplayable(str(log), "it has no cache")
     config = created.config
     hours = hours_between(first_ts, last_ts)
     outcomes = [TrialOutcome(config, then, reader.end, created.engine, passed_over, hours, stops)]

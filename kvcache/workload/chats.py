@@ -22,7 +22,7 @@ SYSTEM_PROMPTS = 4
 SYSTEM_BLOCKS = 2
 """Length of each system prompt, in blocks of a trace."""
 TURNS = (2, 6)
-"""Fewest and most turns of a conversation."""
+"""Minimum and maximum number of turns of a conversation."""
 QUESTION_TOKENS = (40, 400)
 """Shortest and longest question."""
 ANSWER_TOKENS = (20, 120)

@@ -51,9 +51,9 @@ class DriveOptions:
     """Options of the engine."""
 
     concurrency: int = 32
-    """Most requests running at once."""
+    """Maximum number of requests running at once."""
     prefill_tokens: int = 8192
-    """Most prompt tokens computed in one step, over all requests, in the order of admission."""
+    """Maximum number of prompt tokens computed in one step, over all requests, in the order of admission."""
     seed: int = 0
     """Seed of the token ids."""
 

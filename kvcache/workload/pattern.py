@@ -134,7 +134,7 @@ class PoolPattern:
         gone = int(np.argmax(table >= 0))
         begin = max(span.begin, gone * self._block)
         seen = max(span.begin, span.end - self._windows[group] + 1)
-        invariant(begin <= seen, "a window has let go of a block that it sees")
+        invariant(begin <= seen, "a window has released a block that it attends to")
         return begin
 
 

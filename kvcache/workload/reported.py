@@ -76,7 +76,7 @@ class ReportedReuse:
             return None
         ours, theirs = self.tokens
         return (
-            f"{self.other_lengths:,} of {self.lengths:,} prompts have another length than usage.prompt_tokens says "
+            f"{self.other_lengths:,} of {self.lengths:,} prompts differ in length from usage.prompt_tokens "
             f"({ours:,} tokens in all, and {theirs:,} reported): the tokenizer or its chat template is not the "
-            "service's, so that what prompts share may differ, too"
+            "service's, so shared prefixes may differ as well"
         )

@@ -14,7 +14,7 @@ from events.errors import LogWriteFailed
 from kvcache.workload.copies import TimedCopier
 
 MAX_NAMED_REFUSALS = 100
-"""Most refusals that are named; all are counted."""
+"""Maximum number of refusals that are named; all are counted."""
 
 
 class StepTimes:
@@ -72,7 +72,7 @@ class WindowBlocks:
     """Blocks of one attention window over a run."""
 
     most_held: int = 0
-    """Most primary blocks that running sequences held at once."""
+    """Maximum number of primary blocks that running sequences held at once."""
     cached: tuple[int, int] = (0, 0)
     """Cached blocks at the end, per level."""
 

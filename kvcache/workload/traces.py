@@ -156,7 +156,7 @@ def read_trace(
         parse = _parser_of(shown, first, block_tokens, tokenizer)
         if named and isinstance(parse, _AzureLines):
             raise UsageError(
-                f"{shown} has arrivals and lengths only: nobody can say which of its prompts begin alike"
+                f"{shown} has arrivals and lengths only, so shared prefixes of its prompts are unknown"
             )
         requests = _parsed(shown, parse, islice(chain(_drained(first), lines), parse.header_lines, None))
         yield from islice(requests if parse.in_order else _by_arrival(requests), limit)
@@ -291,7 +291,7 @@ class TracePrompts:
             yield request, blocks
             self._progress(self.requests)
         if not self.requests:
-            raise UsageError(f"{self._shown} holds no requests")
+            raise UsageError(f"{self._shown} contains no requests")
 
 
 def _open(path: Path, files: ExitStack) -> BinaryIO:
@@ -315,9 +315,9 @@ def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
         except OSError as error:
             if not isinstance(error, gzip.BadGzipFile):
                 raise
-            raise TraceError(path, number, f"the file cannot be expanded: {error}") from None
+            raise TraceError(path, number, f"decompression failed: {error}") from None
         except Exception as error:  # noqa: BLE001 - each kind of compression has errors of its own
-            raise TraceError(path, number, f"the file cannot be expanded: {error}") from None
+            raise TraceError(path, number, f"decompression failed: {error}") from None
         if len(line) > MAX_LINE_BYTES:
             raise TraceError(path, number, f"longer than {MAX_LINE_BYTES} bytes; is this a trace?")
         if not line:
@@ -345,7 +345,7 @@ def _parser_of(
     if first.startswith(_AZURE_HEADER[0].encode()):
         return _AzureLines()
     if first.lstrip().startswith(b"["):
-        raise TraceError(path, number, "a JSON list: write its items one a line, as jq -c '.[]' FILE does")
+        raise TraceError(path, number, "a JSON list: write one item per line, as jq -c '.[]' FILE does")
     try:
         fields = msgspec.json.decode(first, type=_Fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -388,7 +388,7 @@ def _schema(event: msgspec.Raw) -> msgspec.Raw:
 
 
 def _text(value: msgspec.Raw) -> str:
-    """A text, or else nothing."""
+    """Return the value if it is a text, else an empty text."""
     try:
         return msgspec.json.decode(value, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -574,9 +574,9 @@ class _DynamoLines:
         found = record.request or _DynamoRequest()
         replay = found.replay
         if replay is None:
-            raise ValueError("request.replay is missing: nobody can say how the prompt begins")
+            raise ValueError("request.replay is missing, so the prompt is unknown")
         if found.request_received_ms is None:
-            raise ValueError("request.request_received_ms is missing: a trace says when requests came")
+            raise ValueError("request.request_received_ms is missing: a trace needs arrival times")
         size, hashes = replay.trace_block_size, replay.input_sequence_hashes
         if size != (self._block_tokens or size):
             raise ValueError(f"request.replay.trace_block_size is {size}, and {self._block_tokens} before")
@@ -640,7 +640,7 @@ def _time_of(text: str) -> datetime:
         time = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ValueError(
-            "the timestamp is neither a number nor in the form of ISO 8601, as 2026-05-01T10:00:00Z"
+            "the timestamp is neither a number nor an ISO 8601 time such as 2026-05-01T10:00:00Z"
         ) from None
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
@@ -667,7 +667,7 @@ class _Response(msgspec.Struct):
 
     @property
     def finish_reason(self) -> str | None:
-        """That of the first choice."""
+        """Finish reason of the first choice."""
         match self.choices:
             case [{"finish_reason": reason}, *_]:
                 return _name(reason)
@@ -743,17 +743,17 @@ class _OpenAILines:
         if call.prompt_token_ids is not None:
             return call.prompt_token_ids
         if not call.messages:
-            raise ValueError("neither prompt_token_ids nor messages: no prompt is known")
+            raise ValueError("neither prompt_token_ids nor messages: the prompt is unknown")
         if self._tokenizer is None:
             raise ValueError(
-                "the prompt is messages: give --tokenizer, a directory with the model's tokenizer"
+                "the prompt consists of messages: give --tokenizer, the directory of the model's tokenizer"
             )
         return self._tokenizer.encode(call.messages, call.tools)
 
     def _since_begin(self, timestamp: float | str | None, created: float | None) -> int:
         time, field = (timestamp, "timestamp") if timestamp is not None else (created, "created")
         if time is None:
-            raise ValueError("no timestamp and no created: a trace says when requests came")
+            raise ValueError("neither timestamp nor created: a trace needs arrival times")
         seconds = _time_of(time).timestamp() if isinstance(time, str) else time
         if seconds > _MILLISECONDS:
             seconds /= 1000
@@ -784,12 +784,10 @@ class ChatTokenizer:
                 str(path), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # noqa: BLE001 - whatever its files hold
-            raise UsageError(f"{path} holds no tokenizer: {type(error).__name__}") from None
+            raise UsageError(f"{path} contains no tokenizer: {type(error).__name__}") from None
         self._tokenizer.model_max_length = _MAX_LENGTH  # otherwise it warns of long prompts
         if self._tokenizer.chat_template is None:
-            raise UsageError(
-                f"the tokenizer in {path} has no chat template, by which messages become a prompt"
-            )
+            raise UsageError(f"the tokenizer in {path} has no chat template, which is needed for messages")
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
         """Return the token ids of a prompt, up to the start of the answer. Raises ValueError."""

@@ -64,7 +64,7 @@ class TestPage:
         page = kvcache("advise", small).out
         commands = proofs(page)
         assert {each[0] for each in commands} == {"curve", "whatif", "events", "replay", "audit"}
-        topics = re.findall(r"(?m)^  \S", page.partition("cannot be told")[0])
+        topics = re.findall(r"(?m)^  \S", page.partition("unknown")[0])
         assert (len(commands), len(topics)) == (7, 8)  # that there is no volatile part has none
         for command in commands:
             assert kvcache(*command).code == 0, command
@@ -95,12 +95,15 @@ class TestPage:
         log = serve(tmp_path / "log", with_an_id(110), primary_blocks=6000)
         page = kvcache("advise", log).out
         assert (
-            "110 prompts have the same first 38 tokens, then 12 to 14 of their own in 110 versions, then"
+            "110 prompts share the first 38 tokens, differ in the next 12 to 14 (110 versions), and share"
             in flat(page)
         )
         [explain] = [each for each in proofs(page) if each[0] == "explain"]
         assert re.search(r"never seen before", kvcache(*explain).out)
-        assert "without what differs in the middle of its prompts it would be another curve" in flat(page)
+        assert (
+            "without the differing part in the middle of its prompts the curve would be another one"
+            in flat(page)
+        )
 
     def test_a_system_prompt_that_goes(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Its block is evicted again and again, which the command shows."""
@@ -108,8 +111,8 @@ class TestPage:
         page = kvcache("advise", log).out
         worth = page.partition("worth doing")[2].partition("not worth it")[0]
         assert "20 requests begin with the same 128 tokens, " in worth
-        assert "(the first of them is request 0)" in worth
-        assert "pinned, they take 10.0 % of primary" in flat(worth)
+        assert "(the first is request 0)" in worth
+        assert "pinning them takes 10.0 % of primary" in flat(worth)
         [events] = [each for each in proofs(page) if each[0] == "events"]
         assert kvcache(*events).out.count("BlocksRemoved") >= 19
 
@@ -136,21 +139,21 @@ class TestPage:
         assert re.search(
             r"tenants +all lose [\d.]+ % of their prompt tokens to evictions\n.* --by tenant\n", page
         )
-        assert re.search(r"tenants +there is only one\n.* --by lora\n", kvcache("advise", small).out)
+        assert re.search(r"tenants +there is only one tenant\n.* --by lora\n", kvcache("advise", small).out)
 
     def test_running_requests(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """They come first, and no pin is advised."""
         log = serve(tmp_path / "log", round_robin(200, 20), primary_blocks=95, running=8)
         page = kvcache("advise", log).out
-        assert re.search(r"worth doing\n  fewer at a time  7\.9 running requests hold 86 of 95 blocks", page)
-        assert "With 4 at a time half of the blocks are left for reuse" in flat(page)
+        assert re.search(r"worth doing\n  concurrency +7\.9 running requests hold 86 of 95 blocks", page)
+        assert "With 4 concurrent requests half of the blocks are free for reuse" in flat(page)
 
     def test_too_few(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """One line says how long the log should be."""
         log = serve(tmp_path / "log", round_robin(40, 5), primary_blocks=40)
         done = kvcache("advise", log)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "has only 40 requests in 39 s: advice takes 100 or more: 98 s at this rate" in done.err
+        assert "has only 40 requests in 39 s: advice needs at least 100: 98 s at this rate" in done.err
 
     def test_several(self, kvcache: Kvcache, small: Path, tmp_path: Path) -> None:
         """Each has its page."""
@@ -163,11 +166,11 @@ class TestPage:
         """One asks for minutes."""
         trace = write_trace(tmp_path / "trace", round_robin(120, 5, seconds=20))
         assert (
-            "keep idle blocks for 2 min: after 60 s a cache of any size loses"
+            "keep idle blocks for 2 min: if they are dropped after 60 s an unbounded cache loses"
             in kvcache("advise", trace, "--ttl", 1, "--tokens-per-block", SIZE).out
         )
         assert (
-            "to drop idle blocks after 2 min a cache of any size loses nothing"
+            "if idle blocks are dropped after 2 min an unbounded cache loses nothing"
             in kvcache("advise", trace, "--ttl", "2min", "--tokens-per-block", SIZE).out
         )
         assert said(kvcache, trace, "--ttl", "90s", "--tokens-per-block", SIZE) == said(
@@ -284,12 +287,12 @@ class TestTraces:
         (tmp_path / "trace").write_text(text)
         done = kvcache("advise", tmp_path / "trace", "--primary-blocks", 50, "--tokens-per-block", 64)
         assert done.code == 2
-        assert "the trace's blocks have 512 tokens, and it has no others" in done.err
+        assert "the blocks of this trace have 512 tokens, which cannot be changed" in done.err
 
     @pytest.mark.parametrize("option", ["--primary-blocks", "--tokens-per-block", "--concurrency"])
     def test_options_of_traces(self, kvcache: Kvcache, small: Path, option: str) -> None:
         """Are refused beside a log."""
-        assert f"{option} is for traces" in kvcache("advise", small, option, 16).err
+        assert f"{option} is only valid for traces" in kvcache("advise", small, option, 16).err
 
 
 def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_explain_reports_who_evicted_it_and_when(kvcache: Kvcache, evicted: Path
     done = kvcache("explain", evicted, "--request", "again")
     assert done.code == 0
     assert "request again: refused in batch 5 (+5.000s)" in done.out
-    assert "4 blocks, 0 could be had" in done.out
+    assert "4 blocks, 0 available" in done.out
     assert "1 request; most blocks: holder (4)" in done.out
     assert "13 prompt tokens, admitted in batch 6 (+6.000s)" in done.out
     [row] = [line for line in done.out.splitlines() if line.split()[:2] == ["0–2", "0–11"]]
@@ -85,7 +85,7 @@ def test_audit_charges_the_eviction(kvcache: Kvcache, evicted: Path) -> None:
     text = kvcache("audit", evicted).out
     assert "12 tokens, because they were evicted" in text
     assert "of idle blocks" not in text
-    assert "too small: 12 tokens were computed again because it had evicted them, 21.8 % of all" in text
+    assert "too small: 12 tokens were computed again after eviction, 21.8 % of all" in text
     assert found["levels"]["primary"]["verdict"] == "too_small"
 
 
@@ -111,7 +111,7 @@ def test_audit_of_a_run_agrees_with_its_summary(kvcache: Kvcache, log: Path) -> 
     )
     assert found["reused_tokens"] == sum(event.reused for event in added) > 0
     assert found["prefixes"]
-    assert "prefixes that served most" in kvcache("audit", log).out
+    assert "most reused prefixes" in kvcache("audit", log).out
 
 
 def test_of_a_log_without_tokens_it_is_said(kvcache: Kvcache, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_empty_log_has_nothing_to_audit(kvcache: Kvcache, evicted: Path, tmp_
     (tmp_path / "empty" / segment.name).write_bytes(segment.read_bytes()[:SEGMENT_HEADER_BYTES])
     done = kvcache("audit", tmp_path / "empty")
     assert (done.code, done.out) == (2, "")
-    assert "holds no batch yet" in done.err
+    assert "has no batches yet" in done.err
 
 
 @given(
@@ -221,8 +221,8 @@ class TestVerdict:
         assert verdict is not None
         assert (verdict.size, verdict.recomputed, verdict.hits) == ("large_enough", 0, 3 * 19)
         cost, ages = verdict.in_words()
-        assert cost == "large enough: nothing that it evicted was computed again"
-        assert ages.startswith("of 57 hits a tenth come after 2.00 s, of ")
+        assert cost == "large enough: nothing evicted was computed again"
+        assert ages.startswith("10 % of 57 hits come after 2.00 s or more, 10 % of ")
 
     def test_what_secondary_keeps_is_not_lost(self, tmp_path: Path) -> None:
         """Two prompts take turns in a primary level for one of them."""
@@ -236,7 +236,7 @@ class TestVerdict:
         assert kept is not None
         assert (lost.size, lost.recomputed) == ("too_small", 18 * 12)
         assert (kept.size, kept.recomputed, kept.onboarded) == ("large_enough", 0, 18 * 3)
-        assert kept.in_words()[-1].endswith("came back")
+        assert kept.in_words()[-1].endswith("onboarded again")
         assert verdict_on(found[1], 1) is None
 
     def test_what_secondary_loses_is_its_own_loss(self, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ class TestVerdict:
 def test_prefixes_stand_in_order_with_names(kvcache: Kvcache, log: Path) -> None:
     """As many as were asked for, the most first, each with a block that `events` finds."""
     lines = kvcache("audit", log, "--top", 3).out.splitlines()
-    [head] = [number for number, line in enumerate(lines) if "prefixes that served most" in line]
+    [head] = [number for number, line in enumerate(lines) if "most reused prefixes" in line]
     rows = [line.split() for line in lines[head + 1 :]]
     served = [int(row[1].replace(",", "")) for row in rows]
     assert len(rows) == 3
@@ -337,7 +337,7 @@ class TestEpochs:
         assert sum(admitted) == 10
         assert max(admitted) <= 2
         [begins] = found["clock_set_back"]
-        assert f"the clock begins again in batch {begins:,}" in kvcache("audit", twice).out
+        assert f"the clock was set back in batch {begins:,}" in kvcache("audit", twice).out
 
     def test_a_clock_that_goes_on_is_left_alone(self) -> None:
         """An epoch that begins later is not shifted; one that begins earlier is, as far as it must."""

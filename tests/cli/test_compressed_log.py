@@ -70,9 +70,9 @@ def test_a_full_disk(
         compressed = kvcache("log", "compress", log)
         salvaged = kvcache("log", "salvage", log, "--to", tmp_path / "new")
     unfinished = segment_paths(log)[0].with_suffix(".kvlog.new")
-    reason = f"cannot be written: {os.strerror(errno.ENOSPC)}; make room or mend the disk"
+    reason = f"cannot be written: {os.strerror(errno.ENOSPC)}; free disk space or fix the disk"
     assert (compressed.code, salvaged.code) == (2, 2)
-    assert f"{unfinished} {reason}, and compress it again: the log is whole" in compressed.err
+    assert f"{unfinished} {reason}, and compress again: the log is intact" in compressed.err
     assert f"{tmp_path / 'new.salvaging'} {reason}, remove this directory, and salvage" in salvaged.err
     assert {path.name: path.read_bytes() for path in segment_paths(log)} == before
     assert not unfinished.exists()

@@ -63,7 +63,7 @@ def test_what_run_derives(kvcache: Kvcache) -> None:
     assert (done.code, done.err) == (0, "")
     shown = {line.split()[0]: " ".join(line.split()[1:]) for line in done.out.splitlines()}
     for name in ("max_sequence_length", "primary_blocks"):
-        assert shown[name] == "(missing) an engine has to give it (from the requests in run)"
+        assert shown[name] == "(missing) required for an engine (from the requests in run)"
     assert shown["secondary_blocks"] == "none default (from the requests in run)"
     assert shown["tokens_per_block"] == "32 default (64 in run)"
     assert shown["log.overflow"] == "drop default (block in run)"
@@ -175,7 +175,7 @@ def test_setting_inside_a_value(kvcache: Kvcache) -> None:
     """A setting cannot be a value and a group of settings."""
     done = kvcache("config", "--set", "head_dim=1", "--set", "head_dim.x=2")
     assert done.code == 2
-    assert "head_dim has no settings inside" in done.err
+    assert "head_dim has no nested settings" in done.err
 
 
 def test_rules_for_stop_reasons(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

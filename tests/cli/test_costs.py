@@ -116,7 +116,7 @@ class TestAudit:
         log = write(tmp_path / "log", (100, 200, 100), blocks=4)
         # 96 seconds of 2 GPUs are 0.0533 hours, 3 EUR each, within the log's hour.
         out = kvcache("audit", log, *FORMULA, *PRICE).out
-        assert "lost             0.0533 GPU-hours, 0.160 EUR per hour, on what had been evicted" in out
+        assert "lost             0.0533 GPU-hours, 0.160 EUR per hour, on tokens that had been evicted" in out
 
     def test_by_group(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Tenant a computes what b reuses: 120.5 and 24.5 seconds; the others, one of c, take 120.5."""
@@ -153,17 +153,17 @@ class TestAudit:
         assert said["prefill"]["cost_per_hour"] == pytest.approx(2 * 145 * 2 / 3600 * 3 / 0.5)
         assert [each["audit"]["prefill"]["mean_seconds"] for each in said["workers"]] == [72.5, 72.5]
         out = kvcache("audit", tmp_path / "fleet", *FORMULA, *PRICE, "--jobs", 1).out
-        assert "GPU-hours        0.161 of prefills; reuse has saved 0.107" in out
+        assert "GPU-hours        0.161 for prefills; reuse saved 0.107" in out
         assert "EUR saved/h" in out
 
 
 TEXT = """\
-  prefill          10 + 2 n + 1 n m seconds for n tokens that read m others each
+  prefill          10 + 2 n + 1 n m seconds for n tokens that attend to m tokens each
   time to prefill  72.50 s on average, p50 72.50 s, p95 115.70 s
-  GPU-hours        0.0806 of prefills; reuse has saved 0.0533
+  GPU-hours        0.0806 for prefills; reuse saved 0.0533
   EUR per hour     0.483 for prefills; reuse saves 0.320
-  K and V          256 B for a token of llama: 4 layers, bfloat16
-  memory           8.0 KiB in primary; a block has 1.0 KiB
+  K and V          256 B per token of llama: 4 layers, bfloat16
+  memory           8.0 KiB in primary; 1.0 KiB per block
                    3.0 KiB stored, 0 B evicted from primary
 """
 REASONS = """
@@ -199,7 +199,7 @@ class TestCurve:
         out = kvcache("curve", twice, *FORMULA, *PRICE).out
         [row] = [line for line in out.splitlines() if line.split()[:1] == ["8"]]
         assert row.split()[3:10] == ["72.50", "s", "115.70", "s", "0.0806", "0.0533", "0.320"]
-        assert "saved: GPU-hours by reuse, and money in each hour of the requests" in out
+        assert "saved: GPU-hours saved by reuse, and money saved per hour" in out
 
     def test_of_a_trace(self, kvcache: Kvcache, model: Path, tmp_path: Path) -> None:
         """Times are the trace's; a block of it has bytes only where a model is given."""
@@ -215,15 +215,21 @@ class TestCurve:
         assert " KiB" in kvcache("curve", *options, "--model-config", model).out
         done = kvcache("curve", *options, "--sizes", "1GiB")
         assert done.code == 2
-        assert "how many bytes a block has is not known: give sizes in blocks, or --model-config" in done.err
+        assert "the bytes of a block are unknown: give sizes in blocks, or --model-config" in done.err
 
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--sample", "0.5"), "seconds of prefills need all blocks, not samples"),
+            (("--sample", "0.5"), "--prefill needs all blocks, not samples"),
             (("--sizes", "3GiBB"), "'3GiBB' needs a number and one of the units B, KiB"),
-            (("--sizes", "9999999TiB", "--model-config", "MODEL"), "a block has 1.0 KiB: give sizes of 1 to"),
-            (("--bound", "1B", "--model-config", "MODEL"), "a block has 1.0 KiB: give sizes of 1 to"),
+            (
+                ("--sizes", "9999999TiB", "--model-config", "MODEL"),
+                "sizes must be 1 to 2,147,483,647 blocks, and a block has 1.0 KiB",
+            ),
+            (
+                ("--bound", "1B", "--model-config", "MODEL"),
+                "sizes must be 1 to 2,147,483,647 blocks, and a block has 1.0 KiB",
+            ),
         ],
     )
     def test_sizes_that_there_are_not(
@@ -331,17 +337,17 @@ def test_the_largest_numbers_are_numbers(kvcache: Kvcache, twice: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--price", "2"), "--price and --gpus need to know how long prefills take"),
-        (("--gpus", "2"), "--price and --gpus need to know how long prefills take"),
-        ((*FORMULA, "--prefill-fit", "x"), "--prefill says what --prefill-fit would"),
+        (("--price", "2"), "--price and --gpus require --prefill or --prefill-fit"),
+        (("--gpus", "2"), "--price and --gpus require --prefill or --prefill-fit"),
+        ((*FORMULA, "--prefill-fit", "x"), "--prefill and --prefill-fit exclude each other"),
         (("--prefill", "fast"), "prefill 'fast': 'fast' is not understood"),
-        ((*FORMULA, "--price", "0"), "'0' is not a number above 0"),
-        ((*FORMULA, "--price", "1e300"), "'1e300' is not a number above 0 and up to 1,000,000,000"),
-        ((*FORMULA, "--gpus", "1000001"), "'1000001' is too large a number: at most 1,000,000"),
-        ((*FORMULA, "--tensor-parallel", "9" * 19), "is too large a number: at most 1,000,000"),
+        ((*FORMULA, "--price", "0"), "'0' is not an amount above 0"),
+        ((*FORMULA, "--price", "1e300"), "'1e300' is not an amount above 0 and at most 1,000,000,000"),
+        ((*FORMULA, "--gpus", "1000001"), "'1000001' is more than 1,000,000"),
+        ((*FORMULA, "--tensor-parallel", "9" * 19), "is more than 1,000,000"),
         (("--prefill", "1e308 n"), "prefill '1e308 n': '1e308 n' is more than 1,000,000 seconds"),
         (("--prefill-fit", "nowhere.csv"), "nowhere.csv"),
-        (("--kv-dtype", "fp8"), "--kv-dtype is about the model of --model-config"),
+        (("--kv-dtype", "fp8"), "--kv-dtype requires --model-config"),
         (("--model-config", "nowhere.json"), "nowhere.json"),
     ],
 )
@@ -369,6 +375,6 @@ def test_layers_that_are_not_counted_are_reported(kvcache: Kvcache, twice: Path,
     kinds = ["full_attention", "sliding_attention", "mamba", "mamba"]
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": kinds, "sliding_window": 32}))
     out = kvcache("audit", twice, "--model-config", tmp_path / "config.json", "--kv-dtype", "fp8").out
-    assert "K and V        32 B for a token of llama: 1 layer, fp8" in out
-    assert "not counted: up to 1.0 KiB for a sequence in 1 layer that see 32 tokens" in out
+    assert "K and V        32 B per token of llama: 1 layer, fp8" in out
+    assert "not counted: up to 1.0 KiB per sequence in 1 layer with a 32-token window" in out
     assert "not counted: 2 layers without K and V (mamba)" in out

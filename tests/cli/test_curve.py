@@ -64,11 +64,11 @@ def test_table(kvcache: Kvcache, turns: Path) -> None:
 
 
 TABLE = """\
-{}: what its prompts would reuse, by size of the cache
-  prompts   4 with 8 full blocks of 4 tokens, 3 different ones
+{}: reuse of its prompts by cache size
+  prompts   4 with 8 full blocks of 4 tokens, 3 of them distinct
   now       4 + 2 blocks: 62.5 % from primary, 0.0 % from secondary
-  recorded  requests side by side, in the cache itself: 62.5 % from primary, 0.0 % from secondary
-  knee      3 blocks: from there on no doubling gains a percentage point
+  recorded  62.5 % from primary, 0.0 % from secondary by the cache itself, with concurrent requests
+  knee      3 blocks: no doubling from there gains a percentage point
 
   blocks    bytes  block hit rate  primary  secondary  at best
        1    512 B          37.5 %   37.5 %      0.0 %           ███████████
@@ -77,8 +77,8 @@ TABLE = """\
        4  2.0 KiB          62.5 %   62.5 %      0.0 %           ███████████████████  primary now
        6  3.0 KiB          62.5 %   62.5 %      0.0 %           ███████████████████  both levels now
 
-block hit rate: the part of the prompts' full blocks that is reused
-at best: of a cache with so many blocks in one level, that knows all prompts to come
+block hit rate: reused fraction of the prompts' full blocks
+at best: hit rate of a clairvoyant cache of this size, in one level
 """
 
 
@@ -86,7 +86,7 @@ def test_bytes_of_no_model_are_not_reported(kvcache: Kvcache, log: Path) -> None
     """A log whose settings are those of no model has no bytes worth telling."""
     out = kvcache("curve", log).out
     assert "KiB" not in out
-    assert "bytes are not known: the log's settings name no model" in out
+    assert "bytes are unknown: the log's settings do not describe a model" in out
 
 
 def test_json(kvcache: Kvcache, log: Path) -> None:
@@ -130,7 +130,7 @@ def test_small_samples(kvcache: Kvcache, log: Path) -> None:
     """A few sampled blocks give no knee and no standard error; a warning says how few they are, and what would do."""
     done = kvcache("curve", log, "--sample", "0.05")
     assert done.code == 0
-    assert "blocks each: the hit rates say little" in done.err
+    assert "blocks each, too few for accurate hit rates" in done.err
     assert "give --sample 0." in done.err
     assert "knee" not in done.out
     assert "±" not in done.out
@@ -164,7 +164,7 @@ def test_no_prompts(kvcache: Kvcache, tmp_path: Path) -> None:
         manager.flush()
     done = kvcache("curve", tmp_path / "log")
     assert (done.code, done.err) == (0, "")
-    assert "none: no block is asked for twice" in done.out
+    assert "none: no block is requested twice" in done.out
     assert found(kvcache, tmp_path / "log")["block_requests"] == 0
 
 
@@ -174,11 +174,11 @@ def test_no_prompts(kvcache: Kvcache, tmp_path: Path) -> None:
         (("--sample", "0"), "'0' is not a number above 0 and at most 1"),
         (("--sample", "1.5"), "is not a number above 0"),
         (("--sample", "x"), "is not a number above 0"),
-        (("--bound", "0"), "'0' is not an integer of at least 1"),
+        (("--bound", "0"), "'0' is not an integer that is at least 1"),
         (("--bound", "1,,2"), "'' is not an integer"),
-        (("--bound", "9223372036854775807"), "no cache has more than 2,147,483,647 blocks"),
-        (("--bound", "5,99999999999999999999999"), "no cache has more than"),
-        (("--bound", "2", "--sample", "0.5"), "the bound needs all blocks, not samples"),
+        (("--bound", "9223372036854775807"), "give up to 2,147,483,647 blocks"),
+        (("--bound", "5,99999999999999999999999"), "give up to 2,147,483,647 blocks"),
+        (("--bound", "2", "--sample", "0.5"), "the bound requires all blocks, not samples"),
     ],
 )
 def test_usage(kvcache: Kvcache, log: Path, options: tuple[str, ...], says: str) -> None:
@@ -201,7 +201,7 @@ def test_windows(kvcache: Kvcache, tmp_path: Path) -> None:
     """Of several windows the one with full attention is named."""
     options = ("--set", "max_attention_window=64,900", "--set", "max_sequence_length=900")
     out = kvcache("curve", run_log(tmp_path / "log", "--primary-blocks", 120, *options)).out
-    assert "900, with full attention; sliding ones are not looked at" in out
+    assert "900, with full attention; sliding windows are ignored" in out
 
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
@@ -254,7 +254,7 @@ def test_traces(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("option", ["--tokens-per-block", "--trace-block-size", "--tokenizer"])
 def test_options_of_traces(kvcache: Kvcache, log: Path, option: str) -> None:
     """Are refused where there is a log."""
-    assert f"{option} is for traces" in kvcache("curve", log, option, 16).err
+    assert f"{option} is only valid for traces" in kvcache("curve", log, option, 16).err
 
 
 def test_run_and_curve_keep_models_apart(kvcache: Kvcache, tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_run_and_curve_keep_models_apart(kvcache: Kvcache, tmp_path: Path) -> No
 
 
 IDLE = """\
-{}: what its prompts would reuse, by how long idle blocks are kept
-  prompts  6 with 12 full blocks of 4 tokens, 3 different ones
-  knee     3 blocks: from there on no doubling gains a percentage point
-  covered  9 min: what comes again later is not in it
+{}: reuse of its prompts by idle timeout
+  prompts  6 with 12 full blocks of 4 tokens, 3 of them distinct
+  knee     3 blocks: no doubling from there gains a percentage point
+  covered  9 min; reuse after longer pauses is not visible
 
   timeout  block hit rate  tokens lost
      10 s          16.7 %           28  █████
@@ -283,8 +283,8 @@ IDLE = """\
     5 min          66.7 %            4  ████████████████████
      none          75.0 %            0  ██████████████████████
 
-block hit rate: the part of the prompts' full blocks that is reused, in a cache of any size that drops
-what was in no prompt for longer than the timeout; tokens lost: those reused without a timeout only
+block hit rate: reused fraction of the prompts' full blocks, in an unbounded cache that drops blocks
+idle for longer than the timeout; tokens lost: reused only without a timeout
 """
 
 
@@ -350,9 +350,9 @@ def test_policies(kvcache: Kvcache) -> None:
     table = kvcache("curve", TRACE, *options).out
     assert "blocks  block hit rate" in table
     assert "s3fifo  slru:0.5  at best" in table
-    assert "the same for other orders of eviction" in table
+    assert "hit rates of other eviction policies" in table
     names = [line["name"] for line in curve_by_size(msgspec.convert(said, ImportedCurve))["data"]]
-    assert names == ["block hit rate", "at best, if the future were known", "lru", "s3fifo", "slru:0.5"]
+    assert names == ["block hit rate", "at best (clairvoyant)", "lru", "s3fifo", "slru:0.5"]
     assert found(kvcache, TRACE)["sizes"][0]["policies"] == []
 
 
@@ -391,13 +391,13 @@ def test_policies_by_stop_and_time(kvcache: Kvcache, tmp_path: Path) -> None:
     [
         (("--policy", "lru,mru"), "policy 'mru': there are lru, fifo"),
         (("--policy", ""), "policy '': there are lru, fifo"),
-        (("--policy", "lru", "--sample", "0.5"), "other orders of eviction need all blocks"),
-        (("--policy", "stop"), "the policy stop needs a trace with stop reasons"),
-        (("--policy", "lru", "--ttl"), "--ttl is of a cache of any size"),
-        (("--hold", "50"), "--hold is for --policy"),
-        (("--policy", "lru", "--hold", "0"), "'0' is not a number of tokens a second"),
-        (("--policy", "lru", "--hold", "5", "--bound", "9"), "leave --bound or --hold out"),
-        (("--policy", "lru", "--hold", "5"), "--hold is for traces"),
+        (("--policy", "lru", "--sample", "0.5"), "--policy needs all blocks"),
+        (("--policy", "stop"), "no request has a stop reason, which the policy stop needs"),
+        (("--policy", "lru", "--ttl"), "--ttl cannot be combined with --policy"),
+        (("--hold", "50"), "--hold requires --policy"),
+        (("--policy", "lru", "--hold", "0"), "'0' is not a number of tokens per second"),
+        (("--policy", "lru", "--hold", "5", "--bound", "9"), "--bound cannot be combined with --hold"),
+        (("--policy", "lru", "--hold", "5"), "--hold works with traces only"),
     ],
 )
 def test_policies_that_cannot_be_played(

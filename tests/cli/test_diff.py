@@ -52,7 +52,7 @@ def test_equal_logs(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         assert (found["changed_requests"], found["changes"]) == (0, [])
         assert found["requests"] == len(reused(log))
     done = kvcache("diff", log, again)
-    assert (done.code, done.out.splitlines()[1]) == (0, "  they say the same")
+    assert (done.code, done.out.splitlines()[1]) == (0, "  no difference")
 
 
 def test_settings_do_not_count(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_requests(kvcache: Kvcache, log: Path, smaller: Path) -> None:
     rows = [line.split() for line in out.splitlines()]
     for name in listed:
         assert any(row[:1] == [str(name)] and f"{changed[name]:+,}" in row for row in rows)
-    assert f"{len(a)} in both logs, of which {len(changed)} reused otherwise" in out
+    assert f"{len(a)} in both logs, of which {len(changed)} reused more or less" in out
 
 
 def test_divergence(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_errors(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         assert (done.code, done.out) == (2, "")
         assert f"{tmp_path} is not a log directory" in done.err
     assert kvcache("diff", log, log, "--top", "-1").code == 2
-    assert "'0' is not an integer of at least 1" in kvcache("diff", log, log, "--top", "0").err
+    assert "'0' is not an integer that is at least 1" in kvcache("diff", log, log, "--top", "0").err
     damaged = run_log(tmp_path / "damaged", *SIZES)
     [file] = segments(damaged)
     data = bytearray(file.read_bytes())

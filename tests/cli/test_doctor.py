@@ -35,8 +35,8 @@ def test_this_machine(kvcache: Kvcache) -> None:
     for what in ("python", "numpy", "torch", "rich", "open files", "lockable memory", "free memory", "sinks"):
         assert what in found
     assert any(what.startswith("device") for what in found)
-    assert found["copies"] == ("ok", "by torch, on the host: there is no GPU")
-    assert found["package events"] == found["package sinks"] == ("ok", "ours")
+    assert found["copies"] == ("ok", "by torch, on the host (no GPU)")
+    assert found["package events"] == found["package sinks"] == ("ok", "that of kvcache")
     people = kvcache("doctor")
     assert people.code == 0
     for what in found:
@@ -202,9 +202,9 @@ class TestEngines:
             (
                 "0.3.2",
                 "note",
-                "0.3.2 cannot be recorded, only 0.32 and 0.33; the KV events that it publishes can be",
+                "0.3.2 is not supported (0.32 and 0.33 are); its published KV events can be",
             ),
-            ("1.32.0", "note", "1.32.0 cannot be recorded"),
+            ("1.32.0", "note", "1.32.0 is not supported"),
         ],
     )
     def test_vllm(
@@ -227,21 +227,19 @@ class TestEngines:
         assert found[name][1].startswith(says)
         assert found["vllm plugin"] == ("ok", "registered")
         assert found["KVCACHE_LOG"][0] == "note"
-        assert found["KVCACHE_LOG"][1].startswith("not set: KVCACHE_LOG=DIR vllm serve MODEL records")
+        assert found["KVCACHE_LOG"][1].startswith("not set; to record, run KVCACHE_LOG=DIR vllm serve MODEL")
 
     def test_others(self, kvcache: Kvcache, engines: dict[str, str]) -> None:
         """What can be had of them, and that LMCache stands in the way of a recorder."""
         engines |= {"sglang": "0.5.1", "tensorrt_llm": "1.2.0", "lmcache": "0.3.9"}
         found = findings(kvcache("doctor", "--json"))
-        events = (
-            "; the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot"
-        )
-        recorded = "its decisions can be recorded, of release 0.5.23 (`kvcache docs sglang`)"
+        events = "; its published KV events can be recorded (`kvcache docs tap`), its decisions cannot"
+        recorded = "its decisions can be recorded (release 0.5.23 only, `kvcache docs sglang`)"
         assert found["sglang"] == ("note", f"0.5.1; {recorded}")
         assert found["tensorrt_llm"] == ("note", f"1.2.0{events}")
         assert found["lmcache"] == (
             "note",
-            "0.3.9; what vLLM loads through it is recorded as coming from outside",
+            "0.3.9; tokens that vLLM loads through it are recorded as loaded from outside",
         )
         assert not {"vllm plugin", "KVCACHE_LOG"} & found.keys()
 
@@ -253,7 +251,7 @@ class TestEngines:
         for allowed, verdict in (("kvcache,lora", "ok"), ("lora", "note"), ("", "note")):
             monkeypatch.setenv("VLLM_PLUGINS", allowed)
             found = findings(kvcache("doctor", "--json"))["vllm plugin"]
-            assert (found[0], "add kvcache to it" in found[1]) == (verdict, verdict == "note")
+            assert (found[0], "does not include kvcache" in found[1]) == (verdict, verdict == "note")
         monkeypatch.setattr(doctor, "entry_points", lambda group: [])
         verdict, text = findings(kvcache("doctor", "--json"))["vllm plugin"]
         assert (verdict, "pip install '.[vllm]'" in text) == ("note", True)
@@ -269,16 +267,16 @@ class TestEngines:
             return done.code, text
 
         logs = tmp_path / "logs"
-        assert said(logs / "new") == (0, f"{logs / 'new'}, where a log will begin")
+        assert said(logs / "new") == (0, f"{logs / 'new'}, a new log will be created")
         assert not logs.exists()
         LogWriter(logs / "rank0", fsync="never").close()
         for path in (logs / "rank0", logs):
-            assert said(path) == (0, f"{path}, a log that will be continued")
+            assert said(path) == (0, f"{path}, an existing log, which will be continued")
         (tmp_path / "file").touch()
         for path in (tmp_path / "file", tmp_path / "file" / "log"):
-            assert said(path) == (1, f"{tmp_path / 'file'} is no directory: name another one")
+            assert said(path) == (1, f"{tmp_path / 'file'} is not a directory: choose another one")
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "letters").touch()
         assert "holds other things than a log" in said(tmp_path / "other")[1]
         monkeypatch.setattr(os, "access", lambda path, mode: False)
-        assert "this user may not write to" in said(tmp_path / "missing")[1]
+        assert "no permission to write to" in said(tmp_path / "missing")[1]

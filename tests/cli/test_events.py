@@ -204,7 +204,7 @@ class TestConditions:
     def test_unknown_request(self, kvcache: Kvcache, log: Path) -> None:
         """A request that never came is not found, here as by `kvcache match`."""
         done = kvcache("events", log, "--request", "nobody")
-        assert done == (2, "", "kvcache: error: the log has no such event of request 'nobody'\n")
+        assert done == (2, "", "kvcache: error: no matching event for request 'nobody'\n")
         assert kvcache("match", log, "--request", "nobody").code == 2
 
     @pytest.mark.parametrize("condition", [("--block", "0123456789abcdef"), ("--type", "Gap")])
@@ -214,7 +214,7 @@ class TestConditions:
             assert kvcache("events", log, *condition, *form) == (
                 2,
                 "",
-                "kvcache: error: the log has no such event\n",
+                "kvcache: error: no matching event\n",
             )
 
     def test_block(self, kvcache: Kvcache, log: Path) -> None:
@@ -235,7 +235,7 @@ class TestConditions:
         assert kvcache("events", log, "--block", inside) == (
             2,
             "",
-            "kvcache: error: the log has no such event\n",
+            "kvcache: error: no matching event\n",
         )
 
     @pytest.mark.parametrize("name", ["xyz", "abc", "12 34"])
@@ -401,9 +401,9 @@ class TestConditions:
     def test_handle_that_is_not_there(self, kvcache: Kvcache, log: Path) -> None:
         """A sequence that never was is not found; what is no handle is refused."""
         done = kvcache("events", log, "--handle", 99999)
-        assert done == (2, "", "kvcache: error: the log has no such event of sequence 99999\n")
+        assert done == (2, "", "kvcache: error: no matching event for sequence 99999\n")
         for wrong in ("0", "x", "1.0", "9999999.1", 2**63, f"1.{2**40}"):
-            assert "is no handle" in kvcache("events", log, "--handle", wrong).err
+            assert "is not a handle" in kvcache("events", log, "--handle", wrong).err
 
     def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
         """Several conditions must all hold."""
@@ -432,7 +432,7 @@ def test_changed_priorities(kvcache: Kvcache, tmp_path: Path) -> None:
 def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
     """In a log whose blocks have no names, none is found."""
     log = run_log(tmp_path / "log", "--limit", 2, "--set", "block_hash=none")
-    assert kvcache("events", log, "--block", "abcd") == (2, "", "kvcache: error: the log has no such event\n")
+    assert kvcache("events", log, "--block", "abcd") == (2, "", "kvcache: error: no matching event\n")
 
 
 def test_follow(start: Start, log: Path, tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ class TestLyingLogs:
         assert kvcache("events", log, "--block", "0000") == (
             2,
             "",
-            "kvcache: error: the log has no such event\n",
+            "kvcache: error: no matching event\n",
         )
         spelled = kvcache("events", log, "--json")
         assert spelled.code == 1

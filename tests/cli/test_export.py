@@ -288,7 +288,7 @@ def test_numbers_beyond_64_bits(kvcache: Kvcache, tmp_path: Path, to: str) -> No
         [row] = read(tmp_path / "t", to, "requests")
         assert (int(row["request_id"]), int(row["lora_id"])) == ((1 << 64) - 1,) * 2
     else:
-        says = "a number in the table requests is beyond 64 bits: write csv or jsonl, which hold any"
+        says = "a number in the table requests exceeds 64 bits: export to csv or jsonl instead"
         assert (done.code, done.err) == (2, f"kvcache: error: {says}\n")
 
 
@@ -317,7 +317,7 @@ class TestTarget:
         assert (done.code, done.out) == (2, "")
         assert (
             done.err
-            == f"kvcache: error: {path} exists already: choose another path, or replace it with --force\n"
+            == f"kvcache: error: {path} already exists: choose another path, or replace it with --force\n"
         )
         assert read(path, to, "blocks") == before
         assert kvcache(*again, "--force").code == 0
@@ -338,7 +338,7 @@ class TestTarget:
         log = run_log(tmp_path / "log", "--primary-blocks", 120, "--limit", 2)
         done = kvcache("export", log, "--to", to, "-o", log, "--force")
         assert (done.code, done.err.count("\n")) == (2, 1)
-        assert "is nothing of that form that could be replaced: choose another path" in done.err
+        assert "is not an earlier export, so it is not replaced: choose another path" in done.err
         assert kvcache("replay", log, "--verify", "-q").code == 0
 
     @pytest.mark.parametrize("to", ["csv", "sqlite"])
@@ -385,7 +385,7 @@ class TestTarget:
         (tmp_path / "log" / name).write_bytes(segments(log)[0].read_bytes()[:10])
         done = kvcache("export", tmp_path / "log", "--to", "csv", "-o", tmp_path / "t")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "holds no batch yet" in done.err
+        assert "has no batches yet" in done.err
         assert not (tmp_path / "t").exists()
 
     def test_a_torn_log(self, kvcache: Kvcache, tmp_path: Path) -> None:
@@ -403,7 +403,10 @@ class TestTarget:
             "import sys\nsys.modules['pyarrow'] = None\nfrom kvcache.cli import main\n"
             f"print([main(['export', {str(log)!r}, '--to', to, '-o', to, '-q']) for to in ('parquet', 'csv')])"
         )
-        assert done.stderr == "kvcache: error: writing Parquet needs pyarrow: pip install 'kvcache[export]'\n"
+        assert (
+            done.stderr
+            == "kvcache: error: exporting to Parquet requires pyarrow: pip install 'kvcache[export]'\n"
+        )
         assert done.stdout.endswith("[2, 0]\n")
 
 

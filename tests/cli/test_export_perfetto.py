@@ -244,7 +244,10 @@ def test_what_is_refused(kvcache: Kvcache, long: Path, tmp_path: Path) -> None:
     assert (done.code, path.read_text()) == (2, "mine")
     path.unlink()
     exported(kvcache, long, path)
-    assert "exists already" in kvcache("export", long, "--to", "perfetto", "-o", path).err
+    assert "already exists" in kvcache("export", long, "--to", "perfetto", "-o", path).err
     assert kvcache("export", long, "--to", "perfetto", "-o", path, "--force").code == 0
     Timeline(path)
-    assert "--key is for traces" in kvcache("export", long, "--to", "perfetto", "-o", path, "--key", path).err
+    assert (
+        "--key works with traces only"
+        in kvcache("export", long, "--to", "perfetto", "-o", path, "--key", path).err
+    )

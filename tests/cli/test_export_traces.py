@@ -91,9 +91,9 @@ def test_keys(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
     key.write_bytes(b"short")
     done = kvcache("export", log, "--to", "mooncake", "-o", tmp_path / "5", "--key", key)
     assert (done.code, (tmp_path / "5").exists()) == (2, False)
-    assert "a key of 5 bytes can be guessed: take 32" in done.err
+    assert "a key of 5 bytes is too short: use at least 32" in done.err
     done = kvcache("export", log, "--to", "csv", "-o", tmp_path / "6", "--key", key)
-    assert "--key is for traces" in done.err
+    assert "--key works with traces only" in done.err
 
 
 @pytest.mark.parametrize("to", ["mooncake", "bailian"])
@@ -273,7 +273,7 @@ def test_what_has_no_trace(kvcache: Kvcache, tmp_path: Path) -> None:
     for name, says in (
         ("named", "its blocks are 4 tokens named by v1_block_key after 4 named by v2_sha256_64"),
         ("ceases", "the log ceases to record tokens in batch"),
-        ("empty", "holds no request yet"),
+        ("empty", "has no requests yet"),
     ):
         done = kvcache("export", tmp_path / name, "--to", "mooncake", "-o", tmp_path / "trace")
         assert (done.code, (tmp_path / "trace").exists()) == (2, False)

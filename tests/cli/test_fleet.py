@@ -188,7 +188,7 @@ def test_processes_agree(fleet: Path, jobs: int, kvcache: Kvcache) -> None:
     assert [each["name"] for each in found["workers"]] == ["east", "west"]
     assert found["prompt_tokens"] == sum(each["audit"]["prompt_tokens"] for each in found["workers"])
     text = kvcache("audit", fleet, "--jobs", 1).out
-    assert "12 were computed while another worker had them cached: 18.5 %" in text
+    assert "12 were computed although another worker had them cached: 18.5 %" in text
 
 
 def test_ray_agrees(fleet: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_single_log_is_read_here(fleet: Path, kvcache: Kvcache) -> None:
     """--engine is for several logs, and is not ignored for one."""
     done = kvcache("audit", fleet / "east", "--engine", "ray")
     assert (done.code, done.out) == (2, "")
-    assert "--engine ray is for a directory of logs" in done.err
+    assert "--engine ray requires a directory of logs" in done.err
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -236,9 +236,9 @@ def test_what_cannot_be_read_is_left_out(
     monkeypatch.setattr(os, "listdir", refused)
     done = kvcache("audit", fleet, "--jobs", jobs, "--json")
     assert done.code == 0
-    assert f"kvcache: warning: left out: {fleet / 'closed'}: Permission denied\n" in done.err
+    assert f"kvcache: warning: skipped {fleet / 'closed'}: Permission denied\n" in done.err
     link = f"{segment.name} is a symbolic link, which is not followed: put the file itself in its place"
-    assert f"left out: {fleet / 'odd'}: {link}\n" in done.err
+    assert f"skipped {fleet / 'odd'}: {link}\n" in done.err
     found = json.loads(done.out)
     assert found.pop("left_out") == [
         {"name": "closed", "reason": "Permission denied"},
@@ -250,7 +250,7 @@ def test_what_cannot_be_read_is_left_out(
     done = kvcache("audit", fleet, "--jobs", jobs)
     assert (done.code, done.out) == (2, "")
     assert (
-        f"no log in it can be read: {fleet / 'closed'}: Permission denied; {fleet / 'odd'}: {link}"
+        f"none of the logs can be read: {fleet / 'closed'}: Permission denied; {fleet / 'odd'}: {link}"
         in done.err
     )
 

@@ -266,7 +266,7 @@ def test_an_epoch_that_no_segment_begins_is_refused(kvcache: Kvcache, tmp_path: 
 
 @pytest.mark.parametrize("command", ["replay", "audit", "verify"])
 def test_an_unknown_worker_is_refused(kvcache: Kvcache, tmp_path: Path, command: str) -> None:
-    """In a log of what engines told, blocks of a worker that was never seen are the log's fault."""
+    """In a log of published events, blocks of a worker that was never seen are the log's fault."""
     started = EpochStarted(
         epoch=0,
         log_id=LOG_ID,

@@ -55,8 +55,8 @@ def test_info(kvcache: Kvcache, kept: Path) -> None:
     lease.hold(300)
     assert answer(kvcache("log", "info", kept, "--json"))["needed_from"] == 300
     done = kvcache("log", "info", kept)
-    assert "need what begins with batch 300" in done.out
-    assert "closed in good order" in done.out
+    assert "need batches from 300 on" in done.out
+    assert re.search(r"end +closed\n", done.out)
     assert len([line for line in done.out.splitlines() if line.startswith(("  segment", "  snapshot"))]) == 10
     lease.end()
     assert bytes_in(kept) == before
@@ -70,7 +70,7 @@ def test_verify(kvcache: Kvcache, kept: Path) -> None:
     assert reported["end"]["begins"] == first_seq(snapshot_paths(kept)[0])
     assert reported["batches"] == len(list(LogReader(kept)))
     done = kvcache("log", "verify", kept)
-    assert "begins with the state after batch" in done.err
+    assert "begins with a snapshot after batch" in done.err
     assert "2 agree with the log" in done.out
 
 
@@ -175,7 +175,8 @@ def test_repair(kvcache: Kvcache, torn: Path) -> None:
     would = answer(kvcache("log", "repair", torn, "--dry-run", "--json"))
     assert bytes_in(torn) == before
     assert (
-        "would be moved to quarantine/: a part of a batch" in kvcache("log", "repair", torn, "--dry-run").out
+        "would be moved to quarantine/: an incomplete batch"
+        in kvcache("log", "repair", torn, "--dry-run").out
     )
     reported = answer(kvcache("log", "repair", torn, "--json"))
     assert reported == would | {"dry_run": False}
@@ -278,7 +279,7 @@ class TestOtherCommands:
         """A moment before what is kept is an error that says where the log begins."""
         done = kvcache("replay", kept, "--at", moment)
         assert done.code == 2
-        assert f"lies before the log's first batch, {first_seq(snapshot_paths(kept)[0])} (+5.4" in done.err
+        assert f"is before the log's first batch, {first_seq(snapshot_paths(kept)[0])} (+5.4" in done.err
 
     @pytest.mark.parametrize(
         "args",
@@ -305,14 +306,14 @@ class TestOtherCommands:
         monkeypatch.chdir(tmp_path)
         done = kvcache(*(kept if each == "LOG" else each for each in args))
         assert done.code == 0
-        says = "begins with the state after batch" in done.err
+        says = "begins with a snapshot after batch" in done.err
         assert says == (args[0] != "match")
 
     def test_what_if_needs_the_beginning(self, kvcache: Kvcache, kept: Path) -> None:
         """Requests cannot be played again into a cache that held something, and that is said."""
         done = kvcache("whatif", kept, "--set", "secondary_blocks=0")
         assert done.code == 2
-        assert "it begins with a cache that holds something already" in done.err
+        assert "it begins with a cache that is not empty" in done.err
 
     def test_times_count_from_the_log_s_own_beginning(
         self, kvcache: Kvcache, kept: Path, whole: Path

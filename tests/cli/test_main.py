@@ -55,8 +55,8 @@ class TestErrors:
                 ["export", "/nowhere/log", "--to", "csv", "-o", "/nowhere/t"],
                 "/nowhere/log is not a log directory",
             ),
-            (["replay", "x", "--at", "-1"], "'-1' is no moment of a log"),
-            (["replay", "x", "--at", "1.5s"], "'1.5s' is no moment of a log"),
+            (["replay", "x", "--at", "-1"], "'-1' is not a moment of a log"),
+            (["replay", "x", "--at", "1.5s"], "'1.5s' is not a moment of a log"),
             (["run", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file or directory"),
             (["config", "--config", "/nowhere/c.toml"], "/nowhere/c.toml: cannot be read"),
             (["config", "--set", "head_dim"], "write FIELD=VALUE"),
@@ -133,7 +133,7 @@ class TestErrors:
 
         monkeypatch.setattr("kvcache.cli.config.run", fail)
         done = kvcache("config")
-        assert (done.code, done.err) == (2, "kvcache: error: there is not enough memory: 8 GiB\n")
+        assert (done.code, done.err) == (2, "kvcache: error: out of memory: 8 GiB\n")
 
     @pytest.mark.parametrize("args", ["--help", "--version", "completion bash"])
     def test_output_that_cannot_be_written(self, args: str, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ class TestClosedStreams:
     def test_no_input(self, log: Path) -> None:
         """A closed stdin is an empty one."""
         done = in_shell(f"match {log} --tokens - <&-")
-        assert (done.returncode, done.stderr) == (2, "kvcache: error: stdin holds no token ids\n")
+        assert (done.returncode, done.stderr) == (2, "kvcache: error: stdin contains no token ids\n")
 
     def test_nothing_at_all(self, tmp_path: Path) -> None:
         """A run without any of them writes its log, and no message into it."""

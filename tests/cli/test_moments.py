@@ -112,11 +112,11 @@ class TestWriting:
     @pytest.mark.parametrize("text", NONSENSE)
     def test_nonsense(self, kvcache: Kvcache, log: Path, text: str) -> None:
         """What is no moment is refused, by the library with its own error, by commands in one line."""
-        with pytest.raises(ArgumentTypeError, match="no moment of a log"):
+        with pytest.raises(ArgumentTypeError, match="not a moment of a log"):
             LogPosition.parse(text)
         done = kvcache("replay", log, f"--at={text}")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert f"{text!r} is no moment of a log: give a batch" in done.err
+        assert f"{text!r} is not a moment of a log: give a batch" in done.err
 
     @pytest.mark.parametrize("ts", [0, 1, NEW_YEAR + 1_234_567_890, -1, 2**62, -(2**62)])
     def test_what_is_shown_is_understood(self, ts: int) -> None:
@@ -188,12 +188,12 @@ class TestMeaning:
             (
                 "+9.1",
                 OutsideLog,
-                "+9.1 lies after the log's last batch, 4 (+9.000s, 2026-01-01T00:00:09.000000000Z)",
+                "+9.1 is after the log's last batch, 4 (+9.000s, 2026-01-01T00:00:09.000000000Z)",
             ),
             (
                 "2025-12-31",
                 OutsideLog,
-                "2025-12-31 lies before the log's first batch, 0 (+0.000s, 2026-01-01T00:00:00.000000000Z)",
+                "2025-12-31 is before the log's first batch, 0 (+0.000s, 2026-01-01T00:00:00.000000000Z)",
             ),
         ],
     )
@@ -206,7 +206,7 @@ class TestMeaning:
     def test_lost_batches(self) -> None:
         """A batch in a gap is not there, though there are later ones; a time in it is the batch before."""
         log = [self.LOG[0], self.LOG[1], self.LOG[4]]
-        with pytest.raises(OutsideLog, match=r"batch 3 lies in a gap after batch 1 \(\+1\.000s"):
+        with pytest.raises(OutsideLog, match=r"batch 3 is in a gap after batch 1 \(\+1\.000s"):
             last(log, "3")
         assert last(log, "+3") == 1
 
@@ -215,7 +215,7 @@ class TestMeaning:
         """In an empty log no moment is."""
         reading = UpTo([], LogPosition.parse(moment))
         assert list(reading) == []
-        with pytest.raises(NoBatch, match="the log holds no batch yet"):
+        with pytest.raises(NoBatch, match="the log has no batches yet"):
             reading.check()
 
     def test_span(self) -> None:
@@ -324,11 +324,11 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            (("--at", 3, "--since", 1), "--at is one batch"),
-            (("--at", 3, "--until", 1), "--at is one batch"),
-            (("--at", 3, "--follow"), "--at is one batch"),
-            (("--since", 9, "--until", 3), "there is nothing to show: batch 9 lies after the end"),
-            (("--until", "2020-01-01"), "2020-01-01 lies before the log's first batch, 0"),
+            (("--at", 3, "--since", 1), "--at selects one batch"),
+            (("--at", 3, "--until", 1), "--at selects one batch"),
+            (("--at", 3, "--follow"), "--at selects one batch"),
+            (("--since", 9, "--until", 3), "nothing to show: batch 9 is after the given end"),
+            (("--until", "2020-01-01"), "2020-01-01 is before the log's first batch, 0"),
         ],
     )
     def test_what_makes_no_sense(

@@ -114,18 +114,18 @@ class TestSignals:
         process.send_signal(signal.SIGINT)
         code, out, err = ended(process)
         assert (code, err) == (130, "")
-        assert "summary of a run that SIGINT ended early" in out
+        assert "summary (ended early by SIGINT)" in out
         assert "agrees: same fingerprint" in out
 
     def test_while_sinks_are_held_open(self, start: Start, paced: Path, tmp_path: Path) -> None:
         """--hold ends at once, and the run is complete."""
         process = start("run", paced, "--limit", 1, "--no-pools", "--hold", 3600)
         assert process.stderr is not None
-        assert "the sinks stay open for 3600 s" in process.stderr.readline()
+        assert "keeping the sinks open for 3600 s" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         code, out, err = ended(process)
         assert (code, err) == (143, "")
-        assert "summary of a run that SIGTERM ended\n" in out
+        assert "summary (ended by SIGTERM)\n" in out
         assert "1 served" in out
         assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -146,7 +146,7 @@ class TestSignals:
         monkeypatch.setattr(verification, "_watched", watched_from_now)
         done = kvcache("run", endless, "--limit", 1, "--no-pools")
         assert done.code == 130
-        assert "interrupted: the log was not verified" in done.out
+        assert "not verified: interrupted" in done.out
         assert list(tmp_path.glob("kvcache-run-*")) == []
         assert done.err == ""
 

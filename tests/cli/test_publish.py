@@ -65,7 +65,7 @@ def test_a_feed_that_is_open_is_reported(start: Start, copy: Path) -> None:
     assert said[0] == f"kvcache: publishing {copy}\n"
     assert said.count(f"kvcache: {url} is open\n") == 1
     opened = said.index(f"kvcache: {url} is open\n")
-    assert not any("not open before" in line for line in said[opened + 1 :])
+    assert not any("not open yet" in line for line in said[opened + 1 :])
 
 
 def test_json(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_waits_and_ends_when_the_engine_closes(start: Start, kvcache: Kvcache, t
     log = tmp_path / "later"
     process = start("publish", log, "--until-closed", "--sink", "file:e.jsonl")
     assert process.stderr is not None
-    assert process.stderr.readline() == f"kvcache: waiting for {log}: no log is there yet\n"
+    assert process.stderr.readline() == f"kvcache: waiting for {log}: no log there yet\n"
     assert kvcache("run", "--no-pools", "--limit", 5, "-q", "--log", log).code == 0
     _, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0, err

@@ -192,7 +192,7 @@ class TestStructure:
     def test_people_find_their_way(self, page: Page) -> None:
         """Language, title, one main heading, sections with headings and links, charts and tables with names."""
         assert page.all("html")[0]["lang"] == "en"
-        assert "busy: what its cache did" in page.text
+        assert "busy: KV cache report" in page.text
         assert len(page.all("h1")) == len(page.all("main")) == 1
         names = [each["id"] for each in page.all("section")]
         assert names == ["headlines", "misses", "time", "levels", "ages", "prefixes", "settings", "requests"]
@@ -458,7 +458,7 @@ class TestHarm:
         assert set(page.data["lanes-data"]["ids"]) == set(shown)
         text = " ".join(page.text)
         assert all(name in text for name in shown)
-        assert "<b>&nasty: what its cache did" in page.text
+        assert "<b>&nasty: KV cache report" in page.text
         ours = html.replace(page_module.plotly_js(), "")
         assert "alert(1)</script" not in ours
         assert "<img" not in ours
@@ -511,7 +511,7 @@ class TestCommand:
         assert done.code == 2
         assert (
             done.err
-            == f"kvcache: error: {kept} exists already: choose another path, or replace it with --force\n"
+            == f"kvcache: error: {kept} already exists: choose another path, or replace it with --force\n"
         )
         assert kept.read_text() == "<!doctype html> mine"
         (tmp_path / "link.html").symlink_to(tmp_path / "nowhere")
@@ -535,7 +535,7 @@ class TestCommand:
         monkeypatch.setattr(page_module, "find_spec", lambda _: None)
         done = kvcache("report", busy, "-o", tmp_path / "page.html")
         assert done.code == 2
-        assert done.err == "kvcache: error: a report needs plotly: pip install 'kvcache[report]'\n"
+        assert done.err == "kvcache: error: a report requires plotly: pip install 'kvcache[report]'\n"
         assert not (tmp_path / "page.html").exists()
 
     def test_missing_log(self, tmp_path: Path, kvcache: Kvcache) -> None:
@@ -637,7 +637,7 @@ def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -
     assert page.data["facts"]["end"] == "torn"
     found = read_report_data(log)
     [begins] = found.set_back
-    assert f"The clock begins again in batch {begins:,}" in said
+    assert f"The clock was set back in batch {begins:,}" in said
     times = [sample.at for sample in found.samples]
     assert times == sorted(times)
     assert "The log is " not in " ".join(Page(report(busy)).text)
@@ -747,7 +747,7 @@ class TestAlongside:
             file.write_text(text)
             done = kvcache("report", busy, "-o", tmp_path / "page.html", f"--{option}", file)
             assert (done.code, done.err.count("\n")) == (2, 1)
-            said = f"kvcache: error: {file} is not what `kvcache {option} LOG --json` prints: "
+            said = f"kvcache: error: {file} is not the output of `kvcache {option} LOG --json`: "
             assert done.err.startswith(said)
         assert not (tmp_path / "page.html").exists()
 
@@ -760,7 +760,7 @@ class TestAlongside:
             done = kvcache("report", log, "-o", tmp_path / "page.html", f"--{option}", file)
             assert (done.code, done.out) == (2, "")
             assert done.err == (
-                f"kvcache: error: {file} is about another log: give what `kvcache {option} LOG --json` prints for "
+                f"kvcache: error: {file} is about another log: give the output of `kvcache {option} LOG --json` for "
                 "this one\n"
             )
             with pytest.raises(UsageError, match=f"{option}= is about another log"):
@@ -777,7 +777,7 @@ class TestAlongside:
         done = kvcache("report", busy, "-o", tmp_path / "page.html", "--curve", tmp_path / "curve.json")
         assert done.code == 0
         assert "warning" in done.err
-        assert "does not say of which log it is" in done.err
+        assert "does not name its log" in done.err
 
     @given(data=st.data())
     def test_odd_data_is_refused_or_drawn(self, data: st.DataObject) -> None:

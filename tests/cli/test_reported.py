@@ -106,18 +106,18 @@ def test_what_is_printed(kvcache: Kvcache, tmp_path: Path) -> None:
     assert done.out.endswith(TABLE)
     done = kvcache("curve", trace, "--tokens-per-block", BLOCK)
     assert done.out.endswith(
-        "\nreported of 2 prompts: 16.7 % of their tokens were cached; an unlimited cache would have had 44.4 % in "
-        "whole blocks\n"
+        "\nthe trace reports 16.7 % of the tokens of 2 prompts as cached; an unlimited cache would reuse 44.4 %, in "
+        "full blocks\n"
     )
     assert "reported" not in kvcache("audit", TRACE).out + kvcache("curve", TRACE).out
     assert json.loads(kvcache("audit", TRACE, "--json").out)["reported"]["hours"] == []
 
 
 TABLE = """
-  hour  requests  prompt tokens  reported cached  this cache  unlimited  reported less this cache  of the prompts
-  +0 h         1              9                0           0          0                        +0          +0.0 %
-  +1 h         1              9                3           8          8                        -5         -55.6 %
-this cache, unlimited: whole blocks that the cache above had, and one that has all that came before
+  hour  requests  prompt tokens  reported cached  this cache  unlimited  reported - this cache  of the prompts
+  +0 h         1              9                0           0          0                     +0          +0.0 %
+  +1 h         1              9                3           8          8                     -5         -55.6 %
+this cache, unlimited: tokens in full blocks that the cache above would reuse, and an unlimited one
 """
 
 
@@ -135,6 +135,6 @@ def test_prompts_of_another_length(kvcache: Kvcache, calls: Path, command: str) 
     differing = sum(map(int.__ne__, said, ours))
     assert differing in (2, 3)
     assert (
-        f"kvcache: warning: {differing} of {len(said)} prompts have another length than usage.prompt_tokens says "
+        f"kvcache: warning: {differing} of {len(said)} prompts differ in length from usage.prompt_tokens "
         f"({sum(ours):,} tokens in all, and {sum(said):,} reported): the tokenizer or its chat template is not"
     ) in done.err

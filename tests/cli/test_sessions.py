@@ -147,13 +147,13 @@ def test_a_table_of_groups(agents: Path, kvcache: Kvcache) -> None:
     begin = next(at for at, row in enumerate(rows) if row[:2] == ["tenant", "requests"])
     assert [row[0] for row in rows[begin + 1 : begin + 3]] == names
     assert rows[begin + 3][:3] == ["1", "other", f"{said['others']['requests']}"]
-    assert "evicted: of tenant" in out
-    assert "extends the turn before" not in out
-    assert "extends the turn before" in kvcache("audit", agents, "--by", "session").out
+    assert "evicted from tenant" in out
+    assert "extends the previous turn" not in out
+    assert "extends the previous turn" in kvcache("audit", agents, "--by", "session").out
     done = kvcache("audit", agents, "--by", "tenants")
     assert (done.code, "by one of session, tenant" in done.err) == (2, True)
     done = kvcache("audit", agents.parent, "--by", "tenant")
-    assert (done.code, "--by is for one log: give that of one worker (log)" in done.err) == (2, True)
+    assert (done.code, "--by requires a single log: give that of one worker (log)" in done.err) == (2, True)
 
 
 def test_the_turns_of_a_session(agents: Path, kvcache: Kvcache) -> None:

@@ -75,7 +75,7 @@ class TestLines:
         assert (code, out.splitlines()) == (0, LINES)
         assert str(TOKENS) not in out
         assert err == [
-            f"kvcache: listening to {publisher.endpoint}",
+            f"kvcache: subscribed to {publisher.endpoint}",
             "kvcache: 4 batches, 6 events; 2 blocks on GPU, 1 in host memory; 0 batches lost",
         ]
 
@@ -130,10 +130,10 @@ class TestLines:
         assert code == 0
         assert [line.strip() for line in out.splitlines()] == [
             "4096.0  AllBlocksCleared",
-            "the publisher tells its whole state anew; its numbers go on from 4096 to 8192",
+            "the publisher resends its whole state; its sequence numbers continue from 4096 to 8192",
             "8192.0  AllBlocksCleared",
         ]
-        assert err[-1].endswith("the state was told 1 time; 0 batches lost")
+        assert err[-1].endswith("1 resync; 0 batches lost")
 
     @pytest.mark.parametrize(("topic", "shown"), [("k", 2), ("other", 1)])
     def test_topic(self, start: Start, publisher: Publisher, topic: str, shown: int) -> None:
@@ -162,9 +162,9 @@ class TestLines:
             late.start()
             done = kvcache("subscribe", there, f"tcp://127.0.0.1:{port}", "--count", 2)
             late.join()
-        not_received = [line for line in done.err.splitlines() if "nothing was heard" in line]
+        not_received = [line for line in done.err.splitlines() if "nothing received" in line]
         assert [line.partition(" yet: ")[0] for line in not_received] == [
-            f"kvcache: nothing was heard from tcp://127.0.0.1:{port}"
+            f"kvcache: nothing received from tcp://127.0.0.1:{port}"
         ]
 
     @pytest.mark.parametrize("port_alone", [True, False])
@@ -182,7 +182,7 @@ class TestLines:
         assert process.stderr is not None
         process.stderr.readline()
         assert process.stderr.readline() == (
-            "kvcache: no answer from the replay endpoint tcp://127.0.0.1:1 yet\n"
+            "kvcache: no answer yet from the replay endpoint tcp://127.0.0.1:1\n"
         )
         process.send_signal(signal.SIGTERM)
         code, _, err = ended(process)
@@ -199,8 +199,8 @@ class TestLines:
         turns = receive(subscriptions, StopSignals(), Namespace(count=None), out)
         assert [next(turns) for _ in range(5)] == [None] * 5
         [[first], [second]] = [call.args for call in out.note.call_args_list]
-        assert first == "listening to tcp://a:1"
-        assert second == "no answer from the replay endpoint tcp://a:2 yet"
+        assert first == "subscribed to tcp://a:1"
+        assert second == "no answer yet from the replay endpoint tcp://a:2"
 
     def test_quiet(self, kvcache: Kvcache, publisher: Publisher) -> None:
         """-q leaves the events only."""
@@ -272,8 +272,8 @@ def test_signal_ends_it_with_a_summary(start: Start, publisher: Publisher, numbe
         (["tcp://host"], "tcp://host: it has no port"),
         (["tcp://256.1.1.1:80"], "256.1.1.1 is no IP address"),
         (["tcp://127.0.0.1:1", "--replay", "tcp://127.0.0.1:0"], "tcp://127.0.0.1:0: its port"),
-        (["tcp://a..b:1"], "tcp://a..b:1: the host 'a..b' cannot be found: it is no name of a host"),
-        (["tcp://127.0.0.1:1", "--count", "0"], "'0' is not an integer of at least 1"),
+        (["tcp://a..b:1"], "tcp://a..b:1: the host 'a..b' cannot be found: not a host name"),
+        (["tcp://127.0.0.1:1", "--count", "0"], "'0' is not an integer that is at least 1"),
         ([], "the following arguments are required: ENDPOINT"),
     ],
 )
@@ -364,7 +364,7 @@ class TestManyPublishers:
             refused = start(*known, keys.secret("stranger"))
             assert refused.stderr is not None
             refused.stderr.readline()
-            assert "refused because of a key" in refused.stderr.readline()
+            assert "refused because its key is missing" in refused.stderr.readline()
             refused.send_signal(signal.SIGINT)
             assert ended(refused)[1] == ""
 
@@ -372,10 +372,13 @@ class TestManyPublishers:
         ("arguments", "reason"),
         [
             (["tcp://*:0"], "give keys"),
-            (["tcp://*:0", "--insecure", "--replay", "tcp://127.0.0.1:1"], "write --replay topic"),
-            (["tcp://127.0.0.1:1", "--insecure"], "leave it out"),
+            (["tcp://*:0", "--insecure", "--replay", "tcp://127.0.0.1:1"], "use --replay topic"),
+            (["tcp://127.0.0.1:1", "--insecure"], "--insecure is only valid with --bind"),
             (["tcp://127.0.0.1:1", "--curve-key", "K"], "needs both --curve-key and --curve-server"),
-            (["tcp://*:1", "--curve-server", "K"], "--curve-server is for connecting: give --curve-clients"),
+            (
+                ["tcp://*:1", "--curve-server", "K"],
+                "--curve-server is only valid for publishers to connect to: use --curve-clients",
+            ),
             (["tcp://127.0.0.1:1", "--curve-key", "none", "--curve-server", "K"], "No such file"),
         ],
     )

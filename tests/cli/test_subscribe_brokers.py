@@ -25,7 +25,7 @@ def test_workers_of_a_stream(kvcache: Kvcache, tmp_path: Path) -> None:
             done = kvcache("subscribe", url, "--count", 4)
         assert done.code == 0
         assert {line.split("from=")[1].split()[0] for line in done.out.splitlines()} == {"a", "b"}
-        assert f"listening to {server.url}/kvcache" in done.err
+        assert f"subscribed to {server.url}/kvcache" in done.err
         assert "a: 2 batches" in done.err
         assert "3 blocks on GPU" in done.err
         assert "secret-word" not in done.out + done.err
@@ -35,7 +35,7 @@ def test_broker_that_is_not_there(kvcache: Kvcache) -> None:
     """What ZeroMQ's options are for is refused; a scheme that is no broker is no address either."""
     done = kvcache("subscribe", "nats://127.0.0.1:1", "--replay", "tcp://127.0.0.1:5558")
     assert (done.code, done.out) == (2, "")
-    assert "--replay is for publishers over ZeroMQ" in done.err
+    assert "--replay is only valid for ZeroMQ publishers" in done.err
 
 
 @pytest.mark.parametrize(

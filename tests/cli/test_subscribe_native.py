@@ -63,4 +63,4 @@ def test_tables_are_of_routers(kvcache: Kvcache) -> None:
     assert said.code == 2
     assert "--format native prints the events of one ENDPOINT" in said.err
     said = kvcache("subscribe", "--format", "native", "tcp://*:5557")
-    assert "--format native connects to one publisher" in said.err
+    assert "--format native cannot be combined with --bind" in said.err

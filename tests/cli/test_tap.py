@@ -91,8 +91,8 @@ def test_audit(kvcache: Kvcache, log: Path) -> None:
     }
     assert blocks["held_by"] == {"1": 2, "2": 1}
     shown = kvcache("audit", str(log)).out
-    assert "engines tell nothing of requests" in shown
-    assert "2 blocks by one worker each, 1 block by 2 workers each" in shown
+    assert "engines publish no requests" in shown
+    assert "2 blocks in one worker each, 1 block in 2 workers each" in shown
 
 
 def test_events(kvcache: Kvcache, log: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_log_that_is_there(kvcache: Kvcache, start: Start, log: Path, word: st
     """It is said how to go on with it, in words of the command line."""
     done = kvcache("tap", "tcp://127.0.0.1:1", "--log", str(log))
     assert done.code == 2
-    assert "choose another directory, or add --resume to go on with it" in done.err
+    assert "choose another directory, or add --resume to continue it" in done.err
     process = start("tap", "tcp://127.0.0.1:1", "--log", log, word)
     assert process.stderr is not None
     assert process.stderr.readline().startswith("kvcache: recording tcp://127.0.0.1:1 into")
@@ -155,15 +155,21 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "--replay", "tcp://127.0.0.1:3"], "replay of its own"),
+        (
+            ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "--replay", "tcp://127.0.0.1:3"],
+            "--replay is for a single ENDPOINT",
+        ),
         (["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"], "given twice"),
         (["tcp://*:0", "--replay", "tcp://127.0.0.1:3"], "--replay topic"),
         (["tcp://no-such-host.invalid:1"], "cannot be found"),
         (["tcp://127.0.0.1"], "it has no port"),
         (["file:e.jsonl", "file:e.jsonl"], "given twice"),
-        (["nats://kv:SECRET@127.0.0.1/s"], "nats:…@127.0.0.1/s: a broker is read by `kvcache subscribe`"),
+        (
+            ["nats://kv:SECRET@127.0.0.1/s"],
+            "nats:…@127.0.0.1/s: tap reads engines and files, not brokers; use `kvcache subscribe`",
+        ),
         (["rediss://kv:SECRET@127.0.0.1/s?x=y"], "rediss:…@127.0.0.1/s: a user or password is not part"),
-        (["file:e.jsonl?format=vllm"], "its options are format=trtllm"),
+        (["file:e.jsonl?format=vllm"], "valid options are format=trtllm"),
     ],
 )
 def test_wrong_arguments(kvcache: Kvcache, tmp_path: Path, words: list[str], reason: str) -> None:

@@ -202,9 +202,10 @@ def test_a_report_takes_the_curve_of_its_trace(
     done = kvcache("report", "t.jsonl", "--tokens-per-block", 8, "--curve", given, "-o", page)
     assert done.code == 0, done.err
     assert (
-        f"{given} is of the trace itself: its blocks are those of the trace, not of the cache\n" in done.err
+        f"{given} is about the trace itself: its blocks are those of the trace, not of the cache\n"
+        in done.err
     )
-    assert "does not say" not in done.err
+    assert "does not name" not in done.err
     assert f"A block has {BLOCK} tokens." in page.read_text()
     # What plays: nothing is there to play it with.
     monkeypatch.setattr("kvcache.cli.trace_play.play_into", None)
@@ -212,7 +213,7 @@ def test_a_report_takes_the_curve_of_its_trace(
     done = kvcache("report", other, "--curve", given, "-o", page, "--force")
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        f"kvcache: error: {given} is about the trace {trace}: give what `kvcache curve {other} --json` prints\n"
+        f"kvcache: error: {given} is about the trace {trace}: give the output of `kvcache curve {other} --json`\n"
     )
 
 
@@ -315,7 +316,7 @@ def test_what_cannot_be_reported(
     assert "none of the requests fits: " in done.err
     done = kvcache(command, log, *more, "--primary-blocks", 1)
     assert (done.code, done.out) == (2, "")
-    assert f"--primary-blocks is for traces, and {log} is none" in done.err
+    assert f"--primary-blocks is only valid for traces, and {log} is not one" in done.err
 
 
 def test_nothing_stays_after_sigterm(start: Start, tmp_path: Path) -> None:
@@ -337,9 +338,9 @@ def test_sizes_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
     sizes = ("--primary-blocks", "25KiB", "--secondary-blocks", "6KiB", "--tokens-per-block", BLOCK)
     done = kvcache("audit", trace, *sizes, "--model-config", model)
     assert "through a cache of 12 + 3 blocks of 16 tokens" in done.err
-    assert "--primary-blocks: how many bytes a block has is not known" in kvcache("audit", trace, *sizes).err
+    assert "--primary-blocks: the bytes of a block are unknown" in kvcache("audit", trace, *sizes).err
     small = kvcache("audit", trace, "--primary-blocks", "1KiB", "--model-config", model)
-    assert "--primary-blocks: 1.0 KiB is less than a block, which has 2.0 KiB" in small.err
+    assert "--primary-blocks: 1.0 KiB is less than one block (2.0 KiB)" in small.err
 
 
 def test_sizes_of_a_run_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_sizes_of_a_run_in_bytes(kvcache: Kvcache, tmp_path: Path) -> None:
     done = kvcache("run", trace, *sizes)
     assert (done.code, done.out) == (2, "")
     assert (
-        "--primary-blocks: how many bytes a block has is not known: give blocks, or a model's shape"
+        "--primary-blocks: the bytes of a block are unknown: give a number of blocks, or a model's shape"
         in done.err
     )
 
@@ -422,7 +423,7 @@ def test_the_log_of_a_trace_is_kept(kvcache: Kvcache, tmp_path: Path, temporary:
     for place in (kept, trace, tmp_path / "no" / "kept"):
         done = kvcache("audit", trace, "--keep-log", place)
         assert (done.code, done.out) == (2, "")
-        assert f"--keep-log {place}: name a directory that is not there yet" in done.err
+        assert f"--keep-log {place}: give a new directory" in done.err
 
 
 @pytest.mark.parametrize(
@@ -438,7 +439,7 @@ def test_commands_that_take_no_traces_say_what_to_do(
     done = kvcache(name, *more, trace) if name == "log" else kvcache(name, trace, *more)
     assert (done.code, done.out) == (2, "")
     assert f"{trace} is not a log directory" in done.err
-    assert "`kvcache audit TRACE --keep-log DIR` makes one" in done.err
+    assert "`kvcache audit TRACE --keep-log DIR` makes a log of it" in done.err
 
 
 CALL = {"prompt_token_ids": list(range(40)), "usage": {"completion_tokens": 3}}
@@ -482,7 +483,7 @@ def test_a_trace_keeps_its_date(
     assert 0 <= found["last_ts"] - last * 10**6 <= 10 * STEP_NS
     done = kvcache("run", trace, "--no-pools", "--tokens-per-block", BLOCK, "--log", tmp_path / "log")
     date = f"{datetime.fromtimestamp(begin // 1000, UTC):%Y-%m-%d}"
-    assert f"the trace's, from {date} on" in done.out
+    assert f"that of the trace, from {date} on" in done.out
     assert date in kvcache("audit", tmp_path / "log", "--time", "utc").out
 
 

@@ -114,7 +114,7 @@ class TestResult:
         assert "too long" in lines[1]
         assert "unserved" not in lines[1]
         assert lines[-1].endswith(
-            "those of requests that are too long for the cache, or unserved, count as not reused"
+            "tokens of requests that are too long for the cache, or unserved, count as not reused"
         )
 
     def test_another_engine_decided(self, kvcache: Kvcache, tmp_path: Path) -> None:
@@ -132,8 +132,10 @@ class TestResult:
         assert (done["engine"], done["passed_over_tokens"]) == ("mine 1", 4)
         assert (done["recorded"]["reused_tokens"], done["trials"][0]["reused_tokens"]) == (0, 4)
         last = kvcache("whatif", log, "--jobs", 1).out.splitlines()[-2:]
-        assert last[0].startswith("recorded: what mine 1 decided; ")
-        assert last[1].startswith("4 tokens of prompts were cached and not reused, by a rule of the engine")
+        assert last[0].startswith("recorded: decisions of mine 1; ")
+        assert last[1].startswith(
+            "4 tokens of prompts were cached but not reused because of a rule of the engine"
+        )
 
     def test_worth_of_hints(self, kvcache: Kvcache, log: Path) -> None:
         """What knowing only which blocks return is worth, of the way from lru to belady, worked out from the counts."""
@@ -151,7 +153,7 @@ class TestResult:
         lines = kvcache(*args, "--policy", "returns").out.splitlines()
         assert lines[-1] == (
             f"knowing only which blocks return (returns) closes {low} to {high} of the gap between lru and belady: "
-            "about the most that an application's hints are worth if they tell no more"
+            "about the maximum that hints of an application can gain"
         )
         assert [line.split()[0] for line in lines[2:5]] == ["recorded", "returns", "returns"]
         assert all(part in line for part, line in zip(parts, lines[3:5], strict=True))
@@ -169,7 +171,7 @@ class TestResult:
     def test_no_gap_no_worth(self, kvcache: Kvcache, log: Path, options: tuple[str, ...]) -> None:
         """Nothing is said of hints where one of the three was not played, or where all is kept anyway."""
         out = kvcache("whatif", log, *options, "--jobs", 1).out
-        assert out.splitlines()[-1].startswith("token hit rate: the reused part")
+        assert out.splitlines()[-1].startswith("token hit rate: reused fraction")
         assert "of gap" not in out
 
     def test_processes_find_the_same(self, kvcache: Kvcache, log: Path) -> None:
@@ -282,7 +284,7 @@ class TestChoice:
     def test_too_many(self) -> None:
         """A slip that would take days is refused."""
         axis = alternatives("primary_blocks=" + ",".join(map(str, range(1, 258))))
-        with pytest.raises(UsageError, match="257 combinations: choose 256"):
+        with pytest.raises(UsageError, match="257 combinations are too many: the maximum is 256"):
             combinations([axis], ["lru"])
 
     @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ class TestChoice:
             (["--set", "primary_block=100"], "primary_block: no such field; did you mean primary_blocks?"),
             (
                 ["--policy", "lru", "--set", "eviction_policy=lru,levels"],
-                "--policy says what --set eviction_policy would: give one of them",
+                "--policy and --set eviction_policy exclude each other: give one of them",
             ),
             (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, arc, returns, belady"),
         ],
@@ -316,7 +318,7 @@ class TestChoice:
         done = kvcache("whatif", log)
         assert (done.code, done.out) == (2, "")
         assert (
-            "cannot be played again: it records no tokens. Write it with log.record_tokens=true" in done.err
+            "cannot be replayed: it does not record tokens; write it with log.record_tokens=true" in done.err
         )
 
 
@@ -385,7 +387,7 @@ def test_an_order_that_fails(
     done = kvcache("whatif", log, "--policy", "lru,broken", "--no-bound", "--jobs", jobs, "-q")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"kvcache: error: policy 'broken' failed: {failure}")
-    assert "; it is mine:Mine, no part of kvcache" in done.err
+    assert "; it is provided by mine:Mine, not by kvcache" in done.err
     assert done.err.count("\n") == 1
     assert "7, 7" not in done.err
 
@@ -405,7 +407,7 @@ def test_an_order_with_a_name_of_ours(kvcache: Kvcache, log: Path, install: Inst
     install(ORDER, "lru = mine:Mine")
     done = kvcache("whatif", log, "--policy", "lru")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "policy 'lru': mine:Mine has a name of ours, too: give its entry point another one" in done.err
+    assert "policy 'lru': mine:Mine has the name of a built-in policy: rename its entry point" in done.err
 
 
 def is_running(group: int) -> bool:

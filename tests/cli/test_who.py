@@ -65,9 +65,9 @@ def test_secondary_has_slots_of_its_own(kvcache: Kvcache, log: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--slot", 120), "there is no slot 120 in primary: it has 120 slots, counted from 0"),
-        (("--slot", 100, "--level", "secondary"), "there is no slot 100 in secondary"),
-        (("--slot", 1, "--group", 1), "there is no group 1: the cache has 1 group, counted from 0"),
+        (("--slot", 120), "no slot 120 in primary: it has 120 slots, counted from 0"),
+        (("--slot", 100, "--level", "secondary"), "no slot 100 in secondary"),
+        (("--slot", 1, "--group", 1), "no group 1: the cache has 1 group, counted from 0"),
         (("--slot", 1, "--at", 10**9), "beyond the log's end"),
         (("--slot", -1), "--slot"),
         ((), "--slot"),

@@ -262,7 +262,7 @@ class TestTimeout:
         """Twice the timeout is needed."""
         left_out = Reported(tmp_path, round_robin(400, 10), primary_blocks=60).left_out["ttl"]
         assert left_out.needed_seconds == 600
-        assert "too little for a timeout of 5 min" in left_out.reason
+        assert "too short for a timeout of 5 min" in left_out.reason
 
 
 class TestPin:
@@ -435,7 +435,7 @@ class TestTooShort:
     def test_nothing_is_reused(self, tmp_path: Path) -> None:
         """No curve without reuse."""
         reported = Reported(tmp_path, with_a_system_prompt(120, every=1000), primary_blocks=80)
-        assert "no block was asked for twice in 119 s" in reported.left_out["size"].reason
+        assert "no block was requested twice in 119 s" in reported.left_out["size"].reason
 
 
 def of_trace(path: Path, **how: Any) -> Observed:

@@ -158,9 +158,9 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
                 end.computed,
             )
             [words] = views_of(found, str)
-            assert f"ran already in batch {since:,} (" in words.heading
+            assert f"already running in batch {since:,} (" in words.heading
             assert words.facts[1][1].startswith(f"in batch {seq:,} (")
-    with pytest.raises(UsageError, match="was admitted or refused in the log, or ran in it"):
+    with pytest.raises(UsageError, match=r"^no request .* in the log"):
         explain_request(LogReader(log), "nobody")
 
 
@@ -171,7 +171,7 @@ def test_ids_that_begin_like_the_one_asked_for_are_named(tmp_path: Path) -> None
             manager.add_sequence(f"cmpl-7-{number}", [1, 2, 3])
             manager.remove_sequence(f"cmpl-7-{number}")
         manager.flush()
-    with pytest.raises(UsageError, match=r"; there is 'cmpl-7-0', 'cmpl-7-1', 'cmpl-7-2', 'cmpl-7-3'$"):
+    with pytest.raises(UsageError, match=r"; did you mean 'cmpl-7-0', 'cmpl-7-1', 'cmpl-7-2', 'cmpl-7-3'\?$"):
         explain_request(LogReader(tmp_path), "cmpl-7")
 
 

@@ -328,7 +328,7 @@ class TestSampling:
 
     def test_no_bound_of_samples(self) -> None:
         """The bound asks for the whole workload."""
-        with pytest.raises(UsageError, match="leave the sample rate out"):
+        with pytest.raises(UsageError, match="omit the sample rate"):
             _ = CurveRecorder(0.5).reuses
 
 
@@ -477,7 +477,7 @@ class TestLog:
         for number, lie in enumerate(lies):
             with pytest.raises(Unreplayable):
                 list(LoggedPrompts(write(tmp_path / str(number), lie)))
-        with pytest.raises(UsageError, match="holds no cache yet"):
+        with pytest.raises(UsageError, match="has no cache"):
             list(LoggedPrompts(write(tmp_path / "none")))
 
 

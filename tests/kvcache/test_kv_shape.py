@@ -174,7 +174,10 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
             DEEPSEEK | {"index_head_dim": 128},
             "index_head_dim: the index of sparse attention cannot be counted",
         ),
-        (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder: given true; accepted: decoders alone"),
+        (
+            LLAMA | {"is_encoder_decoder": True},
+            "is_encoder_decoder: given true; accepted: decoder-only models",
+        ),
         (DEEPSEEK | {"qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
         (GLM_4 | {"multi_query_group_num": None}, "multi_query_group_num is missing"),
         (
@@ -183,7 +186,7 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
         ),
         (
             LLAMA | {"num_key_value_heads_per_layer": [4] * 32},
-            "num_key_value_heads_per_layer: what this field",
+            "num_key_value_heads_per_layer: the effect of this field",
         ),
         (HUNYUAN_A13B | {"use_cla": True}, "use_cla: layers that share K and V cannot be counted"),
         (
@@ -191,11 +194,11 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
             "zero_expert_num: layers that attend twice cannot",
         ),
         (DEEPSEEK | {"attention_method": "MLA"}, "attention_method: layers that attend twice cannot"),
-        (LLAMA | {"model_type": "recurrent_gemma"}, "attention_window_size: what this field changes"),
+        (LLAMA | {"model_type": "recurrent_gemma"}, "attention_window_size: the effect of this field"),
         (LLAMA | {"block_types": ["recurrent", "attention"]}, "block_types: layers that differ cannot"),
-        (LLAMA | {"num_query_groups": 4}, "num_query_groups: what this field changes is not known"),
-        (LLAMA | {"share_kv_every": 2}, "share_kv_every: what this field changes is not known"),
-        (LLAMA | {"layer_group_size": 5}, "layer_group_size is given, and layer_types does not say which"),
+        (LLAMA | {"num_query_groups": 4}, "num_query_groups: the effect of this field is unknown"),
+        (LLAMA | {"share_kv_every": 2}, "share_kv_every: the effect of this field is unknown"),
+        (LLAMA | {"layer_group_size": 5}, "layer_group_size is given without layer_types"),
         (
             GEMMA_3N | {"num_kv_shared_layers": 6},
             "num_kv_shared_layers: given 6; accepted: an integer from 0 to 5",
@@ -218,7 +221,9 @@ def test_what_is_not_understood(tmp_path: Path, given: Any, said: str) -> None:
     """The message names the file and the field."""
     with pytest.raises(ModelNotUnderstood) as error:
         shape(tmp_path, given)
-    assert str(error.value).startswith(f"{tmp_path / 'config.json'} does not say what K and V take: {said}")
+    assert str(error.value).startswith(
+        f"{tmp_path / 'config.json'} does not determine the size of K and V: {said}"
+    )
 
 
 @pytest.mark.parametrize("value", [None, False, 0, []])

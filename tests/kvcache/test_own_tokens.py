@@ -201,4 +201,4 @@ def test_summary_reports_own_tokens_if_there_are_any(own: int) -> None:
     result = RunResult(StepTimes())
     outcome = SimpleNamespace(result=result, stats=Stats(prompt_tokens=2000, reused_tokens_own=own))
     text = str(list(_requests(outcome)))  # type: ignore[arg-type]
-    assert ("1,234 that a request had computed itself" in text) == bool(own)
+    assert ("1,234 by requests that had computed them" in text) == bool(own)

@@ -142,7 +142,7 @@ def test_stops_are_needed() -> None:
     """Where no request says why it ended, `stop` is refused, not played as something else."""
     recorder = RequestRecorder()
     recorder.add([1, 2])
-    with pytest.raises(UsageError, match="no request says why its output ended"):
+    with pytest.raises(UsageError, match="no request has a stop reason"):
         Policy.named("stop").hits(recorder.workload(4), 5)
 
 

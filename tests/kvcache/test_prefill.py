@@ -214,10 +214,10 @@ class TestFit:
     @pytest.mark.parametrize(
         ("samples", "said"),
         [
-            ([], "has 0 prefills, which differ too little"),
-            ([PrefillSample(1.0, 5, 12.5)] * 9, "has 9 prefills, which differ too little"),
-            (measured(lambda n, k: 0.02), "do not follow from what was computed"),
-            (measured(lambda n, k: (n % 7) ** 4 + 1e-6), "do not follow from what was computed"),
+            ([], "has 0 prefills, too similar to fit"),
+            ([PrefillSample(1.0, 5, 12.5)] * 9, "has 9 prefills, too similar to fit"),
+            (measured(lambda n, k: 0.02), "do not fit the computed tokens"),
+            (measured(lambda n, k: (n % 7) ** 4 + 1e-6), "do not fit the computed tokens"),
         ],
     )
     def test_what_says_nothing_is_refused(self, samples: list[PrefillSample], said: str) -> None:
@@ -241,9 +241,9 @@ class TestFit:
             ("tokens,cached,seconds\n1,0,1e-300", "line 2: write numbers"),
             (
                 "tokens,cached,seconds\n1,0,1\n1,0," + "1" * 200_000,
-                "csv, line 3: this is no CSV: field larger",
+                "csv, line 3: not valid CSV: field larger",
             ),
-            ("tokens," + "x" * 200_000, "csv, line 1: this is no CSV: field larger"),
+            ("tokens," + "x" * 200_000, "csv, line 1: not valid CSV: field larger"),
         ],
     )
     def test_a_table_that_is_none(self, tmp_path: Path, text: str, said: str) -> None:
@@ -315,5 +315,5 @@ def test_the_steps_of_a_log_report_the_formula(tmp_path: Path, chunk: int) -> No
 
 def test_a_simulated_log_is_refused(log: Path) -> None:
     """Its steps last 20 ms, or until the next request comes."""
-    with pytest.raises(UsageError, match="do not follow from what was computed"):
+    with pytest.raises(UsageError, match="do not fit the computed tokens"):
         fit(logged_samples(log), "it")

@@ -85,7 +85,7 @@ def test_progress(tmp_path: Path, sinks: dict[str, Any], folds: bool) -> None:
         assert lag.is_open is not folds
         text = _line(running.publisher.stats())
         assert " KiB of the log left, " in text
-        assert text.endswith("; not open before") is folds
+        assert text.endswith("; not open yet") is folds
         said: Any = to_json(running.publisher.stats())["sinks"]
         assert said[0]["open"] is not folds
         assert said[0]["bytes_left"] == lag.catch_up.bytes_left

@@ -137,8 +137,7 @@ def test_what_the_engine_could_have_reused(tmp_path: Path, kvcache: Kvcache) -> 
     audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
     assert audit.reasons[Reason.NOT_REUSED] == 8  # of b, which was admitted before the step's end, and of d
     assert (
-        "cached, and the engine did not reuse it"
-        in kvcache("explain", tmp_path / "log", "--request", "d").out
+        "cached, but not reused by the engine" in kvcache("explain", tmp_path / "log", "--request", "d").out
     )
 
 
@@ -166,13 +165,13 @@ def test_what_comes_from_outside(tmp_path: Path, kvcache: Kvcache) -> None:
         recorder.not_loaded("a", 2)
         recorder.counted(9, 1)
     said = kvcache("audit", tmp_path / "log").out
-    assert "from outside   4 tokens loaded, 2 did not come" in said
-    assert "its own count  another: 9 looked up, 1 reused; the log has 9 and 0" in said
+    assert "from outside   4 tokens loaded, 2 failed to load" in said
+    assert "engine count   differs: 9 looked up, 1 reused; the log has 9 and 0" in said
     answer = json.loads(kvcache("audit", tmp_path / "log", "--json").out)
     assert [answer[key] for key in ("reused_tokens", "loaded_tokens", "not_loaded_tokens")] == [0, 4, 2]
     assert answer["engine_counts"]["in_log"] == {"prompt_tokens": 9, "reused_tokens": 0}
     said = kvcache("explain", tmp_path / "log", "--request", "a").out
-    assert "not loaded  2 tokens that were to come from outside" in said
+    assert "not loaded  2 tokens failed to load from outside" in said
     assert [line.split()[:4] for line in said.splitlines()[6:9]] == [
         ["0–1", "0–5", "6", "loaded"],
         ["1", "6–7", "2", "never"],

@@ -161,6 +161,6 @@ def test_an_occupied_place_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "there.salvaging").mkdir()
     for name in ("here", "there"):
-        with pytest.raises(LogExists, match=r"remove it if an interrupted salvage has left it"):
+        with pytest.raises(LogExists, match=r"remove it if it is left from an interrupted salvage"):
             salvage(whole, tmp_path / name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "there.salvaging"]

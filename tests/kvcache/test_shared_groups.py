@@ -216,11 +216,11 @@ def test_commands_report_further_groups(tmp_path: Path, kvcache: Kvcache) -> Non
     sharing = json.loads(kvcache("replay", log, "--json").out)["sharing"]
     assert [(each["group"], each["named"]) for each in sharing] == [(1, 3), (2, 0)]
     said = kvcache("match", log, "--request", "a").out
-    assert "0 tokens, as group 2 (state) has not what follows needs" in said
+    assert "0 tokens: group 2 (state) lacks what the following tokens need" in said
     assert "in group 1" in kvcache("who", log, "--slot", 8).out
     assert json.loads(kvcache("who", log, "--slot", 8, "--json").out)["groups"][0]["now"]["of_group"] == 1
     assert "layers of other kinds" in kvcache("whatif", log).err
-    assert "full attention alone" in kvcache("curve", log).out
+    assert "full attention only" in kvcache("curve", log).out
     assert "agree" in kvcache("log", "verify", log).out or kvcache("log", "verify", log).code == 0
     for command in (
         ("events", log),

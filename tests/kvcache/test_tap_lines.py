@@ -142,10 +142,10 @@ def test_begins_in_the_middle_and_holes(tmp_path: Path) -> None:
     [
         ("file:", "write file:"),
         ("file://host/x", "write file:"),
-        ("file:x?format=vllm", "its options are format=trtllm"),
+        ("file:x?format=vllm", "valid options are format=trtllm"),
         ("file:x?block_size=0", "of at least 1"),
-        ("file:x?block_size=a", "its options are"),
-        ("file:x?speed=1", "its options are"),
+        ("file:x?block_size=a", "valid options are"),
+        ("file:x?speed=1", "valid options are"),
     ],
 )
 def test_addresses_of_no_file(tmp_path: Path, address: str, why: str) -> None:

@@ -65,7 +65,7 @@ def test_messages_are_rendered(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     """A directory without one, one without a template, and messages that a template refuses."""
     path = calls(tmp_path)
-    with pytest.raises(UsageError, match="holds no tokenizer"):
+    with pytest.raises(UsageError, match="contains no tokenizer"):
         list(read_trace(path, tokenizer=tmp_path))
     bare = save_tokenizer(tmp_path / "bare", None)
     with pytest.raises(UsageError, match="has no chat template"):

@@ -76,7 +76,7 @@ def test_another_template(kvcache: Kvcache, tmp_path: Path, tokenizer: Path) -> 
     log = write_completions(tmp_path / "log.jsonl", lines)
     done = kvcache("curve", log, "--tokenizer", tokenizer)
     assert done.err.startswith(
-        "kvcache: warning: 20 of 20 prompts have another length than usage.prompt_tokens says ("
+        "kvcache: warning: 20 of 20 prompts differ in length from usage.prompt_tokens ("
     )
 
 
@@ -96,11 +96,11 @@ def take(*path: str) -> Callable[[Line], Any]:
     [
         (lambda line: line["request"].update(messages="hello"), "got `str` - at `$.request.messages`"),
         (lambda line: line["request"].update(messages=["hello"]), "got `str` - at `$.request.messages[0]`"),
-        (take("request", "messages"), "neither prompt_token_ids nor messages: no prompt is known"),
+        (take("request", "messages"), "neither prompt_token_ids nor messages: the prompt is unknown"),
         (lambda line: line.update(request="{}"), "got `str` - at `$.request`"),
         (
             lambda line: line.update(timestamp="yesterday"),
-            "the timestamp is neither a number nor in the form of ISO",
+            "the timestamp is neither a number nor an ISO 8601 time",
         ),
         (lambda line: line.update(timestamp=-1), "`float` >= 0.0 - at `$.timestamp`"),
         (lambda line: line["response"].update(usage=[]), "got `array` - at `$.response.usage`"),
@@ -128,13 +128,13 @@ def test_what_is_no_log_of_lines(kvcache: Kvcache, tmp_path: Path, tokenizer: Pa
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(completions(2), indent=1))
     assert (
-        f"{log}:1: a JSON list: write its items one a line"
+        f"{log}:1: a JSON list: write one item per line"
         in kvcache("curve", log, "--tokenizer", tokenizer).err
     )
     write_completions(log, completions(2))
     log.write_text(log.read_text()[:-30])
     assert f"{log}:2: Input data was truncated" in kvcache("curve", log, "--tokenizer", tokenizer).err
-    assert f"{log}:1: the prompt is messages: give --tokenizer" in kvcache("curve", log).err
+    assert f"{log}:1: the prompt consists of messages: give --tokenizer" in kvcache("curve", log).err
     assert "is not a directory: a tokenizer is one" in kvcache("curve", log, "--tokenizer", log).err
     log.write_text("")
-    assert f"{log} holds no requests" in kvcache("curve", log, "--tokenizer", tokenizer).err
+    assert f"{log} contains no requests" in kvcache("curve", log, "--tokenizer", tokenizer).err

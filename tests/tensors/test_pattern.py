@@ -144,7 +144,7 @@ class TestWindows:
 
     def test_a_block_that_is_seen_must_be_there(self) -> None:
         """Token 26 sees tokens 11 to 26, token 27 one fewer: then block 2 may be gone."""
-        with pytest.raises(InvariantViolated, match="let go of a block that it sees"):
+        with pytest.raises(InvariantViolated, match="released a block that it attends to"):
             self.checked(3, end=26)
         assert self.checked(3) == 4 + 7
 

@@ -132,12 +132,12 @@ class TestOutput:
         for url in ("stdout:", "STDOUT:"):
             refused = kvcache("run", *SMALL, "--json", "--sink", url)
             assert refused.code == 2
-            assert "--json needs stdout for itself" in refused.err
+            assert "--json cannot share stdout with a sink" in refused.err
 
     def test_nothing_reused(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Where no block was reused the summary does not boast of having compared any."""
         done = kvcache("run", trace_of(tmp_path / "t.jsonl", (100, 4)))
-        assert "bytes            no block was reused: nothing to compare\n" in done.out
+        assert "bytes            nothing to compare: no block was reused\n" in done.out
 
     def test_quiet_leaves_the_summary(self, kvcache: Kvcache) -> None:
         """-q prints the summary and nothing before it."""
@@ -380,7 +380,7 @@ class TestTraces:
         """A trace without requests is refused."""
         (tmp_path / "t.jsonl").write_text("\n\n")
         done = kvcache("run", tmp_path / "t.jsonl", "--no-pools")
-        assert (done.code, done.err) == (2, f"kvcache: error: {tmp_path}/t.jsonl holds no requests\n")
+        assert (done.code, done.err) == (2, f"kvcache: error: {tmp_path}/t.jsonl contains no requests\n")
 
     def test_bad_line(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """A line that is no request is named with its number."""
@@ -451,7 +451,7 @@ class TestLog:
         before = [path.read_bytes() for path in segments(log)]
         refused = kvcache("run", *SMALL, "--log", log)
         assert refused.code == 2
-        assert f"{log} holds a log already: choose another directory, or add --continue" in refused.err
+        assert f"{log} already contains a log: choose another directory, or add --continue" in refused.err
         assert [path.read_bytes() for path in segments(log)] == before
         again = json.loads(kvcache("run", *SMALL, "--log", log, "--continue", "--json").out)
         assert again["replay_fingerprint"] == again["fingerprint"]
@@ -492,7 +492,7 @@ class TestLog:
 
     def test_continue_needs_a_log(self, kvcache: Kvcache) -> None:
         """--continue alone does not say what is to be continued."""
-        assert "--continue needs --log" in kvcache("run", *SMALL, "--continue").err
+        assert "--continue requires --log" in kvcache("run", *SMALL, "--continue").err
 
     def test_failed_start_leaves_nothing(self, kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
         """If a sink cannot be opened, the log's directory can be used by the next attempt."""
@@ -540,8 +540,8 @@ def test_log_that_cannot_be_written(kvcache: Kvcache, tmp_path: Path, overflow: 
     assert code == 1
     lost = rf"incomplete: {found['dropped_batches']} batches lost\n +could not be written: File too large\n"
     assert re.search(lost, out)
-    assert "not verified: the log ends before the run" in out
-    assert ("ended early, since its log could not be written" in out) == (overflow == "block")
+    assert "not verified: the log ends before the run did" in out
+    assert ("ended early: the log could not be written" in out) == (overflow == "block")
 
 
 class TestSinks:
@@ -589,10 +589,10 @@ class TestDisagreement:
         monkeypatch.setattr(run_module, "fingerprint", lambda state: bytes(32))
         done = kvcache("run", *SMALL)
         assert done.code == 1
-        assert "the cache ended in 0000000000000000" in done.err
+        assert "but 0000000000000000 in the cache" in done.err
         assert "agrees" not in done.out.replace("disagrees", "")
         [kept] = temporary.iterdir()
-        assert f"the log is kept in {kept}" in done.err
+        assert f"the log was kept in {kept}" in done.err
         assert replay(kept).batches > 0
 
     def test_wrong_bytes(self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
@@ -609,7 +609,7 @@ class TestDisagreement:
         assert done.code == 1
         assert "holds wrong bytes" in done.err
         [kept] = temporary.iterdir()
-        assert f"the log is kept in {kept}" in done.err
+        assert f"the log was kept in {kept}" in done.err
 
 
 def test_missing_torch(run_python: Any) -> None:
@@ -619,7 +619,7 @@ def test_missing_torch(run_python: Any) -> None:
         f"from kvcache.cli import main; print(main(['run', {str(TRACE)!r}]))"
     )
     assert done.stdout == "2\n"
-    assert "pools need torch: install kvcache[torch], or play without them (--no-pools)" in done.stderr
+    assert "pools need torch: install kvcache[torch], or run without tensors (--no-pools)" in done.stderr
 
 
 def test_a_feed_alongside_the_runs_own(kvcache: Kvcache) -> None:
@@ -658,7 +658,7 @@ class TestKVEventsConfig:
         """The run goes on."""
         done = kvcache("run", "--no-pools", "--limit", "5", "--kv-events-config", config)
         assert done.code == 0
-        assert "asks for no sink" in done.err
+        assert "enables no sink" in done.err
 
     @pytest.mark.parametrize(
         ("given", "reason"),
@@ -667,8 +667,8 @@ class TestKVEventsConfig:
             (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-options insecure=1"),
             (["--kv-events-config", "events.json"], "reads a file as @FILE"),
             (["--kv-events-config", "@/no/events.json"], "/no/events.json cannot be read: No such file"),
-            (["--kv-events-rank", "1"], "need --kv-events-config JSON"),
-            (["--kv-events-options", "insecure=1"], "need --kv-events-config JSON"),
+            (["--kv-events-rank", "1"], "require --kv-events-config JSON"),
+            (["--kv-events-options", "insecure=1"], "require --kv-events-config JSON"),
         ],
     )
     def test_what_is_refused(self, kvcache: Kvcache, given: list[str], reason: str) -> None:

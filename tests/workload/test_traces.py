@@ -311,9 +311,9 @@ def test_logged_calls(tmp_path: Path) -> None:
     [
         ('{"timestamp": 1, "messages": [{"role": "user", "content": "x"}]}', "give --tokenizer"),
         ('{"timestamp": 1, "request": {}}', "neither prompt_token_ids nor messages"),
-        ('{"prompt_token_ids": [1]}', "no timestamp"),
+        ('{"prompt_token_ids": [1]}', "neither timestamp nor created"),
         ('{"timestamp": 1, "prompt_token_ids": [-1]}', "at `$.prompt_token_ids[0]`"),
-        ('{"timestamp": "noon", "prompt_token_ids": [1]}', "neither a number nor in the form of ISO 8601"),
+        ('{"timestamp": "noon", "prompt_token_ids": [1]}', "neither a number nor an ISO 8601 time"),
         ('{"timestamp": 1, "prompt_token_ids": []}', "the prompt is empty"),
         ('{"timestamp": 1e308, "prompt_token_ids": [1]}', "at `$.timestamp`"),
         ('{"timestamp": "' + "x" * 10**6 + '", "prompt_token_ids": [1]}', "neither a number nor"),
@@ -340,7 +340,7 @@ def test_compressed_traces(tmp_path: Path, packed: Callable[[bytes], bytes]) -> 
     path.write_bytes(whole)
     assert len(list(read_trace(path))) == 2
     path.write_bytes(whole[:-9])
-    with pytest.raises(TraceError, match="cannot be expanded"):
+    with pytest.raises(TraceError, match="decompression failed"):
         list(read_trace(path))
 
 

@@ -28,50 +28,54 @@ _EVERY_SECONDS = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
-        "blocks, and batches that were missed. Batches without events (heartbeats) are only counted.\n"
-        "With --table, and of several publishers: a table of workers instead, renewed all the time."
+        "Print the events of a KV event publisher in vLLM's wire format until Ctrl-C: stored and removed blocks, and "
+        "missed\nbatches. Batches without events (heartbeats) are only counted. With --table, --prompt or several "
+        "publishers, show\na live table of workers instead."
     )
     parser.epilog = (
-        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. \n"
-        "`kvcache docs json` has what Missed, Restated and Restarted say, and the keys of the table;\n"
-        "`kvcache docs wire` what its columns mean."
+        "Each line begins with the event's address, BATCH.INDEX. Text lines contain no token ids; --json does. "
+        "`kvcache docs json`\ndescribes Missed, Restated, Restarted and the keys of the table, `kvcache docs wire` "
+        "its columns."
     )
     add = partial(option, parser)
     add(
         "ENDPOINT",
-        "where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
-        "where many connect, as tcp://*:5557; or, alone, a broker's stream, as nats://127.0.0.1:4222/kvcache",
+        "address of a publisher, as in tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay "
+        "port; an address to which many connect, as in tcp://*:5557; or a single broker stream, as in "
+        "nats://127.0.0.1:4222/kvcache",
         nargs="+",
     )
     add(
         "--replay ENDPOINT",
-        "its replay socket, or the port alone: begin with all that it can still tell, and ask for what is missed; "
-        f"of many, {IN_TOPIC}: the sockets that their topics name",
+        "replay endpoint of the publisher, or its port: start with all batches it has kept, and recover missed ones; "
+        f"if many connect, {IN_TOPIC}: the endpoints in their topics",
     )
     add_connection_options(parser)
     add(
         "--format",
-        "router: stores and removals, in any format that routers read; native: all events of a cache, of one "
-        "ENDPOINT with format=native",
+        "router: stored and removed blocks, in any format for routers (default); native: all events of a cache, from "
+        "one ENDPOINT with format=native",
         choices=["router", "native"],
         default="router",
     )
-    add("--count N", "end after N batches with events", type=positive)
+    add("--count N", "stop after N batches with events", type=positive)
     add_shared(
         parser,
-        json="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type and its fields; of "
-        "lines about missed batches, a state told anew and a restart those before type are null. Of a table, one per "
-        "report",
+        json="print one JSON object per line and event: seq, index, ts, rank, topic, replayed, type, and the event's "
+        "fields; in lines about missed batches, resyncs and restarts those before type are null. For a table, one "
+        "object per report",
     )
     _add_table_options(parser)
 
 
 def _add_table_options(parser: argparse.ArgumentParser) -> None:
     table = parser.add_argument_group("table of workers")
-    option(table, "--table", "also for one ENDPOINT; several have no other form")
-    add_shared(table, every=f"between two reports where stdout is no terminal ({_EVERY_SECONDS:.0f})")
-    purpose = f"show how much of this prompt each worker holds, and who most; {TOKENS_HELP}"
+    option(table, "--table", "show the table for a single ENDPOINT, too")
+    add_shared(
+        table,
+        every=f"seconds between two reports if stdout is not a terminal (default: {_EVERY_SECONDS:.0f})",
+    )
+    purpose = f"show how much of this prompt each worker has cached, and which has most: {TOKENS_HELP}"
     option(table, "--prompt FILE", purpose)
     add_namespace(table, "--prompt")
 
@@ -80,12 +84,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until the requested number is reached, or a signal comes."""
     as_table = args.table or args.prompt is not None or len(args.endpoint) > 1
     if args.prompt is None and has_namespace(args):
-        raise UsageError("--lora-id, --lora-name and --cache-salt go with --prompt")
+        raise UsageError("--lora-id, --lora-name and --cache-salt require --prompt")
     if args.every is not None and not as_table:
-        raise UsageError("--every goes with --table: events are printed as they come")
+        raise UsageError("--every requires --table: events are printed as they arrive")
     if args.format == "native" and as_table:
         raise UsageError(
-            "--format native prints the events of one ENDPOINT: leave --table, --prompt and others out"
+            "--format native prints the events of one ENDPOINT: omit --table, --prompt and further endpoints"
         )
     with StopSignals() as stop, Subscriptions(args) as subscriptions:
         if as_table:

@@ -107,12 +107,12 @@ def _interruption(report: Missed | Restated | Restarted, said_by: list[str]) -> 
     if isinstance(report, Restated):
         # Without the number in between: numbers that follow the clock may jump by millions.
         numbers = f"{report.first - 1} to {report.last + 1}"
-        what = f"the publisher tells its whole state anew; its numbers go on from {numbers}"
+        what = f"the publisher resends its whole state; its sequence numbers continue from {numbers}"
     elif isinstance(report, Restarted):
         what = f"the publisher restarted: batch {report.first} came after {report.last}"
     else:
         span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
-        fate = "got by replay, above" if report.recovered else f"lost: {report.reason}"
+        fate = "recovered by replay, above" if report.recovered else f"lost: {report.reason}"
         what = f"missed {count(report.last - report.first + 1, 'batch', 'batches')} ({span}), {fate}"
     return paint(" ".join([f"{'':>9}  {what}", *said_by]), "yellow")
 
@@ -183,9 +183,9 @@ def _summary(index: Index) -> str:
         blocks += f", {index.count(STORAGE):,} in storage"
     parts = [f"{count(index.batches, 'batch', 'batches')}, {count(index.events, 'event')}", blocks]
     if index.recovered_batches:
-        parts.append(f"{index.recovered_batches:,} missed and got by replay")
+        parts.append(f"{index.recovered_batches:,} missed and recovered by replay")
     if index.restated:
-        parts.append(f"the state was told {count(index.restated, 'time')}")
+        parts.append(count(index.restated, "resync"))
     parts.append(f"{count(index.missed_batches, 'batch', 'batches')} lost")
     if index.restarts:
         parts.append(count(index.restarts, "restart"))

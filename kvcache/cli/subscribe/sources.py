@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 IN_TOPIC = "topic"
 """Value in place of a replay endpoint: the one in the worker's topic."""
 SILENCE_SECONDS = 5.0
-NOTHING_RECEIVED = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
+NOTHING_RECEIVED = "nothing received from {} yet: no publisher there, or no events"
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
 """Seconds before a replay endpoint is reported; a working one answers at once."""
 _REFUSED = (
-    "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
-    "it is tried again"
+    "a connection was refused because its key is missing, wrong, or not among the allowed clients; retrying"
 )
 _OF_ZMQ = ("replay", "topic", "bind", "curve_key", "curve_server", "curve_clients", "insecure")
 
@@ -43,16 +42,16 @@ _OF_ZMQ = ("replay", "topic", "bind", "curve_key", "curve_server", "curve_client
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Declare connection options, and filters for messages."""
     add = partial(option, parser.add_argument_group("connection"))
-    add("--topic TOPIC", "only topics that begin with this, and batches without any", default="")
-    add("--bind", "bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is")
-    add("--curve-key FILE", "our own keys, NAME.key_secret, where it is encrypted", type=Path)
+    add("--topic TOPIC", "receive only topics with this prefix, and batches without a topic", default="")
+    add("--bind", "bind ENDPOINT, to which publishers connect; implied for tcp://*:PORT")
+    add("--curve-key FILE", "own secret key for encryption, NAME.key_secret", type=Path)
     add(
         "--curve-server FILE",
-        "the public key, NAME.key, of the publisher; of one of several, ENDPOINT?curve_server=FILE",
+        "public key of the publisher, NAME.key; for one of several, ENDPOINT?curve_server=FILE",
         type=Path,
     )
-    add("--curve-clients DIR", "with --bind: the public keys of those that may connect", type=Path)
-    add("--insecure", "with --bind: let anybody who reaches ENDPOINT be a publisher")
+    add("--curve-clients DIR", "with --bind: directory of the public keys of allowed publishers", type=Path)
+    add("--insecure", "with --bind: accept any publisher that can reach ENDPOINT")
 
 
 class Sender(NamedTuple):
@@ -79,7 +78,7 @@ class EndpointArgument(NamedTuple):
         options = dict(parse_qsl(query, keep_blank_values=True))
         for name, value in options.items():
             if name not in ("replay", "curve_server") or not value:
-                raise UsageError(f"{endpoint}: the options behind it are replay=PORT and curve_server=FILE")
+                raise UsageError(f"{endpoint}: valid options after ? are replay=PORT and curve_server=FILE")
         server = options.get("curve_server")
         replay = _replay(endpoint, options.get("replay"))
         return cls(endpoint, replay, None if server is None else Path(server))
@@ -93,14 +92,15 @@ class EndpointArgument(NamedTuple):
         if self.binds(args):
             if self.replay not in (None, IN_TOPIC):
                 raise UsageError(
-                    "many publishers have many replays: write --replay topic for those in their topics"
+                    "publishers that connect have replay endpoints of their own: use --replay topic if their topics "
+                    "name them"
                 )
         else:
             for endpoint in filter(None, (self.endpoint, self.replay)):
                 _refuse_unknown_host(endpoint)
 
     def curve(self, args: argparse.Namespace) -> Curve | None:
-        """Return the given keys, for one end or the other. Raises UsageError, and KeyFileError."""
+        """Return the given keys for the connecting or the binding end. Raises UsageError and KeyFileError."""
         from events.subscribe.sockets import Curve
 
         binds = self.binds(args)
@@ -130,7 +130,7 @@ def _refuse_unknown_host(endpoint: str) -> None:
     try:
         socket.getaddrinfo(host, None)
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is no name of a host"
+        reason = (error.strerror if isinstance(error, OSError) else None) or "not a host name"
         raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
 
 
@@ -139,19 +139,19 @@ def endpoints_of(args: argparse.Namespace) -> list[EndpointArgument]:
     given = [EndpointArgument.read(text) for text in args.endpoint]
     if args.replay is not None:
         if len(given) > 1 and args.replay != IN_TOPIC:
-            raise UsageError(
-                "each publisher has a replay of its own: write ENDPOINT?replay=PORT in place of --replay"
-            )
+            raise UsageError("--replay is for a single ENDPOINT: give each its own as ENDPOINT?replay=PORT")
         if any(each.replay is not None for each in given):
-            raise UsageError("a replay is given twice: write either --replay or ENDPOINT?replay=PORT")
+            raise UsageError("a replay endpoint is given twice: use either --replay or ENDPOINT?replay=PORT")
         given = [each._replace(replay=_replay(each.endpoint, args.replay)) for each in given]
     binding = [each.binds(args) for each in given]
     if args.curve_server is not None and all(binding):
-        raise UsageError("--curve-server is for connecting: give --curve-clients")
+        raise UsageError(
+            "--curve-server is only valid for publishers to connect to: use --curve-clients with --bind"
+        )
     if args.curve_clients is not None and not any(binding):
-        raise UsageError("--curve-clients is for binding: give --curve-server")
+        raise UsageError("--curve-clients is only valid with --bind: use --curve-server")
     if args.insecure and not any(binding):
-        raise UsageError("--insecure is about who may connect, but this connects itself: leave it out")
+        raise UsageError("--insecure is only valid with --bind")
     return given
 
 
@@ -183,11 +183,11 @@ class Subscriptions:
         from events.brokers.subscriber import BrokerSubscriber, NativeBrokerSubscriber
 
         if len(args.endpoint) > 1:
-            raise UsageError("a broker's stream has all workers: give its address alone")
+            raise UsageError("a broker's stream cannot be combined with other endpoints")
         for name in _OF_ZMQ:
             if vars(args)[name]:
-                reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
-                raise UsageError(f"{reason}; `kvcache docs brokers` has the options of a broker's address")
+                reason = f"--{name.replace('_', '-')} is only valid for ZeroMQ publishers"
+                raise UsageError(f"{reason}; `kvcache docs brokers` lists the options of a broker address")
         reads = NativeBrokerSubscriber if args.format == "native" else BrokerSubscriber
         subscriber = reads(args.endpoint[0])
         self._open.callback(subscriber.close)
@@ -205,7 +205,7 @@ class Subscriptions:
             self._open.callback(source.subscriber.close)
             endpoint = source.subscriber.endpoint if source.kind == "bound" else each.endpoint
             if self._sources.setdefault(endpoint, source) is not source:
-                raise UsageError(f"{endpoint} is named twice")
+                raise UsageError(f"{endpoint} is given twice")
 
     def __enter__(self) -> Self:
         return self
@@ -274,7 +274,7 @@ def _source(
     endpoint, replay, _ = given
     common: dict[str, Any] = {"topic": args.topic, "curve": given.curve(args)}
     if given.binds(args) and args.format == "native":
-        raise UsageError(f"{endpoint}: --format native connects to one publisher, and is not bound")
+        raise UsageError(f"{endpoint}: --format native cannot be combined with --bind")
     given.check(args)
     if given.binds(args):
         find = None if replay is None else replay_in_topic
@@ -295,7 +295,7 @@ def receive(
     batches = 0
     troubles = _ProblemReporter(subscriptions, out)
     for endpoint in subscriptions.endpoints:
-        out.note(f"listening to {endpoint}")
+        out.note(f"subscribed to {endpoint}")
     while not stop.is_set():
         troubles.report()
         for sender, report in subscriptions.poll(_POLL_MS):
@@ -329,10 +329,10 @@ class _ProblemReporter:
             if endpoint not in self._unanswered and waited >= _PATIENCE_SECONDS:
                 # Nothing is shown before the replay endpoint answers.
                 self._unanswered.add(endpoint)
-                self._out.note(f"no answer from the replay endpoint {replay} yet")
+                self._out.note(f"no answer yet from the replay endpoint {replay}")
             absent = self._subscriptions.unavailable(endpoint)
             if absent is not None and absent != self._absent.get(endpoint):
-                self._out.note(f"{endpoint}: {absent}; it is tried again")
+                self._out.note(f"{endpoint}: {absent}; retrying")
             self._absent[endpoint] = absent
             if endpoint not in self._refused and self._subscriptions.counts(endpoint)["refused"] > 1:
                 self._refused.add(endpoint)

@@ -29,7 +29,7 @@ _MANY = "?"
 _ALWAYS = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "restarts", "heard")
 """Columns that are shown even if they are empty."""
 ROWS_MAX = 100
-"""Most workers in the table; JSON has all of them."""
+"""Maximum number of workers in the table; JSON has all of them."""
 
 Held = tuple[int, int, int]
 """Tokens of the longest prefix on the GPU, and by how many host memory, and then storage, extend it."""
@@ -272,8 +272,8 @@ class Workers:
             "lost": _MANY if row.partial and not index.missed_batches else _number(index.missed_batches),
             "recovered": _number(index.recovered_batches),
             "restarts": _number(index.restarts),
-            "anew": _number(index.restated) if index.restated else _NONE,
-            "heard": self._last_received(row),
+            "resyncs": _number(index.restated) if index.restated else _NONE,
+            "seen": self._last_received(row),
             "prefix": "" if self.prompt is None else _levels(self.held(row)) if known else _NONE,
         }
 
@@ -297,14 +297,14 @@ class Workers:
 
     def _omitted(self, shown: list[WorkerRow], number: int) -> Iterator[str]:
         if number > len(shown):
-            yield f"the first {len(shown):,} of {count(number, 'worker')}: --json has all"
+            yield f"showing {len(shown):,} of {count(number, 'worker')}; --json prints all"
         if self.ignored_batches:
             batches = count(self.ignored_batches, "batch", "batches")
             yield f"{batches} of ranks above {RANKS_MAX - 1:,} ignored"
         if partial := sum(row.partial for row in shown):
             yield (
-                f"only a part is known of {count(partial, 'worker')}: first heard in the middle (lost: {_MANY}), or "
-                "batches are lost; ENDPOINT?replay=PORT asks a replay for them"
+                f"the blocks of {count(partial, 'worker')} are known in part: joined in the middle (lost: {_MANY}), or "
+                "batches were lost; use ENDPOINT?replay=PORT to recover them"
             )
 
     def _prefix_line(self, longest: list[WorkerRow]) -> Iterator[str]:
@@ -312,7 +312,7 @@ class Workers:
             return
         prompt = count(len(self.prompt.tokens), "token")
         if not longest:
-            yield f"longest prefix: nobody holds a block of the prompt ({prompt})"
+            yield f"longest prefix: no worker has a block of the prompt ({prompt})"
             return
         held, first = self.held(longest[0]), longest[0]
         more = f", and {count(len(longest) - 1, 'other')}" if len(longest) > 1 else ""
