@@ -137,7 +137,7 @@ class TestPage:
         ]
         page = kvcache("advise", serve(tmp_path / "log", requests, primary_blocks=100)).out
         assert re.search(
-            r"tenants +all lose [\d.]+ % of their prompt tokens to evictions\n.* --by tenant\n", page
+            r"tenants +all tenants lose [\d.]+ % of their prompt tokens to evictions\n.* --by tenant\n", page
         )
         assert re.search(r"tenants +there is only one tenant\n.* --by lora\n", kvcache("advise", small).out)
 
@@ -153,7 +153,7 @@ class TestPage:
         log = serve(tmp_path / "log", round_robin(40, 5), primary_blocks=40)
         done = kvcache("advise", log)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "has only 40 requests in 39 s: advice needs at least 100: 98 s at this rate" in done.err
+        assert "has only 40 requests in 39 s; advice needs at least 100: 98 s at this rate" in done.err
 
     def test_several(self, kvcache: Kvcache, small: Path, tmp_path: Path) -> None:
         """Each has its page."""
