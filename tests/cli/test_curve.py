@@ -189,11 +189,18 @@ def test_usage(kvcache: Kvcache, log: Path, options: tuple[str, ...], says: str)
 
 
 def test_log_without_tokens(kvcache: Kvcache, tmp_path: Path) -> None:
-    """A log without tokens is refused, and how to get one with tokens is said."""
-    bare = run_log(tmp_path / "bare", "--primary-blocks", 120, "--set", "log.record_tokens=false")
-    done = kvcache("curve", bare)
+    """Its curve is that of the same run with tokens; a line says how blocks are told apart. Advice needs tokens."""
+    size = ("--primary-blocks", 120)
+    bare = run_log(tmp_path / "bare", *size, "--set", "log.record_tokens=false")
+    curves = [
+        json.loads(kvcache("curve", each, "--json").out) for each in (bare, run_log(tmp_path / "log", *size))
+    ]
+    assert curves[0]["sizes"] == curves[1]["sizes"]
+    assert (curves[0]["unnamed_blocks"], curves[1]["unnamed_blocks"]) == (0, None)
+    assert "the log records no tokens: blocks are told apart by name" in kvcache("curve", bare).out
+    done = kvcache("advise", bare)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "the log records no tokens" in done.err
+    assert "records no tokens" in done.err
     assert "log.record_tokens=true" in done.err
 
 
