@@ -24,7 +24,9 @@ from events.types import CacheCreated, EndReason, SequenceAdded, SequenceRemoved
 from kvcache import Recorder
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit, audit_batches
+from kvcache.errors import ConfigError
 from kvcache.fold.prefix_tree import runs_below
+from kvcache.integrations.settings import wanted
 from kvcache.integrations.vllm import plugin
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.replay import replay
@@ -217,6 +219,10 @@ WRONG_SETTINGS: dict[str, tuple[object, str]] = {
     "no settings": ({"log": "x", "settings": 7}, '"settings" must be an object'),
     "what vLLM decides": ({"log": "x", "settings": {"primary_blocks": 7}}, "vLLM decides 'primary_blocks'"),
     "a wrong setting": ({"log": "x", "settings": {"log": {"fsync": "perhaps"}}}, "log.fsync"),
+    "an unknown mode": (
+        {"log": "x", "mode": "manages"},
+        "mode: given 'manages'; accepted: record, or manager",
+    ),
     "an unknown sink": ({"log": "x", "sinks": ["pigeon://roof"]}, "pigeon"),
 }
 
@@ -235,6 +241,24 @@ def test_wrong_settings_are_a_warning(
     assert said.startswith("The KV cache is not recorded: ")
     assert text in said
     assert scheduler.serve(Request("a", PROMPT)) == [[1, 2, 3]] * 3
+
+
+def test_a_managers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are the engine's; how to decide may be said by variables and settings, and by default is as vLLM does."""
+    variables = {
+        "MODE": "manager",
+        "ENABLE_PARTIAL_REUSE": "true",
+        "PRIMARY_BLOCKS": "5",
+        "LOG__FSYNC": "never",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"KVCACHE_{name}", value)
+    asked = wanted({"settings": {"eviction_policy": "levels"}}, None, None, manages=True)
+    config = asked.config(tokens_per_block=16, primary_blocks=10, max_sequence_length=64)
+    assert (asked.log, config.primary_blocks, config.log.fsync) == (None, 10, "never")
+    assert (config.evict_ahead, config.enable_partial_reuse, config.eviction_policy) == (1, True, "levels")
+    with pytest.raises(ConfigError, match="vLLM decides 'secondary_blocks'"):
+        wanted({"settings": {"secondary_blocks": 5}}, None, None, manages=True)
 
 
 def _partial(scheduler: Any) -> None:
