@@ -149,7 +149,7 @@ class Recorder(EventSourcedCache):
         self._checker = RequestChecker(self.state, layout, config, log_has_tokens=outputs.records_tokens)
         self._events = BlockEvents(self.state, group, self._emit)
         self._mirror, self._running = Mirror(self.state, group, self._ids), RunningRequests(self.state)
-        self._ids_of = {
+        self._ids_of: dict[int, BlockIds] = {
             each.index: BlockIds(self._first_block, len(each.pool), each.pool.start)
             if each.pool
             else self._ids
