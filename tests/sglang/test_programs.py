@@ -16,6 +16,7 @@ PYTHON_TREE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 CHUNKED = {"chunked_prefill_size": 64}
 AHEAD = {"disable_overlap_schedule": False}
+SLIDING = {"model": "sliding", "swa_full_tokens_ratio": 0.5}
 HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 1.5, "hicache_io_backend": "direct"}
 pytestmark = [pytest.mark.needs("sglang"), pytest.mark.timeout(SECONDS)]
 
@@ -35,6 +36,9 @@ pytestmark = [pytest.mark.needs("sglang"), pytest.mark.timeout(SECONDS)]
                 id="16-write-back",
             ),
             pytest.param({"page_size": 4, "enable_mixed_chunk": True, **CHUNKED}, {}, id="4-mixed"),
+            pytest.param({"page_size": 16, **SLIDING, **CHUNKED, **AHEAD}, RETRACTIONS, id="16-sliding"),
+            pytest.param({"page_size": 1, **SLIDING, **CHUNKED}, PYTHON_TREE, id="1-sliding-python"),
+            pytest.param({"page_size": 4, **SLIDING}, RETRACTIONS | PYTHON_TREE, id="4-sliding-python"),
         ]
     ),
 )
@@ -58,19 +62,25 @@ def test_the_mirror_is_what_sglang_has(
         least.append("preempted")
     if HOST.keys() & settings.keys():
         least.append("BlocksMoved")
+    if SLIDING.keys() <= settings.keys():
+        least += ["SlotsTaken", "SlotsLeft", "SlotsNamed", "SlotsUnnamed", "exchanged"]
     assert all(seen.get(name) for name in least), seen
     assert seen["admitted"] > 100
     further = {
         "report": ("-o", tmp_path / "page.html"),
         "replay": ("--verify",),
         "explain": ("--request", "r20."),
+        "match": ("--request", "r20."),
     }
     outputs = {}
-    for command in ("audit", "explain", "curve", "whatif", "report", "replay"):
+    for command in ("audit", "explain", "curve", "whatif", "report", "replay", "match"):
         done = kvcache(command, log, *further.get(command, ()))
-        assert done.code == 0, (command, done)
+        refused = command == "whatif" and SLIDING.keys() <= settings.keys()
+        assert done.code == (2 if refused else 0), (command, done)
         outputs[command] = done.out
     assert "decided by     sglang 0.5.23" in outputs["audit"]
+    if SLIDING.keys() <= settings.keys():
+        assert "lost in group 1 (sliding)" in outputs["audit"]
     assert "prompt tokens, admitted in batch" in outputs["explain"]
 
 

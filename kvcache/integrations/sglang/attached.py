@@ -14,12 +14,17 @@ from kvcache.errors import Unsupported
 from kvcache.integrations.attachment import Attachment, describe_error
 from kvcache.integrations.settings import RecorderSettings, recorder_settings
 from kvcache.integrations.sglang.recording import SGLangRecording
+from kvcache.integrations.sglang.windows import SLIDING, window_group
 from kvcache.record.outputs import open_log
 
 KNOWN = ("0.5.23",)
 """Supported releases."""
 ATTACHED = "_kvcache_attached"
-_ALLOCATORS = ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator")
+_ALLOCATORS = {
+    frozenset({0}): ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator"),
+    frozenset({0, SLIDING}): ("SWATokenToKVPoolAllocator",),
+}
+"""Supported allocators by the numbers of SGLang's components."""
 _log = logging.getLogger("sglang.kvcache")
 
 
@@ -51,13 +56,12 @@ def _refuse(scheduler: Any) -> None:
     """Raise `Unsupported` for an engine that cannot be recorded."""
     context: Any = importlib.import_module("sglang.srt.runtime_context")
     cache, other = scheduler.tree_cache, "there is no other way yet"
-    allocator, linker = type(scheduler.token_to_kv_pool_allocator).__name__, getattr(cache, "linker", None)
+    linker = getattr(cache, "linker", None)
     if scheduler.disable_radix_cache:
         raise Unsupported("an engine that caches no prefixes", "leave out --disable-radix-cache")
     if type(cache).__name__ != "UnifiedRadixCache" or linker is not None:
         raise Unsupported(f"a cache as {type(cache).__name__}, or one linked to another", other)
-    if len(cache.components) > 1 or allocator not in _ALLOCATORS:
-        raise Unsupported("layers with sliding windows or states", other)
+    _refuse_layers(scheduler)
     if cache.tree_core.is_eagle:
         raise Unsupported("a tree of pairs of tokens, as for EAGLE", "record without it")
     if cache.host_memory_mode != "cache":
@@ -70,6 +74,20 @@ def _refuse(scheduler: Any) -> None:
         raise Unsupported("HiSparse, a diffusion model, or decode context parallelism", other)
 
 
+def _refuse_layers(scheduler: Any) -> None:
+    """Raise `Unsupported` for layers that cannot be recorded."""
+    cache, allocator, other = (
+        scheduler.tree_cache,
+        scheduler.token_to_kv_pool_allocator,
+        "there is no other way yet",
+    )
+    kinds = set(map(int, cache.components))
+    if type(allocator).__name__ not in _ALLOCATORS.get(frozenset(kinds), ()):
+        raise Unsupported("layers with states, or other pools than one for each kind of layers", other)
+    if SLIDING in kinds and (cache.cache_controller is not None or allocator.swa_req_ring):
+        raise Unsupported("sliding windows with hierarchical cache, or in a ring for each request", other)
+
+
 def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any], None]:
     """Open log and sinks as requested, and attach."""
     config, cache = _config(asked, scheduler), scheduler.tree_cache
@@ -77,7 +95,11 @@ def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any
     with ExitStack() as failed:
         if log is not None:
             failed.callback(log.close)
-        recorder = Recorder(config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1)
+        windows = scheduler.model_config.swa_attention_layer_ids or ()
+        groups = [window_group(cache, len(windows))] if SLIDING in cache.components else []
+        recorder = Recorder(
+            config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1, groups=groups
+        )
         failed.callback(recorder.close)
         recording = SGLangRecording(recorder, cache)
         attachment = Attachment(recording, log, _log)
@@ -87,6 +109,8 @@ def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any
         attachment.precede(cache, "checkpoint_into_tree", recording.inserting)
         attachment.precede(cache, "on_release", recording.released)
         attachment.precede(cache, "_free_values", recording.freed)
+        if groups:
+            attachment.precede(cache, "_apply_cache_action", recording.acting)
         attachment.follow(cache, "reset", recording.reset)
         attachment.follow(cache, "_execute_kv_backup", recording.backed_up)
         attachment.precede(cache.tree_core, "commit_load_back", recording.loading)
@@ -107,6 +131,6 @@ def _config(asked: RecorderSettings, scheduler: Any) -> KVCacheConfig:
         primary_blocks=scheduler.token_to_kv_pool_allocator.size_full // size,
         secondary_blocks=host,
         max_sequence_length=cache.req_to_token_pool.req_to_token.shape[1],
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_hidden_layers - len(model.swa_attention_layer_ids or ()),
         model=asked.settings.get("model", str(model.model_path)),
     )

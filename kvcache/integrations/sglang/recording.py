@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from events.types import PRIMARY
 from kvcache import Recorder
 from kvcache.errors import Unsupported
 from kvcache.integrations.attachment import request_name
+from kvcache.integrations.sglang.windows import SLIDING, WindowPages
 
 _FULL = 0
 """Number of SGLang's component for full attention."""
@@ -57,6 +59,9 @@ class SGLangRecording:
         """Page in host memory by the page on the device with the same content."""
         self._device_of: dict[int, int] = {}
         """Page on the device by the page in host memory with the same content."""
+        self._windows = WindowPages(recorder, cache) if recorder.state.positional else None
+        self._replaced: list[int] = []
+        """Pages that the tree has freed as it took others for their content, since the last call."""
 
     # -- called by SGLang: the result first, then the arguments
 
@@ -89,16 +94,18 @@ class SGLangRecording:
         if last <= running.stored:
             return
         first, there = running.stored, self._row(req, running.stored, last)
-        own = running.pages[first:last]
-        same = next((at for at, page in enumerate(there) if page == own[at]), len(there))
-        if there[same:] != own[same:]:
-            raise Unsupported("pages that are replaced behind others", "there is no other way yet")
-        if same:
-            self.recorder.replaced(running.name, first, there[:same])
+        is_own = [page == own for page, own in zip(there, running.pages[first:last], strict=True)]
         running.pages[first:last] = there
-        if same < len(there):
-            self._store(running, last)
-        running.stored = last
+        for own, row in groupby(is_own):
+            end = running.stored + len(list(row))
+            if own:
+                self._store(running, end)
+            else:
+                self.recorder.replaced(running.name, running.stored, running.pages[running.stored : end])
+                running.stored = end
+        self._record_replaced()
+        if self._windows is not None:
+            self._windows.store(running.name, req, first, running.pages[:last])
 
     def released(self, req: Any, **__: Any) -> None:
         """`on_release` is called: a request has finished, was aborted, or makes room and returns later."""
@@ -108,6 +115,8 @@ class SGLangRecording:
         self._settle()
         self._append([running])
         del self._running[req.rid]
+        if self._windows is not None:
+            self._windows.end(running.name)
         aborted = any(type(why).__name__ == "FINISH_ABORT" for why in (req.finished_reason, req.to_finish))
         why = "aborted" if aborted else "finished" if req.finished() else "preempted"
         self.recorder.ended(running.name, why)  # type: ignore[arg-type]
@@ -120,6 +129,13 @@ class SGLangRecording:
         # Pages in host memory only continue pages on the device.
         self._happened += [(None, each) for each in host.get(_FULL, ())]
         self._happened += [(each, None) for each in device.get(_FULL, ())]
+        if self._windows is not None:
+            self._windows.freed(device.get(SLIDING, ()))
+
+    def acting(self, action: Any) -> None:
+        """`_apply_cache_action` is called, by which the tree may free pages whose content it has in others now."""
+        if type(action).__name__ == "FreeDeviceKVFullOnly":
+            self._replaced += [page for indices in action.indices for page in self._pages(indices)]
 
     def backed_up(self, host: Any, _: Any, device: Any, *__: Any) -> None:
         """`_execute_kv_backup` has returned: pages on the device are copied to host memory."""
@@ -137,6 +153,8 @@ class SGLangRecording:
         self._device_of.clear()
         self._below.clear()
         self._cached = bytearray(len(self._cached))
+        if self._windows is not None:
+            self._windows.reset()
         self.recorder.cleared()
         self.recorder.flush()
 
@@ -151,7 +169,10 @@ class SGLangRecording:
         if req.rid not in self._running:
             allocator, size = self._cache.token_to_kv_pool_allocator, self._size
             needed = -(-(len(req.full_untruncated_fill_ids) - req.prefix_len) // size)
-            room = allocator.available_size() + self._cache.full_evictable_size()
+            evictable = self._cache.full_evictable_size()
+            if self._windows is not None:
+                evictable = min(evictable, self._cache.swa_evictable_size())
+            room = allocator.available_size() + evictable
             self.recorder.refused(request_name(req.rid), needed, room // size)
 
     # -- recording
@@ -182,6 +203,8 @@ class SGLangRecording:
         self._below.difference_update(lower)
         self._note_cached(hit[reused:loaded])
         self._running[req.rid] = running = _SGLangRequest(req, name, hit[:loaded])
+        if self._windows is not None:
+            self._windows.admit(name, hit[:loaded])
         self._settle()
         if loaded < len(hit):
             # They are in the tree, where other requests of this step may have found them, too.
@@ -199,20 +222,34 @@ class SGLangRecording:
         for page in pages:
             self._cached[page] = 1
 
+    def _record_replaced(self) -> None:
+        gone = [page for page in self._replaced if self._cached[page]]
+        self._replaced.clear()
+        for page in gone:
+            self._cached[page] = 0
+        if gone:
+            # Copies of them, which were stored just now, stay.
+            self.recorder.evicted(gone)
+
     def _settle(self) -> None:
         """Record evictions, and pages given to requests, since the last call."""
         size, by_one, by_more = self._size, list[_SGLangRequest](), list[_SGLangRequest]()
+        new = list[tuple[str, int, list[int]]]()
         for running in self._running.values():
-            new = -(-running.req.kv.kv_allocated_len // size) - len(running.pages)
-            if new > 0:
-                (by_one if new == 1 else by_more).append(running)
+            count = -(-running.req.kv.kv_allocated_len // size) - len(running.pages)
+            if count > 0:
+                (by_one if count == 1 else by_more).append(running)
+        needed_by = next((each.name for each in (*by_more, *by_one)), None)
+        if self._windows is not None:
+            self._windows.settle([(each.name, each.req) for each in self._running.values()], needed_by)
         if self._happened:
-            self._record_gone(next((each.name for each in (*by_more, *by_one)), None))
+            self._record_gone(needed_by)
         for running in by_more:
             have, need = len(running.pages), -(-running.req.kv.kv_allocated_len // size)
             pages = self._row(running.req, have, need)
             self.recorder.allocated(running.name, pages)
             running.pages += pages
+            new.append((running.name, have, pages))
         if by_one:
             rows = [running.req.kv.req_pool_idx for running in by_one]
             places = [len(running.pages) * size for running in by_one]
@@ -220,6 +257,9 @@ class SGLangRecording:
             self.recorder.grown([each.name for each in by_one], pages)
             for running, page in zip(by_one, pages, strict=True):
                 running.pages.append(page)
+                new.append((running.name, len(running.pages) - 1, [page]))
+        if self._windows is not None and new:
+            self._windows.allocate(new)
 
     def _record_gone(self, needed_by: str | None) -> None:
         """Record everything that has left the device and host memory, perhaps for a request."""

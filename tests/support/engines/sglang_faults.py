@@ -1,6 +1,6 @@
 """The recorder breaks while SGLang's scheduler works: its decisions are the same, and the log is closed.
 
-    python -m tests.support.engines.sglang_faults SEED
+    python -m tests.support.engines.sglang_faults SEED MODEL
 
 prints how often it broke, as JSON. Runs where SGLang is installed.
 """
@@ -21,6 +21,7 @@ from typing import Any
 from kvcache import Recorder
 from kvcache.integrations.sglang.plugin import VARIABLE, _made, register
 from kvcache.integrations.sglang.recording import SGLangRecording
+from kvcache.integrations.sglang.windows import WindowPages
 from kvcache.replay import replay
 from tests.support.engines.faults import SECRET, Messages, Place, broken
 from tests.support.engines.sglang_programs import Program
@@ -33,7 +34,14 @@ EVENTS = (
     *("ended", "evicted", "cleared", "flush", "close"),
 )
 """Of a recorder, by a recording."""
-PLACES: list[Place] = [(SGLangRecording, name) for name in CALLS] + [(Recorder, name) for name in EVENTS]
+PLACES: dict[str, list[Place]] = {
+    "full": [(SGLangRecording, name) for name in CALLS] + [(Recorder, name) for name in EVENTS],
+    "sliding": [
+        (SGLangRecording, "acting"),
+        *((WindowPages, name) for name in ("freed", "reset", "settle", "admit", "allocate", "store", "end")),
+        *((Recorder, name) for name in ("taken", "left", "named", "unnamed", "replaced", "evicted")),
+    ],
+}
 RARE = ("reset", "cleared", "close")
 """Of these the first call breaks."""
 STEPS = 250
@@ -58,7 +66,7 @@ def decisions(engine: StockSGLang, seed: int) -> list[Any]:
     return found
 
 
-def main(seed: int) -> None:
+def main(seed: int, model: str) -> None:
     """Break every place once."""
     # Else what it has learned of lengths would go on in the next program.
     os.environ |= {"SGLANG_INIT_NEW_TOKEN_RATIO": "0.5", "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1"}
@@ -72,6 +80,7 @@ def main(seed: int) -> None:
         engine = StockSGLang(
             Path(directory),
             640,
+            model,
             page_size=rng.choice((1, 16)),
             chunked_prefill_size=64,
             radix_eviction_policy="fifo",
@@ -80,7 +89,7 @@ def main(seed: int) -> None:
         assert sum("is not recorded" in text for text in messages.texts) == 1
         stock = decisions(engine, seed)
         plain = set(vars(engine.cache)), set(vars(engine.scheduler))
-        for number, place in enumerate([None, *PLACES]):
+        for number, place in enumerate([None, *PLACES[model]]):
             messages.texts.clear()
             log = Path(directory) / str(number)
             at = 1 if place and place[1] in RARE else rng.randrange(1, 20)
@@ -107,4 +116,4 @@ def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

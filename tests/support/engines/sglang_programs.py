@@ -27,7 +27,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import Root, Run
 from kvcache.integrations.sglang.plugin import VARIABLE
 from kvcache.replay import replay
-from tests.support.engines.stock_sglang import VOCABULARY, StockSGLang
+from tests.support.engines.stock_sglang import VOCABULARY, WINDOW, StockSGLang
 
 STEPS = 1000
 LONGEST = 200
@@ -110,6 +110,12 @@ class Program:
         for event in events:
             self.seen[type(event).__name__] += 1
             self.seen["preempted"] += isinstance(event, SequenceRemoved) and event.why == EndReason.PREEMPTED
+        self.seen["exchanged"] = sum(
+            slot + 1 != self.engine.attached.recorder._ids.id_of(slot)
+            for slot in range(
+                self.engine.scheduler.token_to_kv_pool_allocator.size_full // self.engine.cache.page_size
+            )
+        )
         self.seen["admitted"], self.seen["reused"] = len(first), sum(first.values())
 
 
@@ -119,9 +125,9 @@ def compare(engine: StockSGLang) -> None:
     assert attached.attached, "the recorder has let go"
     recorder, size = attached.recorder, cache.page_size
     recorder.check()
-    group = recorder.state.groups[0]
+    group, page_of = recorder.state.groups[0], recorder._ids.id_of
     there = {index // size for index in cache.tree_core.all_values_flatten().tolist()}
-    here = {slot + 1 for run in group.tree.runs.values() if run.level == PRIMARY for slot in run.slots}
+    here = {page_of(slot) for run in group.tree.runs.values() if run.level == PRIMARY for slot in run.slots}
     assert here == there, (sorted(here - there), sorted(there - here))
     engine.cache.take_events()
     hashes = {level: Counter(hashes_of(recorder.state, level)) for level in (PRIMARY, SECONDARY)}
@@ -131,9 +137,41 @@ def compare(engine: StockSGLang) -> None:
         request = engine.requests[sequence.request_id]
         row = cache.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         pages = [int(index) // size for index in row[: request.kv.kv_allocated_len : size]]
-        assert [slot + 1 for slot in sequence.tables[0]] == pages, sequence.request_id
+        assert list(map(page_of, sequence.tables[0])) == pages, sequence.request_id
         tokens = request.origin_input_ids + request.output_ids
         assert sequence.num_tokens == len(tokens), sequence.request_id
+    if recorder.state.positional:
+        compare_windows(engine, recorder)
+
+
+def compare_windows(engine: StockSGLang, recorder: Any) -> None:
+    """Of layers with sliding windows the mirror has the pages, contents and holders that SGLang has."""
+    cache, size, (group,) = engine.cache, engine.cache.page_size, recorder.state.positional
+    pools, first = engine.scheduler.token_to_kv_pool_allocator, group.pool.start - 1
+    under = (pools.full_to_swa_index_mapping // size).tolist()
+    names = dict[int, bytes]()
+    for run in recorder.state.groups[0].tree.runs.values():
+        for at, slot in enumerate(run.slots):
+            page = under[recorder._ids.id_of(slot) * size]
+            if page:
+                names[page] = bytes(run.keys[at * group.key_bytes : (at + 1) * group.key_bytes])
+    here = {slot - first: key for slot, held in group.names.items() for key in held}
+    assert here == names, (here.keys() - names.keys(), names.keys() - here.keys(), here, names)
+    assert len(names) * size == cache.swa_evictable_size() + cache.swa_protected_size()
+    pool = pools.swa_attn_allocator
+    free = {
+        page
+        for pages in (pool.free_pages, pool.release_pages)
+        if pages is not None
+        for page in pages.tolist()
+    }
+    assert {slot - first for slot in group.used()} == set(range(1, len(group.pool) + 1)) - free
+    for handle, table in group.tables.items():
+        request = engine.requests[recorder.state.sequences[handle].request_id]
+        row = cache.req_to_token_pool.req_to_token[request.kv.req_pool_idx].tolist()
+        assert {at: slot - first for at, slot in table.items()} == {at: under[row[at * size]] for at in table}
+        locked = min([at for at in table if at * size < request.kv.cache_protected_len], default=-1) * size
+        assert locked < 0 or locked + WINDOW + size > request.kv.cache_protected_len
 
 
 def hashes_of(state: Any, level: int) -> Iterator[int]:

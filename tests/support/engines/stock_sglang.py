@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.kv_events import (
     EventPublisherFactory,
     NullEventPublisher,
 )
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler, SpawnRanks, publish
@@ -36,6 +37,8 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 __all__ = ["HookRegistry", "StockSGLang"]
 VOCABULARY = 64
+WINDOW = 40
+"""Tokens that a layer of the model "sliding" looks back."""
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,6 +50,10 @@ _MODEL = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
     "torch_dtype": "float32",
+}
+_KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": {"is_hybrid_swa": True, "hybrid_layer_pattern": [0, 1], "sliding_window_size": WINDOW},
 }
 
 
@@ -60,6 +67,11 @@ def _copy_nothing() -> None:
         return TransferCompletion(_Event(), _Event(), timing_enabled=False)
 
     L2TransferEngine.submit_device_to_host = L2TransferEngine.submit_host_to_device = done
+
+
+def _attend_nothing() -> None:
+    """Let attention return its queries: SGLang's on a CPU reads sliding windows where full attention's pages lie."""
+    TorchNativeAttnBackend.forward_extend = TorchNativeAttnBackend.forward_decode = lambda _, q, *__, **___: q
 
 
 class _Event:
@@ -78,15 +90,17 @@ class _Event:
 class StockSGLang:
     """A scheduler that `load_plugins` has been called for; requests come to it from here instead of a socket."""
 
-    def __init__(self, directory: Path, tokens: int, **settings: Any) -> None:
-        model = directory / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(_MODEL))
+    def __init__(self, directory: Path, tokens: int, model: str = "full", **settings: Any) -> None:
+        path = directory / "model"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(_MODEL | _KINDS[model]))
         EventPublisherFactory._registry["nobody"] = lambda **_: NullEventPublisher()
         _copy_nothing()
+        if model != "full":
+            _attend_nothing()
         load_plugins()
         arguments = ServerArgs(
-            model_path=str(model),
+            model_path=str(path),
             load_format="dummy",
             device="cpu",
             dtype="float32",
