@@ -6,6 +6,9 @@ come are seen in the request's row at the next call of any kind; evictions for t
 
 With a hierarchical cache a page can be on the device and in host memory at once. In the log it is in one level: on the
 device while it is there.
+
+Layers with sliding windows are a group of their own in the log (`windows.py`). Where their pages were lost and are
+computed again, SGLang may take a request's pages of full attention for the cached ones, which it frees.
 """
 
 from __future__ import annotations
