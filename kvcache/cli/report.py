@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvcache.audit import open_log
+from kvcache.audit.advice import advise, observe_log
 from kvcache.audit.export import replacing
+from kvcache.cli.advise import MINUTES, Page, unanswered
 from kvcache.cli.costs import Costs
 from kvcache.cli.options import add_cost_options, add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
+from kvcache.cli.served import Served
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
-from kvcache.errors import UsageError
+from kvcache.errors import Unsupported, UsageError
 from kvcache.phrases import printable, size
-from kvcache.report.imported import ImportedCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import Besides, ImportedCurve, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         "Write a self-contained HTML page about the cache of a log: reuse and losses over time, occupancy of each "
-        "level, the costliest evictions and who paid for them, and a lane per request with its explanation."
+        "level, the costliest evictions and who paid for them, advice, and a lane per request with its explanation."
     )
     parser.epilog = (
         "The page names requests, tenants and sessions, but contains no tokens and no salts. "
@@ -59,11 +62,25 @@ def run(args: argparse.Namespace, out: Output) -> int:
         for path, given in ((args.curve, curve), (args.whatif, whatif)):
             if given is not None:
                 refuse_other(open_log(served.log).log_id, given, str(path))
-        return _write(served.log, curve, whatif, costs, args, out)
+        return _write(served, curve, whatif, costs, args, out)
+
+
+def _besides(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> Besides:
+    """Return what the page says beside the log: advice, and how its trace was played."""
+    reported = () if served.reported is None else served.reported.hours
+    origin = tuple(served.facts())
+    try:
+        with out.progress("reading") as update:
+            found = observe_log(served.log, update)
+    except (UsageError, Unsupported):  # too few requests, no token ids, or no full attention
+        return Besides(origin, reported=reported)
+    advised = advise(found, 60.0 * MINUTES)
+    lines = tuple(Page(args, found, costs).lines(advised))
+    return Besides(origin, lines, tuple(unanswered(advised)), reported)
 
 
 def _write(
-    log: Path,
+    served: Served,
     curve: ImportedCurve | None,
     whatif: WhatIf | None,
     costs: Costs,
@@ -71,20 +88,19 @@ def _write(
     out: Output,
 ) -> int:
     # Errors about the output file are reported before a long log is read.
-    with (
-        leaving_at_sigterm(),
-        replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
-        out.progress("reading") as update,
-    ):
-        page = report(
-            log,
-            curve=curve,
-            whatif=whatif,
-            pricing=costs.pricing,
-            model=costs.model,
-            progress=update,
-            ended=out.note_end,
-        )
+    with leaving_at_sigterm(), replacing(args.output, force=args.force, header=PAGE_HEADER) as new:
+        besides = _besides(served, args, costs, out)
+        with out.progress("reading") as update:
+            page = report(
+                served.log,
+                curve=curve,
+                whatif=whatif,
+                pricing=costs.pricing,
+                model=costs.model,
+                besides=besides,
+                progress=update,
+                ended=out.note_end,
+            )
         new.write_text(page, encoding="utf-8", newline="\n")
     for label, said in (*costs.prefill_facts(), *costs.model_facts()):
         out.note(f"{label}: {said}" if label else said)

@@ -17,6 +17,7 @@ from kvcache.audit.reasons import EVICTIONS, IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, HotPrefix
 from kvcache.report.data import EvictionCost, ReportData, Sample, Shelf
 from kvcache.report.imported import ImportedCurve, Timeout
+from kvcache.workload.reported import ReportedHour
 
 Chart = dict[str, Any]
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -82,7 +83,9 @@ class Clock:
         return round((at - self._first) / 1e9 / self._seconds, 5)
 
 
-def charts_of(found: ReportData, curve: ImportedCurve | None) -> dict[str, Chart]:
+def charts_of(
+    found: ReportData, curve: ImportedCurve | None, reported: Sequence[ReportedHour] = ()
+) -> dict[str, Chart]:
     """Return all charts of a page, by the names of their places."""
     audit, clock = found.audit, Clock(found.first_at, found.last_at)
     drawn = {"misses": misses(audit), **dict(_over_time(found, clock))}
@@ -92,7 +95,14 @@ def charts_of(found: ReportData, curve: ImportedCurve | None) -> dict[str, Chart
         if lives.hit_ages.total or lives.eviction_ages.total:
             drawn[f"ages-{level}"] = ages(lives.hit_ages, lives.eviction_ages)
     for groups in found.groups:
-        drawn[f"groups-{groups.groups.by}"] = cache_shares(groups, clock)
+        by = groups.groups.by
+        if is_scattered(groups):
+            drawn[f"groups-{by}"] = largest_groups(groups)
+            drawn[f"rates-{by}"] = groups_by_hit_rate(groups)
+        else:
+            drawn[f"groups-{by}"] = cache_shares(groups, clock)
+    if len(reported) > 1:
+        drawn["reported"] = reported_by_hour(reported)
     if audit.prefixes:
         drawn["prefixes"] = prefixes(audit.prefixes)
     if curve is not None:
@@ -131,7 +141,8 @@ def _over_time(found: ReportData, clock: Clock) -> Iterator[tuple[str, Chart]]:
     look = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"color": BLUE, "size": 4}}
     line = _line("hit rate", middles, rates, "%{y:.1%} reused<extra></extra>", **look)
     percent = {**_PERCENT, "title": {"text": "token hit rate"}}
-    yield "rate", chart([line], clock.title, percent, height=240, showlegend=False)
+    whole = {"title": {"text": clock.title}, "range": [0, clock.of(start + len(rows) * timeline.width)]}
+    yield "rate", chart([line], whole, percent, height=240, showlegend=False)
     bars = [
         {
             "type": "bar",
@@ -200,6 +211,76 @@ def cache_shares(groups: TopGroups, clock: Clock) -> Chart:
         data.append(_line(name, times, blocks, "%{y:.1%}<extra>%{fullData.name}</extra>", line=line, **look))
     percent = {**_PERCENT, "title": {"text": "share of the cached blocks"}}
     return chart(data, clock.title, percent, hovermode="x unified")
+
+
+def is_scattered(groups: TopGroups) -> bool:
+    """Return True if the groups that an area each could show have less than half of the cached blocks."""
+    drawn = groups.named[:_MOST_AREAS]
+    return len(groups.groups.totals) > len(drawn) and sum(groups.shares.get(key, 0) for key in drawn) < 0.5
+
+
+def hit_rates_of(groups: TopGroups) -> list[float]:
+    """Return the token hit rates of all groups with prompt tokens, in ascending order."""
+    totals = groups.groups.totals.values()
+    return sorted(each.reused / each.prompt_tokens for each in totals if each.prompt_tokens)
+
+
+def largest_groups(groups: TopGroups) -> Chart:
+    """Return the prompt tokens of the named groups by what became of them, the most on top."""
+    named = groups.named[::-1]
+    names = [groups.name_of(key)[:_LONGEST_NAME].translate(_NO_MARKUP) for key in named]
+    rows = np.array([groups.groups.totals[key].reasons for key in named])
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": group.name,
+            "x": tokens.tolist(),
+            "y": names,
+            "marker": {"color": group.color},
+            "hovertemplate": "%{x:,}<extra>" + group.name + "</extra>",
+        }
+        for group in GROUPS
+        if (tokens := rows[:, list(group.reasons)].sum(axis=1)).any()
+    ]
+    # A name may look like a number or a date.
+    names_axis = {"type": "category"}
+    return chart(bars, "prompt tokens", names_axis, barmode="stack", height=120 + 24 * len(named))
+
+
+def groups_by_hit_rate(groups: TopGroups) -> Chart:
+    """Return how many groups have a token hit rate in each tenth."""
+    totals = [each for each in groups.groups.totals.values() if each.prompt_tokens]
+    tenths = [min(10 * each.reused // each.prompt_tokens, 9) for each in totals]
+    bar = {
+        "type": "bar",
+        "x": [round(0.1 * tenth + 0.05, 2) for tenth in range(10)],
+        "y": [tenths.count(tenth) for tenth in range(10)],
+        "text": [f"{10 * tenth} to {10 * tenth + 10} %" for tenth in range(10)],
+        "textposition": "none",
+        "width": 0.09,
+        "marker": {"color": BLUE},
+        "hovertemplate": "%{y:,} with %{text}<extra></extra>",
+    }
+    rate = {**_PERCENT, "title": {"text": "token hit rate"}}
+    return chart([bar], rate, f"{groups.groups.by}s", height=240, showlegend=False)
+
+
+def reported_by_hour(hours: Sequence[ReportedHour]) -> Chart:
+    """Return the cached share of the prompt tokens by hour: as reported, in this cache, and in an unlimited one."""
+    data = []
+    for name, tokens, color, dash in (
+        ("reported by the service", [each.reported for each in hours], ORANGE, "solid"),
+        ("this cache", [each.played for each in hours], BLUE, "solid"),
+        ("an unlimited cache", [each.unlimited for each in hours], GREY, "dot"),
+    ):
+        shares = [round(part / each.prompt_tokens, 5) for part, each in zip(tokens, hours, strict=True)]
+        look = {"mode": "lines+markers", "line": {"color": color, "dash": dash}}
+        hover = "%{y:.1%}<extra>" + name + "</extra>"
+        data.append(_line(name, [each.hour for each in hours], shares, hover, **look))
+    percent = {**_PERCENT, "title": {"text": "cached share"}}
+    hour = {"title": {"text": "hours since the trace began"}, "dtick": math.ceil((hours[-1].hour + 1) / 12)}
+    return chart(data, hour, percent, height=280, hovermode="x unified")
 
 
 def _markers(marked: Sequence[tuple[int, EvictionCost]], top: int, clock: Clock) -> Chart:

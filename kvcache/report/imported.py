@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from kvcache.audit.advice import AdviceLine
 from kvcache.errors import UsageError
+from kvcache.workload.reported import ReportedHour
 
 
 @dataclass(eq=False, repr=False)
@@ -29,6 +31,19 @@ class OtherLog(UsageError):
     what: str
     command: str
     text = "{what} is about another log: give the output of `kvcache {command} LOG --json` for this one"
+
+
+class Besides(NamedTuple):
+    """What a page says beside its log."""
+
+    origin: Sequence[tuple[str, str]] = ()
+    """How a trace was played: labels and facts."""
+    advice: Sequence[tuple[str, Sequence[AdviceLine]]] = ()
+    """What to do about the cache, under titles."""
+    unanswered: Sequence[str] = ()
+    """Advice that cannot be given, and why."""
+    reported: Sequence[ReportedHour] = ()
+    """Cached tokens that the service of a trace has reported, by hour."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from events.log import LogEnd
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.audit.explanation import views_of
+from kvcache.audit.explanation import ExplanationView, views_of
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import Memory
 from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, Pricing, hours_between
@@ -25,9 +25,9 @@ from kvcache.audit.totals import Audit, verdict_on
 from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import UsageError
 from kvcache.phrases import count, describe_end, duration, few, is_whole, later, printable, share, size
-from kvcache.report.charts import COLORS, GROUPS, charts_of
+from kvcache.report.charts import COLORS, GROUPS, charts_of, hit_rates_of, is_scattered
 from kvcache.report.data import MOST_EVICTIONS, MOST_PREFIXES, Progress, ReportData, read_report_data
-from kvcache.report.imported import ImportedCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import Besides, ImportedCurve, WhatIf, refuse_other, understood
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -45,13 +45,15 @@ def report(
     whatif: Mapping[str, Any] | WhatIf | None = None,
     pricing: Pricing | None = None,
     model: KVShape | None = None,
+    besides: Besides | None = None,
     progress: Progress = lambda _: None,
     ended: Callable[[LogEnd], None] = lambda _: None,
 ) -> str:
     """Return an HTML page about a log's cache. It needs no network, and contains no tokens and no salts.
 
     `curve` and `whatif` are the output of `kvcache curve LOG --json` and `kvcache whatif LOG --json`, and add a section
-    each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks. The log is read twice;
+    each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks; `besides` has further
+    sections. The log is read twice;
     `progress` is called with the batches read, `ended` with the end of the log. Raises `UsageError` if plotly or jinja2
     is not installed, or if an input is something else or about another log, and what reading and replaying a log raise.
     """
@@ -63,28 +65,34 @@ def report(
     prefills = [] if pricing is None else [PrefillTotals(pricing.model)]
     found = read_report_data(directory, progress, *prefills)
     ended(found.end)
+    extra = besides or Besides()
     costs = Spending.of(found.audit, prefills, pricing, model)
     data = {
         "facts": facts(found),
-        "charts": charts_of(found, own_curve),
+        "charts": charts_of(found, own_curve, extra.reported),
         "lanes-data": lanes(found),
-    }
-    explanations = {
-        number: views_of(explained, lambda at: later(at, found.first_at))
-        for number, lane in enumerate(found.lanes)
-        if (explained := found.explanations.get(lane.request_id)) is not None
     }
     return standalone(
         HOME,
         name=directory.resolve().name,
         found=found,
-        explanations=explanations,
+        explanations=_explanations(found),
         curve=own_curve,
         whatif=own_whatif,
         costs=costs,
+        besides=extra,
         data=data,
         colors=COLORS,
     )
+
+
+def _explanations(found: ReportData) -> dict[int, list[ExplanationView]]:
+    """Return the explanations by the number of their lanes."""
+    return {
+        number: views_of(explained, lambda at: later(at, found.first_at))
+        for number, lane in enumerate(found.lanes)
+        if (explained := found.explanations.get(lane.request_id)) is not None
+    }
 
 
 def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
@@ -167,7 +175,7 @@ def templates(home: Path) -> Environment:
     """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
+        from markupsafe import Markup, escape
     except ImportError as error:
         raise UsageError("a report requires jinja2: pip install 'kvcache[report]'") from error
     own = Environment(
@@ -190,12 +198,21 @@ def templates(home: Path) -> Environment:
         "MOST_PREFIXES": MOST_PREFIXES,
         "Reason": Reason,
     }
-    own.filters |= {
+    prose = {"prose": lambda text: escape(printable(text)).replace(" %", Markup("&nbsp;%"))}
+    own.filters |= _filters() | prose
+    return own
+
+
+def _filters() -> dict[str, Callable[..., object]]:
+    """Return the report's filters."""
+    return {
         "ages_in_words": ages_in_words,
         "count": count,
         "describe_end": describe_end,
         "duration": duration,
         "few": few,
+        "hit_rates_of": hit_rates_of,
+        "is_scattered": is_scattered,
         "is_whole": is_whole,
         "most_computed": most_computed,
         "n": lambda number: f"{number:,}",
@@ -205,7 +222,6 @@ def templates(home: Path) -> Environment:
         "size": size,
         "utc": lambda at: datetime.fromtimestamp(at // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
-    return own
 
 
 def most_computed(audit: Audit) -> Reason | None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from fractions import Fraction
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from events.log import LogReader
 from events.types import PRIMARY
 from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.audit.advice import AdviceLine
 from kvcache.audit.explanation import explain_request
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.prefill import PrefillModel, PrefillTotals, Pricing, hours_between
@@ -32,16 +34,18 @@ from kvcache.audit.turns import KINDS_IN_WORDS
 from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.fold.slot_states import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT
 from kvcache.manager import Substitutes
-from kvcache.phrases import duration, few
+from kvcache.phrases import duration, few, share
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
 from kvcache.report.data import Phase, read_report_data
-from kvcache.report.imported import ImportedCurve, WhatIf, understood
+from kvcache.report.imported import Besides, ImportedCurve, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
+from kvcache.workload.reported import ReportedHour
 from tests.support.commands import Kvcache, RunPython, run_log, segments
 from tests.support.logs.agents import write_agents_trace
 from tests.support.logs.random_logs import random_log
+from tests.support.logs.served import round_robin, serve
 from tests.support.needs import program
 from tests.support.seeds import seeds
 from tests.support.servers.browser import Browser
@@ -444,6 +448,78 @@ def test_tenants_and_sessions(agents: Path, page: Page, kvcache: Kvcache) -> Non
     assert "groups" not in [each["id"] for each in page.all("section")]
 
 
+def test_many_sessions(tmp_path: Path, kvcache: Kvcache) -> None:
+    """Where those with an area each have little of the cache: the largest ones, and how many reuse how much."""
+    trace = write_agents_trace(tmp_path / "trace.jsonl", sessions=60, turns=2)
+    log = run_log(tmp_path / "log", "--primary-blocks", 600, "--concurrency", 3, trace=trace)
+    page = Page(report(log))
+    groups = json.loads(kvcache("audit", log, "--by", "session", "--top", 100, "--json").out)["groups"]
+    largest, rates = (page.data["charts"][name]["data"] for name in ("groups-session", "rates-session"))
+    named = [each["name"] or "(none)" for each in groups[:12]]
+    assert largest[0]["y"] == named[::-1]
+    tokens = np.sum([bar["x"] for bar in largest], axis=0).tolist()
+    assert tokens == [each["prompt_tokens"] for each in groups[:12]][::-1]
+    reused = [
+        Fraction(
+            sum(each["reasons"][kind] for kind in ("primary", "secondary", "partial")), each["prompt_tokens"]
+        )
+        for each in groups
+    ]
+    by_tenth = [sum(min(int(10 * rate), 9) == at for rate in reused) for at in range(10)]
+    assert rates[0]["y"] == by_tenth
+    assert sum(by_tenth) == len(groups) > 40
+    text = " ".join(page.text)
+    assert (
+        f"Half of the {len(groups)} reuse {share(float(sorted(reused)[len(groups) // 2]))} of their prompt tokens"
+        in text
+    )
+    assert "groups-tenant" in page.data["charts"]
+    assert "rates-tenant" not in page.data["charts"]
+
+
+def test_what_to_do(tmp_path: Path, kvcache: Kvcache) -> None:
+    """All that `kvcache advise` says of the log, with its commands; of a log with too few requests there is nothing."""
+    for number, length in enumerate((200, 99)):
+        log = serve(tmp_path / f"log {number}", round_robin(length, 20), primary_blocks=100)
+        done = kvcache("report", log, "-o", file := tmp_path / f"{number}.html")
+        assert done.code == 0, done.err
+        page = Page(file.read_text(encoding="utf-8"))
+        assert ("advice" in [each["id"] for each in page.all("section")]) == (length == 200)
+    page = Page((tmp_path / "0.html").read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    lines = kvcache("advise", tmp_path / "log 0").out.splitlines()[2:]
+    for line in filter(None, map(str.strip, lines)):
+        topic, said = re.match(r"((?:\S+ )*\S+)(?:  +(.*))?$", line).groups()  # type: ignore[union-attr]
+        assert topic in text
+        assert said is None or said in text
+    assert sum(line.lstrip().startswith("kvcache ") for line in lines) == len(page.all("code")) > 3
+
+
+def test_what_the_service_reported(tmp_path: Path, kvcache: Kvcache) -> None:
+    """The hours of `kvcache audit`, as a table and as lines; and in which cache the trace was played."""
+    trace = tmp_path / "calls.jsonl"
+    calls = [
+        {"timestamp": 2e9 + 600 * at, "prompt_token_ids": [1] * (40 + at)}
+        | {"usage": {"prompt_tokens_details": {"cached_tokens": 7 * at}}}
+        for at in range(12)
+    ]
+    trace.write_text("".join(json.dumps(each) + "\n" for each in calls))
+    options = ("--tokens-per-block", 4, "--primary-blocks", 50, "--secondary-blocks", 0)
+    hours = json.loads(kvcache("audit", trace, *options, "--json").out)["reported"]["hours"]
+    done = kvcache("report", trace, *options, "-o", tmp_path / "page.html")
+    assert done.code == 0, done.err
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    keys = ("requests", "prompt_tokens", "reported_tokens", "cached_tokens", "unlimited_tokens")
+    for each in hours:
+        assert f"+{each['hour']} h " + " ".join(f"{each[key]:,}" for key in keys) in text
+    drawn = [line["y"] for line in page.data["charts"]["reported"]["data"]]
+    parts = [[round(each[key] / each["prompt_tokens"], 5) for each in hours] for key in keys[2:]]
+    assert drawn == parts
+    assert len(hours) == 2
+    assert "played through 50 + 0 blocks of 4 tokens, at the trace's own times." in text
+
+
 class TestHarm:
     """Whatever a log holds, the page is what it was meant to be."""
 
@@ -501,7 +577,10 @@ class TestCommand:
         done = kvcache("report", busy, "-o", tmp_path / "page.html")
         assert (done.code, done.out) == (0, "")
         assert re.fullmatch(rf"kvcache: {tmp_path}/page.html: \d.\d MiB\n", done.err)
-        assert (tmp_path / "page.html").read_text(encoding="utf-8") == html
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        for added in (r'<section id="advice".*?</section>\n', r'<li><a href="#advice">.*?</li>'):
+            page = re.sub(added, "", page, flags=re.DOTALL)
+        assert page == html
 
     def test_it_overwrites_nothing_unasked(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
         """What exists stays as it is, a broken link as well, unless --force says otherwise."""
@@ -585,6 +664,9 @@ SHADED = (
 """By how many gradients it is shown that a table is cut; 0: none is cut."""
 PRICING = Pricing(PrefillModel(0.004, 6e-5, 2e-10), gpus=2, price=2.5, currency="<EUR>")
 MODEL = KVShape("llama", "bfloat16", 32, 131_072)
+LINE = AdviceLine("pin a prefix", "so much " * 30, "kvcache audit " + "log/" * 60 + " --by salt")
+HOURS = [ReportedHour(hour, 10**6, 10**12, 10**11, 10**12, 10**10) for hour in range(5)]
+BESIDES = Besides([("played through", "4 + 0 blocks")], [("worth doing", [LINE] * 3)], ["size: " * 40], HOURS)
 
 
 def test_what_prefills_cost(busy: Path, page: Page) -> None:
@@ -847,7 +929,7 @@ class TestBrowser:
     ) -> None:
         """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
         file = tmp_path / "page.html"
-        of_others = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL)
+        of_others = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL, besides=BESIDES)
         file.write_text(report(agents) if of_sessions else of_others, encoding="utf-8")
         with Browser(program("chromium"), tmp_path / "profile") as browser:
             for dark in (False, True):

@@ -26,7 +26,7 @@ from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit, audit_batches
 from kvcache.errors import ConfigError
 from kvcache.fold.prefix_tree import runs_below
-from kvcache.integrations.settings import wanted
+from kvcache.integrations.settings import recorder_settings
 from kvcache.integrations.vllm import plugin
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.replay import replay
@@ -253,12 +253,12 @@ def test_a_managers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in variables.items():
         monkeypatch.setenv(f"KVCACHE_{name}", value)
-    asked = wanted({"settings": {"eviction_policy": "levels"}}, None, None, manages=True)
+    asked = recorder_settings({"settings": {"eviction_policy": "levels"}}, None, None, manages=True)
     config = asked.config(tokens_per_block=16, primary_blocks=10, max_sequence_length=64)
     assert (asked.log, config.primary_blocks, config.log.fsync) == (None, 10, "never")
     assert (config.evict_ahead, config.enable_partial_reuse, config.eviction_policy) == (1, True, "levels")
     with pytest.raises(ConfigError, match="vLLM decides 'secondary_blocks'"):
-        wanted({"settings": {"secondary_blocks": 5}}, None, None, manages=True)
+        recorder_settings({"settings": {"secondary_blocks": 5}}, None, None, manages=True)
 
 
 def _partial(scheduler: Any) -> None:

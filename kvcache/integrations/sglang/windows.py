@@ -101,7 +101,7 @@ class WindowPages:
         passed: int = req.kv.get_evicted_seqlen(SLIDING)
         if req.lock is not None and req.lock.swa_released:
             passed = max(passed, req.kv.cache_protected_len)
-        return passed // self._size
+        return int(passed) // self._size
 
     def _left(self, name: str, indices: list[int]) -> None:
         if indices:
