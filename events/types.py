@@ -583,7 +583,9 @@ class BlocksUnpinned(Event, frozen=True):
 
 
 class PoolShared(Event, frozen=True):
-    """Further groups take slots of the first group's primary pool. Follows each `StateExported` of such a cache."""
+    """Further groups take slots of the first group's primary pool, or have their own. Follows each `StateExported` of
+    such a cache.
+    """
 
     groups: tuple[SharingGroup, ...]
     """They are numbered on from the groups of `CacheCreated`."""
