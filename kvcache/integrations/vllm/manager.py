@@ -39,7 +39,7 @@ class _Found(NamedTuple):
 class _Served:
     """A request with blocks."""
 
-    __slots__ = ("given", "known", "name", "output", "prompt", "sequence", "waits")
+    __slots__ = ("given", "known", "name", "output", "prompt", "room", "sequence", "waits")
 
     def __init__(self, request: Any, sequence: Sequence) -> None:
         self.sequence, self.name = sequence, sequence.request_id
@@ -53,6 +53,8 @@ class _Served:
         """True until all of these are scheduled."""
         self.given: list[int] = []
         """Its block table as the worker has it, which only grows."""
+        self.room = 0
+        """Tokens that the worker has slots for."""
 
 
 class _Popped(NamedTuple):
@@ -279,6 +281,7 @@ class VLLMCacheManager:
             return self.empty_kv_cache_blocks
         new = [slot + 1 for slot in table[len(given) :]]
         given += new
+        served.room = len(given) * self._size
         return self._as_blocks(new)
 
     def _as_blocks(self, ids: list[int]) -> Any:
