@@ -168,7 +168,7 @@ def test_heads_are_divided_over_gpus(tmp_path: Path, gpus: int, num_bytes: int) 
         (GPT_OSS | {"sliding_window": None}, "sliding_window is missing"),
         (
             LLAMA | {"model_type": "zamba", "mamba_d_state": 16},
-            "mamba_d_state is given, and layer_types does not",
+            "mamba_d_state is given without layer_types",
         ),
         (
             DEEPSEEK | {"index_head_dim": 128},
