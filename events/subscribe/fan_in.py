@@ -2,7 +2,7 @@
 
 ::
 
-    with Gathering("tcp://127.0.0.1:5557", replay=replay_in_topic) as subscriber:
+    with FanInSubscriber("tcp://127.0.0.1:5557", replay=replay_in_topic) as subscriber:
         for worker, report in subscriber:
             indexes[worker].fold(report)
 

@@ -225,7 +225,7 @@ _Form = TypeVar("_Form", ImportedCurve, WhatIf)
 def understood(given: object, form: type[_Form], what: str) -> _Form:
     """Parse the JSON of a command, given as text or as values, into the data that a report shows.
 
-    `what` names it in errors. Raises `NotUnderstood`.
+    `what` names it in errors. Raises `UnreadableInput`.
     """
     if isinstance(given, form):
         return given

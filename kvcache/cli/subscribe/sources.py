@@ -160,7 +160,7 @@ class _Source(NamedTuple):
 
     kind: Literal["publisher", "bound", "broker"]
     subscriber: Any
-    """A Subscriber or NativeSubscriber, a Gathering, a BrokerSubscriber or NativeBrokerSubscriber."""
+    """A Subscriber or NativeSubscriber, a FanInSubscriber, a BrokerSubscriber or NativeBrokerSubscriber."""
     replay: str | None = None
 
 
