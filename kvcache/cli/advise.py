@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,14 @@ from kvcache.audit.advice import (
 )
 from kvcache.cli import times
 from kvcache.cli.costs import Costs
-from kvcache.cli.curve import bytes_per_block
-from kvcache.cli.options import TOKENS_PER_BLOCK, add_cost_options, add_shared, option, positive, seekable
+from kvcache.cli.curve import bytes_per_block, trace_prompts
+from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
 from kvcache.cli.output import Facts, Output, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.served import Served
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
 from kvcache.errors import UsageError
 from kvcache.phrases import count, few, printable, share, size, span
-from kvcache.workload.traces import TracePrompts
 
 AdviceText = tuple[str, str | None]
 """A sentence, and the command that proves it; None if there is none."""
@@ -122,16 +122,6 @@ def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
             return observe_log(served.log, update), served
     # A trace may come from a pipe, and is read more than once.
     with leaving_at_sigterm(), seekable(args.log) as source:
-
-        def read() -> TracePrompts:
-            return TracePrompts(
-                source,
-                block_tokens=args.trace_block_size,
-                tokenizer=args.tokenizer,
-                tokens_per_block=args.tokens_per_block or TOKENS_PER_BLOCK,
-                shown=str(args.log),
-            )
-
         served = Served(args.log)
 
         @contextmanager
@@ -144,7 +134,7 @@ def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
         if args.primary_blocks is None and any(each is not None for each in about_a_cache):
             raise UsageError("--secondary-blocks, --concurrency and --keep-log require --primary-blocks")
         played = None if args.primary_blocks is None else play
-        return observe_trace(printable(str(args.log)), read, played), served
+        return observe_trace(printable(str(args.log)), partial(trace_prompts, args, source), played), served
 
 
 def _played(

@@ -35,6 +35,7 @@ from kvcache.cli.options import (
     add_shared,
     add_trace_options,
     cache_size,
+    number,
     option,
     positive,
     seekable,
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--sample RATE",
         f"estimate from {SAMPLES} samples with this fraction of the blocks each, as in 0.01, to use less memory",
-        type=_rate,
+        type=number("above 0 and at most 1", lambda rate: 0 < rate <= 1),
         default=1.0,
     )
     option(
@@ -213,14 +214,18 @@ def _prompts(
                 f"--{given[0].replace('_', '-')} is only valid for traces, and {source} is a log"
             )
         return LoggedPrompts(source, update)
+    return trace_prompts(args, source, progress=update, watch=reported.see)
+
+
+def trace_prompts(args: argparse.Namespace, source: Path, **called: Any) -> TracePrompts:
+    """Open the prompts of the trace `args.log`, which is read at `source`, with the given options."""
     return TracePrompts(
         source,
         block_tokens=args.trace_block_size,
         tokenizer=args.tokenizer,
         tokens_per_block=args.tokens_per_block or TOKENS_PER_BLOCK,
         shown=str(args.log),
-        progress=update,
-        watch=reported.see,
+        **called,
     )
 
 
@@ -458,17 +463,6 @@ def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:
     yield "now", f"{blocks}: {parts.format(*map(share, levels))}"
     recorded = parts.format(*map(share, _recorded(prompts, curve)))
     yield "recorded", f"{recorded} by the cache itself, with concurrent requests"
-
-
-def _rate(text: str) -> float:
-    """Parse a part of all blocks."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return rate
 
 
 def _sizes(text: str) -> tuple[int, ...]:

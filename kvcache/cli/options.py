@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -60,15 +60,25 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
-def seconds(text: str) -> float:
-    """Parse a finite number of seconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
-    return value
+def number(words: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser of numbers for which `accepts` is true; `words` describe them in errors."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
+        return value
+
+    return parse
+
+
+seconds = number("of seconds from 0 on", lambda value: 0 <= value < math.inf)
+"""Parser of a finite number of seconds, at least 0."""
+amount = number(f"above 0 and at most {_MOST_MONEY:,}", lambda value: 0 < value <= _MOST_MONEY)
+"""Parser of an amount of money, above 0."""
 
 
 def gpus(text: str) -> int:
@@ -76,17 +86,6 @@ def gpus(text: str) -> int:
     if (number := positive(text)) > _MOST_GPUS:
         raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_GPUS:,}")
     return number
-
-
-def amount(text: str) -> float:
-    """Parse an amount of money, above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= _MOST_MONEY:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount above 0 and at most {_MOST_MONEY:,}")
-    return value
 
 
 class SizeInBytes(int):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvcache.audit.block_cache import COMPILED
 from kvcache.audit.curve import LoggedPrompts
 from kvcache.audit.policies import POLICIES, Policy, RequestRecorder
-from kvcache.cli.options import option
+from kvcache.cli.options import number, option
 from kvcache.cli.output import Output
 from kvcache.errors import UsageError
 from kvcache.workload.traces import TracePrompts
@@ -29,7 +29,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         parser,
         "--hold SPEED",
         "with --policy and a trace: tokens per second that requests generate, holding their blocks meanwhile",
-        type=_speed,
+        type=number("of tokens per second", lambda speed: 0 < speed < 1e9),
     )
 
 
@@ -39,16 +39,6 @@ def _policies(text: str) -> tuple[Policy, ...]:
         return tuple(map(Policy.named, names))
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens per second")
-    return speed
 
 
 @dataclass(slots=True)

@@ -98,10 +98,10 @@ class WindowPages:
 
     def _passed(self, req: Any) -> int:
         """Return the number of leading pages that the window of a request has passed."""
-        passed: int = req.kv.get_evicted_seqlen(SLIDING)
+        passed = int(req.kv.get_evicted_seqlen(SLIDING))
         if req.lock is not None and req.lock.swa_released:
-            passed = max(passed, req.kv.cache_protected_len)
-        return int(passed) // self._size
+            passed = max(passed, int(req.kv.cache_protected_len))
+        return passed // self._size
 
     def _left(self, name: str, indices: list[int]) -> None:
         if indices:
