@@ -594,7 +594,7 @@ class LoggedPrompts:
     token.
 
     A block's number is the name that `v2_sha256_64` gives it, which stands for its tokens, all before them, and the
-    namespace; in a log without tokens the name that the log gives it (`NumberedPrompts`). Other attributes are complete when
+    namespace; in a log without tokens its name there (`NumberedPrompts`). Other attributes are complete when
     the iteration has ended. It raises `Unsupported` for a log without full attention, `UsageError` for one without a
     cache, or whose blocks are named in several ways, `Unreplayable`, and what `LogReader` raises.
     """

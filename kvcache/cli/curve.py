@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--sample RATE",
         f"estimate from {SAMPLES} samples with this fraction of the blocks each, as in 0.01, to use less memory",
-        type=number("above 0 and at most 1", lambda rate: 0 < rate <= 1),
+        type=number("a number above 0 and at most 1", lambda rate: 0 < rate <= 1),
         default=1.0,
     )
     option(

@@ -69,15 +69,15 @@ def number(words: str, accepts: Callable[[float], bool]) -> Callable[[str], floa
         except ValueError:
             value = math.nan
         if not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
         return value
 
     return parse
 
 
-seconds = number("of seconds from 0 on", lambda value: 0 <= value < math.inf)
+seconds = number("a number of seconds from 0 on", lambda value: 0 <= value < math.inf)
 """Parser of a finite number of seconds, at least 0."""
-amount = number(f"above 0 and at most {_MOST_MONEY:,}", lambda value: 0 < value <= _MOST_MONEY)
+amount = number(f"an amount above 0 and at most {_MOST_MONEY:,}", lambda value: 0 < value <= _MOST_MONEY)
 """Parser of an amount of money, above 0."""
 
 

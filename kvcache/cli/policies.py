@@ -29,7 +29,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         parser,
         "--hold SPEED",
         "with --policy and a trace: tokens per second that requests generate, holding their blocks meanwhile",
-        type=number("of tokens per second", lambda speed: 0 < speed < 1e9),
+        type=number("a number of tokens per second", lambda speed: 0 < speed < 1e9),
     )
 
 

@@ -19,7 +19,7 @@ from kvcache.cli.served import Served
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
 from kvcache.errors import Unsupported, UsageError
 from kvcache.phrases import printable, size
-from kvcache.report.imported import Besides, ImportedCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import ImportedCurve, Supplements, WhatIf, refuse_other, understood
 from kvcache.report.page import report
 
 PAGE_HEADER = b"<!doctype html>"
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read the log twice (for a trace, that of the cache that served it), and write the page."""
+    """Read the log, or that of the trace, four times or more, and write the page."""
     costs = Costs.of(args)
     curve = _given(args.log, args.curve, ImportedCurve, out)
     whatif = _given(args.log, args.whatif, WhatIf, out)
@@ -65,18 +65,18 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return _write(served, curve, whatif, costs, args, out)
 
 
-def _besides(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> Besides:
-    """Return what the page says beside the log: advice, and how its trace was played."""
+def _supplements(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> Supplements:
+    """Return further sections: advice, and how a trace was played."""
     reported = () if served.reported is None else served.reported.hours
     origin = tuple(served.facts())
     try:
         with out.progress("reading") as update:
             found = observe_log(served.log, update)
     except (UsageError, Unsupported):  # too few requests, no token ids, or no full attention
-        return Besides(origin, reported=reported)
+        return Supplements(origin, reported=reported)
     advised = advise(found, 60.0 * MINUTES)
     lines = tuple(Page(args, found, costs).lines(advised))
-    return Besides(origin, lines, tuple(unanswered(advised)), reported)
+    return Supplements(origin, lines, tuple(unanswered(advised)), reported)
 
 
 def _write(
@@ -89,7 +89,7 @@ def _write(
 ) -> int:
     # Errors about the output file are reported before a long log is read.
     with leaving_at_sigterm(), replacing(args.output, force=args.force, header=PAGE_HEADER) as new:
-        besides = _besides(served, args, costs, out)
+        supplements = _supplements(served, args, costs, out)
         with out.progress("reading") as update:
             page = report(
                 served.log,
@@ -97,7 +97,7 @@ def _write(
                 whatif=whatif,
                 pricing=costs.pricing,
                 model=costs.model,
-                besides=besides,
+                supplements=supplements,
                 progress=update,
                 ended=out.note_end,
             )

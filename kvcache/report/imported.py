@@ -33,13 +33,13 @@ class OtherLog(UsageError):
     text = "{what} is about another log: give the output of `kvcache {command} LOG --json` for this one"
 
 
-class Besides(NamedTuple):
-    """What a page says beside its log."""
+class Supplements(NamedTuple):
+    """Further sections of a page, about more than its log."""
 
     origin: Sequence[tuple[str, str]] = ()
-    """How a trace was played: labels and facts."""
+    """Cache that a trace was played through, as labels and facts."""
     advice: Sequence[tuple[str, Sequence[AdviceLine]]] = ()
-    """What to do about the cache, under titles."""
+    """Advice on the cache, under titles."""
     unanswered: Sequence[str] = ()
     """Advice that cannot be given, and why."""
     reported: Sequence[ReportedHour] = ()

@@ -27,7 +27,7 @@ from kvcache.errors import UsageError
 from kvcache.phrases import count, describe_end, duration, few, is_whole, later, printable, share, size
 from kvcache.report.charts import COLORS, GROUPS, charts_of, hit_rates_of, is_scattered
 from kvcache.report.data import MOST_EVICTIONS, MOST_PREFIXES, Progress, ReportData, read_report_data
-from kvcache.report.imported import Besides, ImportedCurve, WhatIf, refuse_other, understood
+from kvcache.report.imported import ImportedCurve, Supplements, WhatIf, refuse_other, understood
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -45,14 +45,14 @@ def report(
     whatif: Mapping[str, Any] | WhatIf | None = None,
     pricing: Pricing | None = None,
     model: KVShape | None = None,
-    besides: Besides | None = None,
+    supplements: Supplements | None = None,
     progress: Progress = lambda _: None,
     ended: Callable[[LogEnd], None] = lambda _: None,
 ) -> str:
     """Return an HTML page about a log's cache. It needs no network, and contains no tokens and no salts.
 
     `curve` and `whatif` are the output of `kvcache curve LOG --json` and `kvcache whatif LOG --json`, and add a section
-    each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks; `besides` has further
+    each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks; `supplements` has further
     sections. The log is read twice;
     `progress` is called with the batches read, `ended` with the end of the log. Raises `UsageError` if plotly or jinja2
     is not installed, or if an input is something else or about another log, and what reading and replaying a log raise.
@@ -65,7 +65,7 @@ def report(
     prefills = [] if pricing is None else [PrefillTotals(pricing.model)]
     found = read_report_data(directory, progress, *prefills)
     ended(found.end)
-    extra = besides or Besides()
+    extra = supplements or Supplements()
     costs = Spending.of(found.audit, prefills, pricing, model)
     data = {
         "facts": facts(found),
@@ -80,7 +80,7 @@ def report(
         curve=own_curve,
         whatif=own_whatif,
         costs=costs,
-        besides=extra,
+        supplements=extra,
         data=data,
         colors=COLORS,
     )

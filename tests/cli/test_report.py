@@ -39,7 +39,7 @@ from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
 from kvcache.report.data import Phase, read_report_data
-from kvcache.report.imported import Besides, ImportedCurve, WhatIf, understood
+from kvcache.report.imported import ImportedCurve, Supplements, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
 from kvcache.workload.reported import ReportedHour
 from tests.support.commands import Kvcache, RunPython, run_log, segments
@@ -666,7 +666,9 @@ PRICING = Pricing(PrefillModel(0.004, 6e-5, 2e-10), gpus=2, price=2.5, currency=
 MODEL = KVShape("llama", "bfloat16", 32, 131_072)
 LINE = AdviceLine("pin a prefix", "so much " * 30, "kvcache audit " + "log/" * 60 + " --by salt")
 HOURS = [ReportedHour(hour, 10**6, 10**12, 10**11, 10**12, 10**10) for hour in range(5)]
-BESIDES = Besides([("played through", "4 + 0 blocks")], [("worth doing", [LINE] * 3)], ["size: " * 40], HOURS)
+SUPPLEMENTS = Supplements(
+    [("played through", "4 + 0 blocks")], [("worth doing", [LINE] * 3)], ["size: " * 40], HOURS
+)
 
 
 def test_what_prefills_cost(busy: Path, page: Page) -> None:
@@ -929,7 +931,9 @@ class TestBrowser:
     ) -> None:
         """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
         file = tmp_path / "page.html"
-        of_others = report(busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL, besides=BESIDES)
+        of_others = report(
+            busy, curve=CURVE, whatif=WHATIF, pricing=PRICING, model=MODEL, supplements=SUPPLEMENTS
+        )
         file.write_text(report(agents) if of_sessions else of_others, encoding="utf-8")
         with Browser(program("chromium"), tmp_path / "profile") as browser:
             for dark in (False, True):

@@ -101,7 +101,8 @@ class WindowPages:
         passed = int(req.kv.get_evicted_seqlen(SLIDING))
         if req.lock is not None and req.lock.swa_released:
             passed = max(passed, int(req.kv.cache_protected_len))
-        return passed // self._size
+        size: int = self._size
+        return passed // size
 
     def _left(self, name: str, indices: list[int]) -> None:
         if indices:
