@@ -14,6 +14,7 @@ from tests.support.seeds import day, one_a_day
 
 PYTHON_TREE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+RELEASES = {"SGLANG_OPT_RELEASE_PREFILL_SWA": "1"}
 CHUNKED = {"chunked_prefill_size": 64}
 AHEAD = {"disable_overlap_schedule": False}
 SLIDING = {"model": "sliding", "swa_full_tokens_ratio": 0.5}
@@ -36,8 +37,12 @@ pytestmark = [pytest.mark.needs("sglang"), pytest.mark.timeout(SECONDS)]
                 id="16-write-back",
             ),
             pytest.param({"page_size": 4, "enable_mixed_chunk": True, **CHUNKED}, {}, id="4-mixed"),
-            pytest.param({"page_size": 16, **SLIDING, **CHUNKED, **AHEAD}, RETRACTIONS, id="16-sliding"),
-            pytest.param({"page_size": 1, **SLIDING, **CHUNKED}, PYTHON_TREE, id="1-sliding-python"),
+            pytest.param(
+                {"page_size": 16, **SLIDING, **CHUNKED, **AHEAD}, RETRACTIONS | RELEASES, id="16-sliding"
+            ),
+            pytest.param(
+                {"page_size": 1, **SLIDING, **CHUNKED}, PYTHON_TREE | RELEASES, id="1-sliding-python"
+            ),
             pytest.param({"page_size": 4, **SLIDING}, RETRACTIONS | PYTHON_TREE, id="4-sliding-python"),
         ]
     ),

@@ -37,7 +37,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 __all__ = ["HookRegistry", "StockSGLang"]
 VOCABULARY = 64
-WINDOW = 40
+WINDOW = 12
 """Tokens that a layer of the model "sliding" looks back."""
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
