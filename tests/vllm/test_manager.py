@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +117,18 @@ def test_an_error_ends_the_engine_and_closes_the_log(tmp_path: Path) -> None:
     assert replayed.state.sequences
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"hybrid": True, "num_gpu_blocks_override": 88}, "a model with 2 groups of layers"),
-        ({"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "vLLM's own KV events"),
-    ],
-)
-@pytest.mark.long
-def test_an_engine_that_cannot_be_served_does_not_start(
-    settings: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    """It says why, and what to do instead."""
-    both = plugins(tmp_path / "plugins")
-    done = in_vllm(GENERATE, tmp_path / "model", json.dumps(settings), path=both, **MANAGED)
-    assert done.returncode
-    assert why in done.stdout + done.stderr
-    assert "KVCACHE_MODE=record" in done.stdout + done.stderr
+def test_what_cannot_be_served_is_refused() -> None:
+    """Engines do not start, and say why and what to do instead; a request with streaming input ends with an error."""
+    said = reported(in_vllm("tests.support.engines.vllm_refused"))
+    assert said.pop("session") == "FINISHED_ERROR"
+    why = {
+        "sliding": "a model with 2 groups of layers",
+        "states": "a model with 2 groups of layers",
+        "connector": "a KV connector",
+        "eagle": "speculation by another model",
+        "events": "vLLM's own KV events",
+    }
+    assert said.keys() == why.keys()
+    for name, text in said.items():
+        assert why[name] in text
+        assert "KVCACHE_MODE=record" in text

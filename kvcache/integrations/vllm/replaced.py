@@ -31,7 +31,7 @@ def replace_manager(scheduler: Any, given: object, directory: str | None) -> Non
     known_version()
     for holds, what in _unsupported(scheduler):
         if holds:
-            raise Unsupported(f"{what} with {MODE}=manager", _INSTEAD)
+            raise Unsupported(f"{MODE}=manager with {what}", _INSTEAD)
     asked = recorder_settings(given, directory, rank_of(scheduler.vllm_config.parallel_config), manages=True)
     attachment = _replace(scheduler, asked)
     close_with(scheduler, attachment)
@@ -58,7 +58,7 @@ def _unsupported(scheduler: Any) -> list[tuple[bool, str]]:
         ),
         (scheduler.connector is not None, "a KV connector"),
         (scheduler.dcp_world_size > 1, "decode context parallelism"),
-        (scheduler.enable_kv_cache_events, "vLLM's own KV events, beside which there are sinks,"),
+        (scheduler.enable_kv_cache_events, "vLLM's own KV events (sinks publish ours)"),
         (
             scheduler.needs_kv_cache_zeroing,
             "a cache of mixed precision, whose blocks vLLM overwrites with zeros",
