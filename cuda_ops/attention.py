@@ -61,7 +61,8 @@ def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
     """
     if not len(slots) == len(key) == len(value):
         raise ValueError(
-            f"{len(slots)} slots, {len(key)} keys and {len(value)} values: give one of each for each token"
+            f"{len(slots)} slots, {len(key)} keys and {len(value)} values were given: pass one of each per "
+            "token"
         )
     blocks, places = slots // kv.tokens_per_block, slots % kv.tokens_per_block
     kv.tokens(kv.value)[blocks, places] = value.to(kv.value.dtype)
@@ -92,7 +93,7 @@ def attend(
     tokens than queries, or the window is below 1.
     """
     if any(map(gt, counts, lengths)) or (window is not None and window < 1):
-        raise ValueError("counts must be at most lengths, and a window at least 1")
+        raise ValueError("counts must not exceed lengths, and window must be at least 1")
     seen = []
     for rows, table, length, count in zip(torch.split(query, counts), tables, lengths, counts, strict=True):
         if count:

@@ -60,7 +60,7 @@ class Blocks:
         tensors = [tensor for pools in groups for pool in pools for tensor in pool.levels]
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if len(devices) > 1:
-            raise ValueError("one copier serves one GPU")
+            raise ValueError("a copier serves one GPU only")
         self.device = devices.pop() if devices else None
         """The GPU, if there is one."""
 
@@ -68,17 +68,20 @@ class Blocks:
         """Raise ValueError for slots that do not exist: on a GPU nothing else would stop a copy past a pool's end."""
         for copy in copies:
             if not 0 <= copy.group < len(self.groups):
-                raise ValueError(f"there is no group {copy.group}")
+                raise ValueError(f"unknown group {copy.group}")
             for levels in self.groups[copy.group]:
                 for level, slots in ((copy.source_level, copy.source), (copy.target_level, copy.target)):
                     if not 0 <= level < len(levels):
-                        raise ValueError(f"there is no level {level}")
+                        raise ValueError(f"unknown level {level}")
                     if slots.max(initial=-1) >= levels[level].shape[0]:
                         raise ValueError(
-                            f"slot {slots.max()} of level {level}: it has {levels[level].shape[0]}"
+                            f"slot {slots.max()} is out of range: level {level} has {levels[level].shape[0]} "
+                            "slots"
                         )
                 if copy.num_tokens is not None and not 0 < copy.num_tokens <= levels[0].shape[2]:
-                    raise ValueError(f"{copy.num_tokens} tokens of blocks of {levels[0].shape[2]}")
+                    raise ValueError(
+                        f"{copy.num_tokens} tokens exceed the block size of {levels[0].shape[2]}"
+                    )
 
 
 def byte_rows(tensor: torch.Tensor, token_dim: int) -> torch.Tensor:

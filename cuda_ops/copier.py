@@ -43,14 +43,17 @@ class Copy:
     target: npt.NDArray[np.int32]
     """Slots to write; shape [n]."""
     num_tokens: int | None = None
-    """Only the first tokens of each block; None: whole blocks."""
+    """Number of leading tokens to copy of each block; None: whole blocks."""
     group: int = 0
 
     def __post_init__(self) -> None:
         if self.source.ndim != 1 or self.source.shape != self.target.shape:
-            raise ValueError(f"a copy needs pairs of slots, not {self.source.shape} and {self.target.shape}")
+            raise ValueError(
+                "source and target slots must be one-dimensional and of equal length, not "
+                f"{self.source.shape} and {self.target.shape}"
+            )
         if min(self.source.min(initial=0), self.target.min(initial=0)) < 0:
-            raise ValueError("slots are counted from 0")
+            raise ValueError("slots must not be negative")
 
     @property
     def moves_nothing(self) -> bool:

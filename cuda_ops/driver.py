@@ -79,7 +79,7 @@ class Driver:
         try:
             self._look_up = library.cuGetProcAddress_v2
         except AttributeError:
-            raise OSError("the driver is older than CUDA 12: it has no cuGetProcAddress_v2") from None
+            raise OSError("the driver is older than CUDA 12 (no cuGetProcAddress_v2)") from None
         self._look_up.argtypes = (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int))
         self._batch = self._find(_BATCH)
         needed = (_ONE, _REGISTER, _UNREGISTER, _SYNCHRONIZE)
@@ -108,7 +108,7 @@ class Driver:
         """
         code = self._submit(pieces, stream)[0] if self._batch else 0
         if code in (INVALID_VALUE, NOT_SUPPORTED):
-            self._batch, self.why_single = None, f"this driver refuses batches (CUDA error {code})"
+            self._batch, self.why_single = None, f"the driver refuses batches (CUDA error {code})"
         if self._batch is None or code:
             self.copy(pieces, stream)
 
@@ -120,7 +120,7 @@ class Driver:
         code, wrong = self._submit(pieces, stream)
         if code == INVALID_VALUE:
             # Not an incapable driver, or `probe` would have noticed, but a wrong argument.
-            raise DriverError(f"cuMemcpyBatchAsync refuses {_described(pieces, wrong)}, which is a bug", code)
+            raise DriverError(f"cuMemcpyBatchAsync refused {_described(pieces, wrong)}, which is a bug", code)
         if code:
             raise DriverError(f"cuMemcpyBatchAsync of {len(pieces.sizes)} copies", code)
 
@@ -145,7 +145,7 @@ class Driver:
         for index, (target, source, size) in enumerate(zip(*(each.tolist() for each in pieces), strict=True)):
             code = self._one(target, source, size, stream.cuda_stream)
             if code:
-                raise DriverError(f"cuMemcpyAsync refuses {_described(pieces, index)}", code)
+                raise DriverError(f"cuMemcpyAsync refused {_described(pieces, index)}", code)
 
     def register(self, address: int, num_bytes: int) -> None:
         """Page-lock host memory, for all contexts. Raises DriverError."""

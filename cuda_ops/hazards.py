@@ -107,4 +107,4 @@ def _refuse_inner_hazard(copy: Copy) -> None:
     twice = np.unique(copy.target).size != copy.target.size
     both = copy.source_level == copy.target_level and np.intersect1d(copy.source, copy.target).size > 0
     if twice or (both and not copy.moves_nothing):
-        raise ValueError("one copy writes a slot twice, or reads and writes the same slot")
+        raise ValueError("a copy writes a slot twice, or reads and writes the same slot")

@@ -154,7 +154,7 @@ def _place(region: mmap.mmap, address: int, placement: Placement) -> None:
             region.madvise(vars(mmap)[name])
         except (KeyError, OSError):
             raise MemoryError(
-                f"hugepages={placement.hugepages}: this system has no transparent huge pages; give system"
+                f"hugepages={placement.hugepages}: this system has no transparent huge pages; set it to system"
             ) from None
     if placement.numa_node is not None:
         number = _MBIND.get(platform.machine()) if sys.platform == "linux" else None
@@ -167,7 +167,7 @@ def _place(region: mmap.mmap, address: int, placement: Placement) -> None:
             size, most = ctypes.c_size_t(len(region)), ctypes.c_ulong(_NODES + 1)
             refused = call(number, ctypes.c_void_p(address), size, _MPOL_BIND, mask, most, 0) != 0
         if refused:
-            raise MemoryError(f"numa_node={node}: this machine has no such node for memory; give none")
+            raise MemoryError(f"numa_node={node}: this machine has no memory on such a node; set it to none")
 
 
 def _mapped(descriptor: int, num_bytes: int, flags: int, what: str) -> _LockedRegion:

@@ -20,7 +20,7 @@ class Probed(NamedTuple):
     """The usable ways to copy on a GPU."""
 
     memcpy: Memcpy | None
-    """None: only torch works."""
+    """Executor of DMA copies; None: only torch works."""
     why: str
     """The reason, in words."""
     kernel: Kernel | None = None
@@ -36,7 +36,7 @@ def probed(device: torch.device) -> Probed:
         found = probe(driver, TorchGpu(device), host, there)
         return found if found.memcpy is None else with_kernel(found, host, there)
     except (OSError, RuntimeError) as error:
-        return Probed(None, f"no driver for copies by DMA ({error})")
+        return Probed(None, f"no driver for DMA copies ({error})")
 
 
 def with_kernel(found: Probed, host: torch.Tensor, there: torch.Tensor) -> Probed:
@@ -51,11 +51,11 @@ def with_kernel(found: Probed, host: torch.Tensor, there: torch.Tensor) -> Probe
         copy_blocks(blocks, far, np.array([[0, 1]], np.int32), 3)
         right = torch.equal(far[2], far[0]) and torch.equal(far[1, :, :3].cpu(), blocks[0, :, :3])
         if right:
-            return found._replace(why=f"{found.why}; a kernel by Triton inside the GPU", kernel=copy_blocks)
-        why = "it copies something else"
+            return found._replace(why=f"{found.why}; Triton kernel inside the GPU", kernel=copy_blocks)
+        why = "it copies the wrong bytes"
     except Exception as error:  # noqa: BLE001  compilers fail in many ways, and without one there are lists still
         why = first_line(error)
-    return found._replace(why=f"{found.why}; no kernel by Triton ({why})")
+    return found._replace(why=f"{found.why}; no Triton kernel ({why})")
 
 
 def probe(driver: Driver, gpu: Gpu, host: torch.Tensor, there: torch.Tensor) -> Probed:
@@ -80,7 +80,7 @@ def probe(driver: Driver, gpu: Gpu, host: torch.Tensor, there: torch.Tensor) -> 
             driver.probe(pieces, stream)
     stream.synchronize()
     if not torch.equal(host[_BYTES:], content):
-        return Probed(None, "copies by DMA brought other bytes")
+        return Probed(None, "DMA copies returned the wrong bytes")
     if driver.why_single:
-        return Probed(driver, f"copies one by one by cuMemcpyAsync: {driver.why_single}")
+        return Probed(driver, f"single copies by cuMemcpyAsync: {driver.why_single}")
     return Probed(driver, "batches of copies by cuMemcpyBatchAsync")

@@ -61,7 +61,7 @@ def decode_batch(data: bytes | memoryview) -> EventBatch:
         # The error and its place, in our own words: the original message may quote the bytes.
         where = re.search(r"`(\$[\[\]0-9.]*)`$", str(error))
         place = f" at {where[1]}" if where else ""
-        raise EventDecodeError(f"no event batch: {type(error).__name__}{place}") from None
+        raise EventDecodeError(f"not an event batch: {type(error).__name__}{place}") from None
 
 
 def without_tokens(event: AnyEvent) -> AnyEvent:

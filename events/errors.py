@@ -95,8 +95,8 @@ class UnsafeFile(EventsError):
 class NotARegularFile(UnsafeFile):
     """Something else than a regular file has the name of one of our files."""
 
-    reason: str = "it is no regular file"
-    advice: str = "remove it, or name another place"
+    reason: str = "it is not a regular file"
+    advice: str = "remove it, or choose another path"
 
 
 @dataclass(eq=False, repr=False)
@@ -110,8 +110,8 @@ class LogExists(LogError):
     """The directory holds a log, and `resume` was not set."""
 
     text = (
-        "{path} holds a log already: choose another directory, or continue it with "
-        "log=LogWriter(directory, resume=True)"
+        "{path} already holds a log: choose another directory, or continue it with log=LogWriter(directory, "
+        "resume=True)"
     )
 
 
@@ -127,9 +127,7 @@ class LogLocked(LogError):
 class LogBusy(LogLocked):
     """Another process makes snapshots of the log, compresses it or removes parts; a writer is no obstacle."""
 
-    text = (
-        "{holder} makes snapshots of {path}, compresses or removes what is in it: try again when it is done"
-    )
+    text = "{path} is being maintained by {holder} (snapshots, compression or pruning): try again when it is done"
 
 
 @dataclass(eq=False, repr=False)
@@ -142,9 +140,9 @@ class NotALog(LogError):
     to_write: bool = False
 
     def __str__(self) -> str:
-        problem = "is not a log directory: give the one that was written to, with *.kvlog files in it"
+        problem = "is not a log directory: give a directory that a log was written to, with *.kvlog files"
         if self.to_write:
-            problem = "holds other things than a log: give an empty directory, or a name that is new"
+            problem = "holds something other than a log: give an empty or new directory"
         return f"{self.path} {problem}"
 
 
@@ -157,10 +155,13 @@ class LogOfOtherKind(LogError):
     def __str__(self) -> str:
         if self.kind == "feed":
             return (
-                f"{self.path} is a log of kind feed: it records what engines told (`kvcache tap`), not what a cache "
-                "did, so this is not known of it; replay, match, audit, events and publish understand it"
+                f"{self.path} is a feed log: it records what engines published (`kvcache tap`), not what a "
+                "cache did, so it cannot answer this; use it with replay, match, audit, events or publish"
             )
-        return f"{self.path} is the log of a cache, not of what engines told: give `kvcache tap` another directory"
+        return (
+            f"{self.path} is the log of a cache, not of what engines published: give `kvcache tap` another "
+            "directory"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -180,7 +181,7 @@ class LogOutdated(LogError):
 class ZstdMissing(LogError):
     """The log is compressed, which needs a package that is not installed."""
 
-    text = "{path} is compressed, and cannot be read without zstd: pip install 'kvcache[zstd]'"
+    text = "{path} is compressed and cannot be read without zstd: pip install 'kvcache[zstd]'"
 
 
 @dataclass(eq=False, repr=False)
@@ -225,9 +226,14 @@ class LogWriteFailed(LogError):
         if self.errno is None:
             return f"{self.path} is not recorded: {self.reason}; open a new log"
         if self.ended:
-            return f"{self.path} could not be written to its end: {self.reason}; what is there can be read"
-        advice = "make room or mend the disk" if self.errno != errno.ESTALE else "put back what was there"
-        return f"{self.path} cannot be written: {self.reason}; {advice}: it is tried again by itself"
+            return (
+                f"the end of {self.path} could not be written: {self.reason}; everything before it can be "
+                "read"
+            )
+        advice = (
+            "free some space or repair the disk" if self.errno != errno.ESTALE else "restore what was there"
+        )
+        return f"{self.path} cannot be written: {self.reason}; {advice}; it retries automatically"
 
 
 def type_and_place(error: BaseException) -> str:

@@ -58,7 +58,7 @@ class StatedRange(EventPart, frozen=True):
 
     start: int
     stop: int | None
-    """None: up to the end."""
+    """End of the range; None: the end of the prompt."""
     priority: int
     duration: int = 0
     """Nanoseconds after a block's last release; 0: unlimited."""
@@ -80,7 +80,7 @@ class Inherited(EventPart, frozen=True):
 
     group: GroupIndex
     block: int
-    """Its index in the table."""
+    """Index of the block in the table."""
     priority: int
     duration: int
 
@@ -114,12 +114,12 @@ class SymbolPage(EventPart, frozen=True):
 
     number: int
     token: int
-    """In an item, the token at all these offsets; else the first of the tokens, a multiple of 256."""
+    """Token of the page: in an item, the one at all these offsets; else the first of the tokens, a multiple of 256."""
     extra_id: int = 0
     digest: bytes | None = None
     """The item's digest; None: in no item."""
     offset: int = 0
-    """In an item, the first of the offsets, a multiple of 256."""
+    """Offset of the page in its item, a multiple of 256; 0 outside items."""
     uuid: str | None = None
     """The item's other name, if it had one when the page was begun."""
 
@@ -145,7 +145,8 @@ class GroupExported(EventPart, frozen=True):
     symbols: Tokens
     """The tokens of all runs, in order; empty if the log records no tokens."""
     slots: Slots
-    """In a sliding window -1 for a block that is not cached but has a cached descendant."""
+    """Slots of all blocks of the runs, in order; in a sliding window -1 for a block that is not cached but has a
+    cached descendant."""
     keys: Keys
     blank_slots: tuple[Slots, Slots]
     """Blank slots per level; the last is taken next."""
@@ -155,9 +156,9 @@ class GroupExported(EventPart, frozen=True):
     """Sliding windows only. int64, 7 per block of the runs: level, priority, duration, expiry, release stamp,
     references, transfer."""
     uses: Numbers = b""
-    """Only in a full window with `eviction_policy` ``levels``. int64. One per run: the releases by which its turn is
-    delayed; then the turn of the block last evicted for good; then 2 per block, cached or not: name and uses, least
-    recently used first."""
+    """Use counts, only in a full window with `eviction_policy` ``levels``: int64. One per run: the releases by which
+    its turn is delayed; then the turn of the block last evicted for good; then 2 per block, cached or not: name and
+    uses, least recently used first."""
     checksums: Checksums = b""
     """One per secondary slot, for landed blocks; 0 elsewhere. Empty if none is known."""
 

@@ -230,7 +230,7 @@ class SymbolsInterned(Event, frozen=True):
     """Tokens of multimodal items, or with an extra id, were assigned symbols: numbers below 0, a page at a time."""
 
     pages: Pages
-    """None in a log without tokens."""
+    """Pages of symbols; none in a log without tokens."""
 
 
 class SymbolsForgotten(Event, frozen=True):
@@ -262,7 +262,7 @@ class SequenceAdded(Event, frozen=True):
     resumed: bool = False
     """The request ran before and continues: tokens computed then and found again are no hits."""
     retention: StatedRetention | None = None
-    """None: priority 35, unlimited."""
+    """Retention stated by the request; None: priority 35, unlimited."""
     clock: int = 0
     """Nanoseconds since the cache was created, while it has run; 0 until a request has stated a duration. Releases of
     blocks are timed by it."""
@@ -410,7 +410,8 @@ class BlocksReused(Event, frozen=True):
     first_block: BlockIndex
     slots: Slots
     names: Names
-    """In a sliding window preceded by names of earlier blocks that no event about this sequence has given."""
+    """Names of the blocks; in a sliding window preceded by names of earlier blocks that no event about this sequence
+    has given."""
     replaced: Slots = b""
     """The sequence's own slots, returned because it computed blocks that another sequence stored first. With the
     setting `append_only_tables` they stay the sequence's, and become blank when it ends."""
@@ -669,7 +670,7 @@ class WorkerSeen(Event, frozen=True):
     """The first batch of a worker in this epoch, or a change of its name."""
 
     worker: int
-    """Its number in this log; the same in all epochs."""
+    """Number of the worker in this log; the same in all epochs."""
     source: str
     """Address of its publisher: the endpoint or, if publishers connect to a bound one, its topic and key."""
     topic: str
@@ -765,7 +766,7 @@ FeedEvent = (
     | FeedUnknown
 )
 FEED_EVENTS = typing.get_args(FeedEvent)
-"""All of them."""
+"""Types of all events of feed logs."""
 
 PRIMARY = LevelIndex(0)
 SECONDARY = LevelIndex(1)
@@ -774,7 +775,7 @@ FULL, SLIDING, CROSS = "full", "sliding", "cross"
 CHUNKED, STATE, UNCACHED = "chunked", "state", "uncached"
 """Further kinds of groups that share a pool (`SharingGroup.kind`)."""
 CROSS_WINDOW = 0
-"""Stands for cross attention, which has no window, wherever groups are distinguished by their windows."""
+"""Window that identifies cross attention, which has none, where groups are distinguished by their windows."""
 
 AnyEvent = (
     CacheCreated

@@ -16,7 +16,7 @@
     │   ├── ComputationLost
     │   ├── ManagerClosed
     │   ├── Contradiction     an engine's call to a `Recorder` contradicts earlier ones
-    │   ├── SnapshotError     a file is no saved prefix index that can be read
+    │   ├── SnapshotError     a file is not a readable prefix index
     │   └── Unsupported
     ├── CapacityError         there is no room; nothing has changed, less or later may work
     │   ├── OutOfBlocks
@@ -99,8 +99,8 @@ class DuplicateRequest(UsageError):
     def __str__(self) -> str:
         request = f"request {shown(self.request_id)}"
         if self.in_batch:
-            return f"{request} is in this call twice: give each request an id of its own"
-        return f"{request} is running already: remove it first, or choose another id"
+            return f"duplicate {request} in this call: give each request its own id"
+        return f"{request} is already running: remove it first, or choose another id"
 
 
 @dataclass(eq=False, repr=False)
@@ -110,7 +110,7 @@ class UnknownRequest(UsageError):
     request_id: RequestId
 
     def __str__(self) -> str:
-        return f"request {shown(self.request_id)} is not running: it was never added, or was removed already"
+        return f"unknown request {shown(self.request_id)}: it was never added, or has been removed"
 
 
 @dataclass(eq=False, repr=False)
@@ -141,8 +141,9 @@ class ManagerBusy(UsageError):
     """The manager was called in the middle of another call, by the same thread."""
 
     text = (
-        "the manager is in the middle of another call: what runs meanwhile (a signal handler, clock, copier or "
-        "iterable) may only call close(), which takes effect when that call has ended; call the rest after it"
+        "the manager was called while another call is in progress: code that runs during a call (signal "
+        "handlers, clocks, copiers, iterables) may only call close(), which then takes effect at its end; "
+        "make other calls afterwards"
     )
 
 
@@ -150,8 +151,8 @@ class TransfersPending(UsageError):
     """Block tables were requested, or tokens reported as computed, before the copies into these blocks were started."""
 
     text = (
-        "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
-        "block tables and computing"
+        "copies into these blocks have not been started: call start_transfers() after admissions, before "
+        "requesting block tables and computing"
     )
 
 
@@ -159,8 +160,8 @@ class TransfersNotAwaited(UsageError):
     """With `debug_check_tables`: copies were started, and nothing waits for them before tables are used."""
 
     text = (
-        "copies were started and nothing waits for them: before the forward pass call ticket.wait_on(stream) of what "
-        "start_transfers() has returned (on a CPU ticket.wait())"
+        "copies were started, but nothing waits for them: call wait_on(stream) of the ticket from "
+        "start_transfers() before the forward pass (on a CPU wait())"
     )
 
 
@@ -172,8 +173,8 @@ class StaleTables(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"these tables are older than the last call that changed them, for request {shown(self.request_id)}: ask "
-            "for tables right before the forward pass, after all other calls"
+            f"block tables are stale: a later call changed them for request {shown(self.request_id)}; request "
+            "tables right before the forward pass, after all other calls"
         )
 
 
@@ -189,12 +190,12 @@ class ComputationLost(UsageError):
     def __str__(self) -> str:
         if self.stuck:
             return (
-                f"a copy failed, and request {shown(self.request_id)} has let go of the blocks that it would begin "
-                "again with: remove it, and add it again"
+                f"a copy failed, and request {shown(self.request_id)} has released the first blocks, so it "
+                "cannot restart: remove it and add it again"
             )
         return (
-            f"a copy failed, and {self.computed} tokens of request {shown(self.request_id)} are still computed: "
-            "call poll(), which tells all such requests, and compute the rest again"
+            f"a copy failed: only {self.computed} tokens of request {shown(self.request_id)} are still "
+            "computed; call poll(), which returns all affected requests, and compute the rest again"
         )
 
 
@@ -228,9 +229,12 @@ class Unsupported(UsageError):
 
 
 _NO_SNAPSHOT = {
-    "foreign": "is no saved prefix index: give a file that PrefixIndex.save has written",
-    "newer": "has format version {detail}, which is newer than this software: upgrade it, or save it anew",
-    "damaged": "is damaged: {detail}; begin with an empty index, and let the publishers tell their state",
+    "foreign": "is not a saved prefix index: give a file written by PrefixIndex.save",
+    "newer": (
+        "has format version {detail}, which is newer than this software: upgrade kvcache, or save the "
+        "index again"
+    ),
+    "damaged": "is damaged: {detail}; start with an empty index and let the publishers resend their state",
 }
 
 
@@ -272,12 +276,12 @@ class OutOfBlocks(CapacityError):
         several = len(self.windows) > 1
         groups = zip(self.windows, self.needed, self.available, strict=True)
         short = ", ".join(
-            f"{needed} needed, {available} blank or evictable"
+            f"{needed} needed, {available} free or evictable"
             + f" in group {index} ({_named(window)})" * several
             for index, (window, needed, available) in enumerate(groups)
             if needed > available
         )
-        fewer = f"pass only what comes before entry {self.index} of the call, " if self.index else ""
+        fewer = f"pass only the entries before index {self.index}, " if self.index else ""
         return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise {self.settings}"
 
 
@@ -291,8 +295,8 @@ class PinsExceeded(CapacityError):
 
     def __str__(self) -> str:
         return (
-            f"{self.blocks} blocks would be pinned in {_named(self.window, 'the window of {} tokens')}, where "
-            f"{self.most} may be: unpin others, pin less, or raise max_pinned_share"
+            f"{self.blocks} blocks would be pinned in {_named(self.window, 'the window of {} tokens')}, but at most "
+            f"{self.most} may be: unpin some, pin fewer, or raise max_pinned_share"
         )
 
 
@@ -313,9 +317,9 @@ class PromptTooLong(CapacityError):
 
     def __str__(self) -> str:
         where = "" if self.window is None else f" in {_named(self.window)}"
-        instead = ", take a prompt chunk by chunk (reserve_tokens)" if self.at_once else ""
+        instead = ", admit the prompt in chunks (reserve_tokens)" if self.at_once else ""
         return (
-            f"{self.length} tokens are more than the {self.limit} that can be held{' at once' * self.at_once}{where}: "
+            f"{self.length} tokens exceed the limit of {self.limit}{' at once' * self.at_once}{where}: "
             f"pass fewer, end the sequence{instead}, or raise {self.settings}"
         )
 
@@ -327,8 +331,8 @@ class OutOfSymbols(CapacityError):
     needed: int
     available: int
     text = (
-        "the multimodal items and extra ids need {needed} more pages of symbols, {available} are left: "
-        "remove sequences, or clear the cache and flush"
+        "the multimodal items and extra ids need {needed} more pages of symbols, but only {available} are "
+        "left: remove sequences, or clear the cache and flush"
     )
 
 
@@ -336,8 +340,8 @@ class OutOfNumbers(CapacityError):
     """The handles, or the transfer ids, of the cache's epoch are used up: after some 10**12 admissions or copies."""
 
     text = (
-        "the cache has given out all its numbers for sequences or copies: let what runs end, close the manager and "
-        "make a new one; LogWriter(directory, resume=True) continues a log"
+        "the cache has used up its sequence or transfer ids: finish the running requests, close the manager "
+        "and create a new one; LogWriter(directory, resume=True) continues the log"
     )
 
 
@@ -349,7 +353,7 @@ class NotEnoughMemory(CapacityError):
     free: int
     where: str = "memory"
     lower: str = "primary_blocks, max_tokens or primary_bytes"
-    text = "the cache needs {needed:,} bytes of {where}, {free:,} are free: lower {lower}"
+    text = "the cache needs {needed:,} bytes of {where}, but only {free:,} are free: lower {lower}"
 
 
 class InternalError(KVCacheError):
@@ -365,7 +369,7 @@ class InvariantViolated(InternalError):
 
     def __str__(self) -> str:
         where = f" ({self.detail})" if self.detail else ""
-        return f"{self.law}{where}: a bug of kvcache, please report it"
+        return f"{self.law}{where}: this is a bug in kvcache, please report it"
 
 
 @dataclass(eq=False, repr=False)
@@ -383,7 +387,10 @@ class Poisoned(InternalError):
             return (
                 f"an earlier call of the manager was interrupted halfway ({self.cause}): create a new manager"
             )
-        return f"the manager stopped at an earlier failure ({self.cause}): create a new one, and report the failure"
+        return (
+            f"the manager stopped after an earlier failure ({self.cause}): create a new one, and report "
+            "the failure"
+        )
 
 
 def invariant(holds: bool, law: str) -> None:

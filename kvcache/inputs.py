@@ -84,7 +84,7 @@ def checked_text(value: object, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{what} has characters that are no Unicode text (lone surrogates)") from None
+        raise UsageError(f"{what} is not valid Unicode text (lone surrogates)") from None
     return str.__str__(value)
 
 
@@ -219,7 +219,7 @@ def pack_tokens(tokens: Tokens, limit: int | None = None) -> bytes:
     if isinstance(tokens, list | tuple):
         return _pack_list(tokens)
     if isinstance(tokens, str | bytes | bytearray):
-        raise InvalidTokens("text or bytes were given: pass token ids as integers (a list, array, or tensor)")
+        raise InvalidTokens("text or bytes were given: pass token ids as integers (list, array or tensor)")
     return _checked_row(tokens, _TOKEN, limit).astype("<i4", copy=False).tobytes()
 
 
@@ -253,12 +253,12 @@ def _first_wrong(numbers: Iterable[Any], kind: _Kind) -> tuple[str, int | None]:
         except Exception:  # noqa: BLE001
             return f"{kind.must} be an integer", position
         if type(item) is bool:
-            return f"{kind.must} be an integer, not True or False", position
+            return f"{kind.must} be an integer, not a bool", position
         if number < 0:
             return f"{kind.must} not be negative", position
         if number >= 1 << kind.bits:
             return f"{kind.must} be below 2**{kind.bits}", position
-    return "they change while they are read", None
+    return "the values change while they are read", None
 
 
 def _checked_row(numbers: Any, kind: _Kind, limit: int | None = None) -> npt.NDArray[Any]:
@@ -271,7 +271,7 @@ def _checked_row(numbers: Any, kind: _Kind, limit: int | None = None) -> npt.NDA
     if row is None:
         raise PromptTooLong(length, limit or 0)
     if row.ndim != 1:
-        raise InvalidTokens(f"one row of {kind.name}s is needed, not an array of {row.ndim} dimensions")
+        raise InvalidTokens(f"{kind.name}s must be one-dimensional, not an array of {row.ndim} dimensions")
     if not row.size:
         return row
     if row.dtype.kind not in "iu":
@@ -289,9 +289,12 @@ def _unreadable(tokens: Any) -> str:
         return f"{type(tokens).__name__} cannot be read as an array of integers"
     of = f"a tensor of {tokens.dtype} on {tokens.device}"
     if tokens.is_meta:
-        return f"{of} has no values: pass the token ids themselves"
+        return f"{of} has no values: pass a tensor with the token ids"
     if tokens.is_floating_point():
-        return f"token ids must be integers, not {of}, which rounds them: keep them as integers, and pass tokens.cpu()"
+        return (
+            f"token ids must be integers, not {of}, which may have rounded them: keep them as integers and "
+            "pass tokens.cpu()"
+        )
     return f"{of} cannot be read: pass tokens.cpu()"
 
 
@@ -314,7 +317,7 @@ def pack_counts(counts: Any, num_sequences: int, num_tokens: int | None = None) 
             if num_tokens is None
             else f"at least 1 of the {num_tokens} tokens"
         )
-        raise InvalidTokens(f"counts must give each of {num_sequences} sequences {each}")
+        raise InvalidTokens(f"counts must contain {each} for each of {num_sequences} sequences")
     return packed
 
 
@@ -353,7 +356,7 @@ def _spans(items: Items[Any], num_tokens: int) -> tuple[ItemSpan, ...]:
     for before, after in pairwise(spans):
         if after.begin < before.end:
             raise UsageError(
-                f"two multimodal items overlap at token {after.begin}: each token is of one at most"
+                f"multimodal items overlap at token {after.begin}: a token can belong to one item only"
             )
     return tuple(spans)
 
@@ -369,8 +372,8 @@ def _span(number: int, item: Any, num_tokens: int) -> ItemSpan:
     length = checked_integer(item.length, f"the length of {what}")
     if begin < 0 or length < 1 or begin + length > num_tokens:
         raise UsageError(
-            f"{what} covers {length} tokens from {begin} on: it must have one at least, "
-            f"and end with the prompt's {num_tokens}"
+            f"{what} covers {length} tokens from {begin} on: it must cover at least one, and end within the "
+            f"{num_tokens} tokens of the prompt"
         )
     uuid = None if item.uuid is None else checked_text(item.uuid, f"the uuid of {what}")
     return ItemSpan(begin, begin + length, bytes(digest), 0, uuid)
@@ -379,13 +382,13 @@ def _span(number: int, item: Any, num_tokens: int) -> ItemSpan:
 def _packed_extra(extra_ids: Any, num_tokens: int) -> ExtraIds:
     """Return the extra ids as uint64."""
     if isinstance(extra_ids, str | bytes | bytearray):
-        raise InvalidTokens("text or bytes were given as extra ids: pass integers (a list, array, or tensor)")
+        raise InvalidTokens("text or bytes were given as extra ids: pass integers (list, array or tensor)")
     try:
         length = len(extra_ids)
     except Exception:  # noqa: BLE001
         raise InvalidTokens(f"extra ids must be a list of integers, not {type(extra_ids).__name__}") from None
     if length != num_tokens:
-        raise InvalidTokens(f"{length} extra ids were given for {num_tokens} tokens: one each is needed")
+        raise InvalidTokens(f"{length} extra ids were given for {num_tokens} tokens: pass one per token")
     if not isinstance(extra_ids, list | tuple):
         return _checked_row(extra_ids, _EXTRA).astype(np.uint64)
     try:
@@ -451,11 +454,11 @@ def checked_retention(value: Any) -> structs.StatedRetention | None:
     for each in listed(value.ranges, "the ranges of a retention"):
         checked = _checked_range(each)
         if end < 0:
-            raise UsageError("only the last range of a retention may have no stop")
+            raise UsageError("only the last range of a retention may omit stop")
         if checked.start < end:
             raise UsageError(
-                f"the ranges of a retention must be in order and not overlap: one starts at {checked.start}, "
-                f"the one before stops at {end}"
+                "the ranges of a retention must be ordered and must not overlap: one starts at "
+                f"{checked.start}, but the previous one stops at {end}"
             )
         ranges.append(checked)
         end = -1 if checked.stop is None else checked.stop
@@ -690,19 +693,19 @@ class RequestChecker:
         longest = self.longest_input
         if longest is None:
             if tokens is not None:
-                instead = "leave encoder_tokens out, or give cross_kv_cache_fraction when the manager is made"
-                raise Unsupported("an encoder's input in a cache without cross attention", instead)
+                instead = "omit encoder_tokens, or configure the manager with cross_kv_cache_fraction"
+                raise Unsupported("an encoder input in a cache without cross attention", instead)
             return namespace, None
         if tokens is None:
             raise UsageError(
-                "encoder_tokens are missing: with cross_kv_cache_fraction each request has an encoder's input"
+                "encoder_tokens is missing: with cross_kv_cache_fraction every request needs an encoder input"
             )
         try:
             packed = pack_tokens(tokens, longest.tokens)
         except PromptTooLong as error:
             raise longest.exceeded_by(error.length) from None
         if not packed:
-            raise InvalidTokens("the encoder's input is empty: at least one token is needed")
+            raise InvalidTokens("the encoder input is empty: at least one token is needed")
         num_tokens = len(packed) // TOKEN_BYTES
         if num_tokens > longest.tokens:
             raise longest.exceeded_by(num_tokens)
@@ -718,7 +721,7 @@ class RequestChecker:
         instead = "use the default block_hash, v2_sha256_64"
         if any(request.namespace.lora_name is not None for request in batch):
             raise Unsupported(
-                "a lora_name with v1_block_key, which knows LoRA ids only", f"{instead}, or lora_id"
+                "a lora_name with v1_block_key, which supports only LoRA ids", f"{instead}, or lora_id"
             )
         if self._relies_on_names and any(
             request.rich is not None and request.rich.items for request in batch

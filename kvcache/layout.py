@@ -68,7 +68,8 @@ class GroupLayout:
 
     index: int
     window: int
-    """In tokens; at most what its primary blocks hold. 0 (`CROSS_WINDOW`): cross attention."""
+    """Length of the window in tokens, at most the capacity of its primary blocks. 0 (`CROSS_WINDOW`): cross
+    attention."""
     kind: Kind
     """Kind of attention: to all of the longest sequence, to a sliding window, or to the encoder's output."""
     layers: tuple[int, ...]
@@ -203,12 +204,14 @@ class Layout:
 def warn_of_windows(layout: Layout, config: KVCacheConfig) -> None:
     """Warn of windows that are cut, and of those that cannot slide, so that they limit every sequence."""
     for cut in layout.cut_windows:
-        _log.warning("window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens")
+        _log.warning(
+            "window_cut", given=cut.given, window=cut.window, reason="the primary blocks hold no more tokens"
+        )
     lengths, longest = {cut.window for cut in layout.cut_windows}, layout.longest_sequence(config).tokens
     for group in layout.windows:
         room = room_of(group.num_blocks[0], group.window, group.kind, layout.tokens_per_block)
         if group.kind == "sliding" and group.window not in lengths and room == longest:
-            reason = "no sequence gets longer: to slide, a window needs one block more than it is long"
+            reason = "no sequence can be longer: a window slides only with one block more than its length"
             _log.warning("window_full", window=group.window, max_tokens=longest, reason=reason)
 
 

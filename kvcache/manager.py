@@ -118,7 +118,9 @@ class KVCacheManager(EventSourcedCache):
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
         if isinstance(_first, StateExported) and (pools is not None or copier is not None):
-            raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
+            raise Unsupported(
+                "a state together with pools", "the log does not contain the bytes of its blocks"
+            )
         if not isinstance(substitutes, Substitutes):
             raise UsageError(f"substitutes must be Substitutes, not {type(substitutes).__name__}")
         if substitutes.eviction_order is not None:
@@ -245,8 +247,8 @@ class KVCacheManager(EventSourcedCache):
         """
         if self._requests is None:
             raise Unsupported(
-                "take_request_stats() of a manager that keeps none",
-                "make it with request_stats, the number of records to keep for it",
+                "take_request_stats() without request_stats",
+                "create the manager with request_stats, the number of records to keep",
             )
         return self._requests.take()
 
@@ -261,8 +263,8 @@ class KVCacheManager(EventSourcedCache):
             timeout = checked_wait(timeout_ms, "timeout_ms must be a number or None", per_second=1000)
         if self._journal.latest is None:
             raise Unsupported(
-                "get_latest_events() without a buffer",
-                "set event_buffer_max_size to the number of events that are to be kept for it",
+                "get_latest_events() without an event buffer",
+                "set event_buffer_max_size, the number of events to keep",
             )
         return self._journal.latest.get(timeout)
 
@@ -461,8 +463,8 @@ class KVCacheManager(EventSourcedCache):
         sequence = self._running.sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
-                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
-                "computed: append sampled tokens with add_tokens first"
+                f"request {request_id!r} has only {sequence.num_tokens} tokens, so {num_computed_tokens} "
+                "cannot be computed: append sampled tokens with add_tokens first"
             )
         if num_computed_tokens > self._blocks.slots_of(sequence):
             self._blocks.refuse_without_slots([sequence])
@@ -484,7 +486,7 @@ class KVCacheManager(EventSourcedCache):
         encoder = sequence.encoder
         if encoder is None:
             raise UsageError(
-                f"request {shown(sequence.request_id)} has no encoder's input: the model has no encoder"
+                f"request {shown(sequence.request_id)} has no encoder input: the model has no encoder"
             )
         if not self._transfer_checks.certain:
             self._transfer_checks.refuse_uncomputable([sequence])
@@ -607,8 +609,8 @@ class KVCacheManager(EventSourcedCache):
         number, sequence = checked_integer(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if not 1 <= number <= sequence.num_tokens:
             raise UsageError(
-                f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens, of which from 1 to "
-                f"all can be left, not {number}"
+                f"num_tokens must be from 1 to {sequence.num_tokens}, the length of request "
+                f"{shown(sequence.request_id)}, not {number}"
             )
         if not self._transfer_checks.certain:
             self._transfer_checks.refuse_uncomputable([sequence])
@@ -637,7 +639,7 @@ class KVCacheManager(EventSourcedCache):
         """
         number = checked_integer(pin, "a pin")
         if number not in self._blocks.pins:
-            raise UsageError(f"there is no pin {number}: it was released, or never made")
+            raise UsageError(f"unknown pin {number} (already unpinned?)")
         with self._guard:
             self._blocks.unpin(number)
 

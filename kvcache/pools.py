@@ -110,9 +110,7 @@ class PoolSizes:
         Raises Unsupported for a device that is neither a GPU of CUDA nor the host.
         """
         if not isinstance(layout, Layout):
-            raise UsageError(
-                f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
-            )
+            raise UsageError(f"pools need a Layout, not {type(layout).__name__}: pass Layout.of(config)")
         self.layout, self.device = layout, _device(device)
         self.primary, self.secondary = (
             sum(group.num_blocks[level] * group.bytes_per_block for group in layout.groups)
@@ -222,7 +220,7 @@ class Pools:
         """Raise `UsageError` if an owner has blocks here."""
         if self._owner is not None and self._owner() is not None:
             raise UsageError(
-                "these pools belong to a manager that is not closed, and two would overwrite each other's blocks: "
+                "these pools still belong to another manager, and two would overwrite each other's blocks: "
                 "close it first, or allocate other pools"
             )
 
@@ -281,9 +279,9 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
-        raise UsageError("device must name one as torch does: 'cpu', 'cuda', 'cuda:1'") from None
+        raise UsageError("device must be a torch device name: 'cpu', 'cuda', 'cuda:1'") from None
     if device.type not in ("cuda", "cpu"):
         raise Unsupported(f"a cache on {device.type}", "use a CUDA device, or the CPU")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("a cache on cuda", "this PyTorch finds no GPU: use the CPU")
+        raise Unsupported("a cache on cuda", "PyTorch finds no GPU: use the CPU")
     return torch.empty(0, device=device).device  # with the index of the GPU, if missing

@@ -101,7 +101,7 @@ class Recorder(EventSourcedCache):
         self.config = config = config.model_copy(update=without)
         self.engine, sinks = checked_text(engine, "engine"), listed(sinks, "sinks")
         if not engine:
-            raise UsageError('engine must say who decides, as in "vllm 0.33.0"')
+            raise UsageError('engine must name the engine that makes the decisions, as in "vllm 0.33.0"')
         layout = Layout.of(config)
         created = self._created(layout, name_bytes, drops_last_hit, published=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
@@ -118,7 +118,7 @@ class Recorder(EventSourcedCache):
         if len(layout.groups) != 1 or layout.groups[0].kind != FULL:
             raise Unsupported(
                 "recording a cache with sliding windows or cross attention",
-                "record the layers with full attention, and leave max_attention_window out",
+                "record only the layers with full attention, and omit max_attention_window",
             )
         created = msgspec.structs.replace(
             cache_created(self.config, layout, published=published),
@@ -199,7 +199,9 @@ class Recorder(EventSourcedCache):
         self._mirror.refuse_other_path(request, blocks, slots, lower, below, loaded)
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
-            raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
+            raise UsageError(
+                f"{len(below)} onboarded blocks need as many free blocks, but {len(free)} were given"
+            )
         pages = self._housekeeping.missing_pages([request.rich] if request.rich is not None else [])
         self._warn_of_no_flush()
         handle = Handle(self.state.next_handle)
@@ -282,11 +284,11 @@ class Recorder(EventSourcedCache):
         sequences, ids = self._running.sequences(listed(request_ids, "request_ids")), listed_blocks(blocks)
         slots = self._ids.slots(ids)
         if len(slots) != len(sequences):
-            raise UsageError(f"{len(slots)} blocks are given to {len(sequences)} requests: one each")
+            raise UsageError(f"{len(slots)} blocks were given for {len(sequences)} requests: pass one each")
         if not self._group.levels[PRIMARY].are_blank(slots):
             for at, sequence in enumerate(sequences):
                 self._mirror.refuse_taken(ids[at : at + 1], slots[at : at + 1], sequence.request_id)
-            raise Contradiction("a block is given to two requests")
+            raise Contradiction("one block was given to two requests")
         reasons = [self._why(sequence) for sequence in sequences]
         with self._guard:
             for why in dict.fromkeys(reasons):
@@ -317,11 +319,11 @@ class Recorder(EventSourcedCache):
         slots = len(sequence.tables[0]) * self._size
         if number > min(sequence.num_tokens, slots):
             has = f"{sequence.num_tokens} tokens and slots for {slots}"
-            raise contradiction(sequence, f"has {has}: {number} cannot be computed")
+            raise contradiction(sequence, f"has {has}, so {number} cannot be computed")
         if number < sequence.path_ends[0].end * self._size:
             cached = sequence.path_ends[0].end
             raise contradiction(
-                sequence, f"has {cached} blocks cached: more than {number} tokens are computed"
+                sequence, f"has {cached} cached blocks, so more than {number} tokens are computed"
             )
         if number != sequence.computed:
             with self._guard:
@@ -332,7 +334,7 @@ class Recorder(EventSourcedCache):
         """Record that this number of a request's `external` tokens do not come, and are computed like others."""
         number, sequence = checked_natural(num_tokens, "num_tokens"), self._running.sequence(request_id)
         if number >= sequence.num_tokens:
-            raise contradiction(sequence, f"has {sequence.num_tokens} tokens: {number} cannot be missing")
+            raise contradiction(sequence, f"has {sequence.num_tokens} tokens, so {number} cannot be missing")
         if number:
             with self._guard:
                 self._emit(ev.LoadFailed(handle=sequence.handle, num_tokens=number))
@@ -396,7 +398,7 @@ class Recorder(EventSourcedCache):
         if first != sequence.path_ends[0].end:
             cached = f"its first {sequence.path_ends[0].end} blocks cached"
             raise contradiction(
-                sequence, f"has {cached}: what is replaced next begins there, not with block {first}"
+                sequence, f"has {cached}: the next block to replace is the one after them, not block {first}"
             )
         self._mirror.refuse_unstorable(sequence, first, last)
         found = self._mirror.cached_already(sequence, first, last)
@@ -404,7 +406,8 @@ class Recorder(EventSourcedCache):
         if there != slots:
             wrong = next(at for at in range(len(slots)) if there[at : at + 1] != slots[at : at + 1])
             raise Contradiction(
-                f"block {ids[wrong]} does not hold what block {first + wrong} of request {name} does, or is not cached",
+                f"block {ids[wrong]} does not have the content of block {first + wrong} of request {name}, or "
+                "is not cached",
                 sequence.request_id,
                 int(ids[wrong]),
             )
@@ -540,12 +543,14 @@ class Recorder(EventSourcedCache):
         ids, targets = listed_blocks(blocks), listed_blocks(to)
         slots, free = self._ids.slots(ids), self._lower_ids.slots(targets)
         if len(slots) != len(free):
-            raise UsageError(f"{len(slots)} blocks are moved to {len(free)}")
+            raise UsageError(
+                f"{len(slots)} moved blocks need as many secondary blocks, but {len(free)} were given"
+            )
         handle = None if request_id is None else self._running.sequence(request_id).handle
         for block, slot in zip(ids, slots, strict=True):
             if slot in self._ids.copies:
-                instead = "record that this one is evicted, and move the last one"
-                raise Unsupported(f"moving block {block}, of which there are copies in primary", instead)
+                instead = "record its eviction instead, and move the last copy"
+                raise Unsupported(f"moving block {block}, which has copies in primary", instead)
         self._mirror.refuse_taken_below(targets, free)
         ends, done = self._mirror.ends(PRIMARY, slots, keep_order=True, moving=True), 0
         with self._guard:
@@ -579,14 +584,16 @@ class Recorder(EventSourcedCache):
         table = into.tables.get(sequence.handle, {})
         for index in at:
             if index in table:
-                raise contradiction(sequence, f"has a block at {index} already, in group {group}")
+                raise contradiction(sequence, f"already has a block at index {index} of group {group}")
         if len(set(at)) != len(at):
-            raise UsageError("a call names an index twice")
+            raise UsageError("duplicate index in one call")
         if reused:
             for block, slot, index in zip(ids, slots, at, strict=True):
                 if not into.ends_in(slot, index):
                     raise contradiction(
-                        sequence, f"reuses block {block} at {index}, which has no name there", block
+                        sequence,
+                        f"reuses block {block} at index {index}, but the block has no name there",
+                        block,
                     )
         else:
             self._mirror.refuse_taken(ids, slots, sequence.request_id, into)
@@ -612,10 +619,10 @@ class Recorder(EventSourcedCache):
         slots = array("i")
         for index in at:
             if index not in table:
-                raise contradiction(sequence, f"has no block at {index}, in group {group}")
+                raise contradiction(sequence, f"has no block at index {index} of group {group}")
             slots.append(table[index])
         if len(set(at)) != len(at):
-            raise UsageError("a call names an index twice")
+            raise UsageError("duplicate index in one call")
         if at:
             with self._guard:
                 self._emit(
@@ -642,7 +649,7 @@ class Recorder(EventSourcedCache):
         """
         of, sequence = self._positional(group), self._running.sequence(request_id)
         if of.created.kind == UNCACHED:
-            raise UsageError(f"nothing of group {group} is found")
+            raise UsageError(f"blocks of group {group} have no names and cannot be found")
         ids = listed_blocks(blocks)
         slots, at = self._ids_of[group].slots(ids), self._indices(positions, len(ids))
         keys = self._made_keys(sequence, at) if names is None else self._keys(names, len(slots))
@@ -651,14 +658,16 @@ class Recorder(EventSourcedCache):
         for block, slot, key, position in zip(ids, slots, keys, at, strict=True):
             if slot not in own:
                 raise contradiction(
-                    sequence, f"names block {block} of group {group}, which it has not got", block
+                    sequence, f"names block {block} of group {group}, which it does not hold", block
                 )
             if not 0 < position <= sequence.num_tokens:
                 raise contradiction(
-                    sequence, f"has {sequence.num_tokens} tokens, and a name for {position}", block
+                    sequence,
+                    f"has {sequence.num_tokens} tokens, so it has no name for position {position}",
+                    block,
                 )
             if key in of.names.get(slot, {}) or (slot, key) in seen:
-                raise contradiction(sequence, f"gives block {block} a name that it has", block)
+                raise contradiction(sequence, f"gives block {block} a name that it already has", block)
             seen.add((slot, key))
         if slots:
             with self._guard:
@@ -697,7 +706,8 @@ class Recorder(EventSourcedCache):
         for block, slot, key in zip(ids, slots, keys, strict=True):
             if key not in of.names.get(slot, {}) or (slot, key) in seen:
                 raise Contradiction(
-                    f"block {block} loses a name in group {group} that it has not got", block=int(block)
+                    f"block {block} in group {group} does not have the name that it should lose",
+                    block=int(block),
                 )
             seen.add((slot, key))
         if slots:
@@ -744,7 +754,7 @@ class Recorder(EventSourcedCache):
     def _positional(self, group: int) -> PositionalGroup:
         groups, first = self.state.positional, len(self.state.groups)
         if not first <= checked_integer(group, "group") < first + len(groups):
-            raise UsageError(f"there is no further group {group}")
+            raise UsageError(f"unknown further group {group}")
         return groups[group - first]
 
     def _made_keys(self, sequence: Sequence, positions: array[int]) -> list[bytes]:
@@ -766,7 +776,7 @@ class Recorder(EventSourcedCache):
             raise UsageError(f"an index or position must be at most {MOST_TOKENS}")
         at = array("I", row)
         if count is not None and len(at) != count:
-            raise UsageError(f"{count} blocks are given, and {len(at)} numbers for them")
+            raise UsageError(f"{count} blocks, but {len(at)} numbers for them: pass one per block")
         return at
 
     def _keys(self, names: Names | None, count: int) -> list[bytes]:
@@ -776,7 +786,7 @@ class Recorder(EventSourcedCache):
     def _joined(self, names: Names | None, count: int) -> bytes:
         keys = names if isinstance(names, bytes) else b"".join(listed(names or (), "names"))
         if len(keys) != count * self._key_bytes:
-            raise UsageError(f"{count} names of {self._key_bytes} bytes are needed, not {len(keys)} bytes")
+            raise UsageError(f"expected {count} names of {self._key_bytes} bytes each, got {len(keys)} bytes")
         return keys
 
     def _given(self, names: Names | None, blocks: int) -> bytes:
@@ -784,7 +794,8 @@ class Recorder(EventSourcedCache):
         if not self._names_given:
             if names is not None:
                 raise UsageError(
-                    "names are given, and made here: give name_bytes to the recorder, or no names"
+                    "names were given, but the recorder makes them itself: create it with name_bytes, or "
+                    "pass no names"
                 )
             return b""
         return self._joined(names, blocks)

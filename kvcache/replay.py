@@ -55,7 +55,7 @@ class BeyondEnd(CapacityError):
 
     seq: int
     last_seq: int
-    text = "batch {seq} is beyond the log's end: the last one is {last_seq}"
+    text = "batch {seq} is after the end of the log, whose last batch is {last_seq}"
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +64,7 @@ class BeforeLogStart(CapacityError):
 
     seq: int
     first_seq: int
-    text = "batch {seq} is not kept any longer: the log begins with the state after batch {first_seq}"
+    text = "batch {seq} is no longer kept: the log begins with the state after batch {first_seq}"
 
 
 @dataclass(eq=False, repr=False)
@@ -73,7 +73,9 @@ class InLogGap(CapacityError):
 
     seq: int
     last_seq: int
-    text = "batch {seq} lies in a gap of the log behind batch {last_seq}: ask for that one, or for one behind the gap"
+    text = (
+        "batch {seq} lies in a gap of the log after batch {last_seq}: choose that one, or one after the gap"
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +84,7 @@ class TooLarge(CapacityError):
 
     needed: int
     free: int
-    text = "the log is of a cache whose replay needs {needed:,} bytes of memory, {free:,} are free"
+    text = "replaying this log needs {needed:,} bytes of memory, but only {free:,} are free"
 
 
 @dataclass(eq=False, repr=False)
@@ -96,7 +98,7 @@ class Unreplayable(InternalError):
 
     def __str__(self) -> str:
         where = f"{self.log}: " if self.log else ""
-        return f"{where}batch {self.seq} does not follow from those before it: {self.reason}"
+        return f"{where}batch {self.seq} does not fit the batches before it: {self.reason}"
 
 
 _FINGERPRINT_BYTES = 128
@@ -213,7 +215,7 @@ class Replayed:
         Raises `Unreplayable`, and `TooLarge` for a cache too large for this machine.
         """
         with fitting(batch.seq):
-            invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time is beyond 64 bits")
+            invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time exceeds 64 bits")
             for event in known_events(batch):
                 refuse_impossible(event)
                 if type(event) is CacheCreated:
@@ -231,7 +233,7 @@ class Replayed:
         """Return the first events of an epoch that continues from here."""
         created = self.state.created
         if created is None:
-            raise InvariantViolated("no cache has begun")
+            raise InvariantViolated("no cache was created before it")
         return created, self.state.export(), *self.state.export_shared()
 
     def _apply(self, seq: int, event: AnyEvent, verify: bool) -> None:
@@ -256,18 +258,20 @@ def refuse_impossible(event: AnyEvent) -> None:
     count from the end.
     """
     kind = type(event)
-    invariant(getattr(event, "group", 0) >= 0, "there is no such group")
+    invariant(getattr(event, "group", 0) >= 0, "unknown group")
     for name in _LEVELS.get(kind, ()):
-        invariant(getattr(event, name) in (PRIMARY, SECONDARY), "there is no such level")
+        invariant(getattr(event, name) in (PRIMARY, SECONDARY), "unknown level")
     if kind in _WITH_PRIORITY:
-        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")  # type: ignore[union-attr]
+        invariant(0 <= event.priority <= PRIORITY_MAX, "priority out of range")  # type: ignore[union-attr]
     if kind is SequenceAdded:
         _refuse_reuse(event)  # type: ignore[arg-type]
     elif kind is BlocksMoved:
-        invariant(len(event.from_slots) == len(event.to_slots), "blocks are not moved one by one")  # type: ignore[union-attr]
+        invariant(
+            len(event.from_slots) == len(event.to_slots), "the numbers of source and target blocks differ"
+        )  # type: ignore[union-attr]
     elif kind in _COUNTED and event.counts:  # type: ignore[union-attr]
         counts, handles = len(event.counts) // COUNT_BYTES, len(event.handles) // HANDLE_BYTES  # type: ignore[union-attr]
-        invariant(counts == handles, "sequences are not counted one by one")
+        invariant(counts == handles, "the number of counts differs from the number of sequences")
 
 
 def _refuse_reuse(event: SequenceAdded) -> None:
@@ -275,7 +279,7 @@ def _refuse_reuse(event: SequenceAdded) -> None:
     primary, secondary = event.reused_primary, event.reused_secondary
     fits = 0 <= event.reused_partial <= event.reused and len(primary) == len(secondary) > 0
     fits = fits and all(0 <= each < event.num_tokens for each in (*primary, *secondary))
-    invariant(fits, "a sequence reuses an impossible number of tokens")
+    invariant(fits, "an impossible number of reused tokens")
 
 
 def _refuse_too_large(created: CacheCreated) -> None:

@@ -156,7 +156,8 @@ class Match:
     """Full blocks that would be held, window by window, ascending. A prefix is reused only up to where all windows have
     it, so they end at the same one; those of a sliding window begin with the first inside the window there."""
     partials: tuple[MatchedBlock, ...] = ()
-    """For each window a block of which only the first `num_tokens` match; empty if any window has none."""
+    """Partially matching block of each window, of which only the first `num_tokens` tokens match; empty if any window
+    has none."""
     tokens_by_level: tuple[int, int] = (0, 0)
     """Tokens in full blocks that are in primary in all windows, and that are in secondary in some."""
 

@@ -113,7 +113,7 @@ class _Level:
             owner = f"window {self.windows[at]}" if at < len(self.windows) else "cross attention"
             one = f"one block of {owner} has {self.bytes_per_block[at]}"
             if field != "host_cache_size":
-                one += " (windows are cut to what their blocks hold)"
+                one += " (windows are cut to the capacity of their blocks)"
             least = f"{'0, or ' * (field == 'host_cache_size')}at least {needed} bytes"
             raise ConfigError([f"{field}: given {given or budget}; accepted: {least}, since {one}"])
         return counts
@@ -140,7 +140,7 @@ def _smallest(limits: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     for counts in zip(*limits.values(), strict=True):
         count, field = min(zip(counts, limits, strict=True))
         if count > MAX_BLOCKS:
-            raise ConfigError([f"{field}: given room for {count} blocks; accepted: at most {MAX_BLOCKS}"])
+            raise ConfigError([f"{field}: given space for {count} blocks; accepted: at most {MAX_BLOCKS}"])
     return tuple(map(min, zip(*limits.values(), strict=True)))
 
 

@@ -34,9 +34,9 @@ from events.units import parse_bytes, parse_seconds
 from sinks.histogram import Histogram
 
 MAX_SALTS = 1 << 16
-"""Limit of known salts: those used last."""
+"""Maximum number of remembered salts; the least recently used ones are dropped."""
 MAX_SALT_BYTES = 128
-"""Longer salts, in UTF-8, are not kept: the bound of a batch's size has no room for them."""
+"""Maximum length of a remembered salt in UTF-8: the bound of a batch's size has no room for longer ones."""
 
 
 class PlainSalts:
@@ -44,7 +44,7 @@ class PlainSalts:
 
     def __init__(self) -> None:
         self.wanted = False
-        """True if a sink needs them; else none are kept."""
+        """True if a sink needs salts; otherwise none are remembered."""
         self._known: OrderedDict[bytes, str] = OrderedDict()
 
     def ask(self) -> Callable[[bytes], str | None]:
@@ -53,7 +53,7 @@ class PlainSalts:
         return self._known.get
 
     def remember(self, salts: Iterable[str | None]) -> None:
-        """Keep these salts, and drop those used longest ago above the limit."""
+        """Remember salts, and drop the least recently used ones above the limit."""
         known = self._known
         for salt in salts:
             if salt is None or len(salt.encode()) > MAX_SALT_BYTES:
@@ -82,7 +82,7 @@ class SinkError(FieldsError):
 
 
 class SinkUnavailable(SinkError):
-    """A service that the sink needs does not answer at the moment: the same may succeed later."""
+    """A required service does not answer at the moment; a retry may succeed."""
 
 
 @dataclass(eq=False, repr=False)
@@ -117,13 +117,13 @@ class Sink:
     """True: token ids, which are the prompts, are its purpose. False: it must not receive them. None: it receives them
     unless `log.record_tokens` is false."""
     overflow: Overflow = "drop_oldest"
-    """Batches dropped when its queue is full, unless the runner has a setting."""
+    """Which batches to drop when the queue of the sink is full, unless the runner has a setting."""
     folds = False
-    """True if it needs all batches since an epoch began, which `kvcache publish` gives it before `open`."""
+    """True if the sink needs all batches since an epoch began, which `kvcache publish` passes to it before `open`."""
     needs_cache = False
-    """True if logs of other kinds than caches are meaningless to it."""
+    """True if the sink accepts only logs of caches."""
     watches = False
-    """True if it calls the probe given to it (in `kvcache publish` only if it folds)."""
+    """True if the sink calls the probe passed to `watch` (in `kvcache publish` only if it also `folds`)."""
 
     def open(self) -> None:
         """Acquire what is needed. Called before anything else; raising means that it cannot work.
@@ -217,7 +217,7 @@ class StateFold(Protocol):
         """Fold the batch after the last one, or one that begins an epoch. Raises for any other."""
 
     def snapshot_events(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
-        """Return the state, as events with which another fold can begin."""
+        """Return the state as events that another fold can begin with."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class SinkContext:
     state_dir: Path | None = None
     """Directory for files that must survive a restart; None: there is none."""
     salts: PlainSalts = field(default_factory=PlainSalts, compare=False)
-    """For a sink that needs salts in clear: to be enabled while the sink is made."""
+    """Salts by digest, for a sink that publishes them in clear; it enables them while it is created."""
     kind: Literal["cache", "feed"] | None = "cache"
     """Kind of the events: of a cache, or published by engines (`kvcache tap`). None: not known yet."""
     fold: Callable[[], StateFold] | None = field(default=None, compare=False)
@@ -260,7 +260,7 @@ class SinkURL:
         if any(letter in url for letter in "\t\r\n"):
             # urllib would drop them.
             raise SinkURLError(
-                url.partition(":")[0], "it has a tab or a line break; write them as %09 and %0A"
+                url.partition(":")[0], "it contains a tab or a line break; write them as %09 and %0A"
             )
         try:
             parts = urlsplit(url)
@@ -281,11 +281,13 @@ class SinkURL:
             # urllib's message may quote the URL, and the URL may hold a password.
             raise SinkURLError(url.partition(":")[0], "not a valid URL") from None
         if not parsed.scheme:
-            raise SinkURLError(parsed.path, "a URL is needed, such as stdout: or file:///path/events.jsonl")
+            raise SinkURLError(
+                parsed.path, "not a URL; give one such as stdout: or file:///path/events.jsonl"
+            )
         if len(pairs) != len(parsed.options):
-            raise SinkURLError(str(parsed), "an option is given twice")
+            raise SinkURLError(str(parsed), "duplicate option")
         if "#" in url:
-            raise SinkURLError(str(parsed), "it has a #fragment; write a # in a path as %23")
+            raise SinkURLError(str(parsed), "it contains a #fragment; write a # in a path as %23")
         return parsed
 
     def __str__(self) -> str:
@@ -310,9 +312,9 @@ class SinkURL:
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
-            raise SinkURLError(str(self), "a file's path must be Unicode text, not lone surrogates") from None
+            raise SinkURLError(str(self), "the path is not valid Unicode text (lone surrogates)") from None
         if b"\0" in encoded:
-            raise SinkURLError(str(self), "a file's path has no NUL character (%00)")
+            raise SinkURLError(str(self), "the path contains a NUL character (%00)")
         return Path(path)
 
     def read_options(self, declared: type[Options]) -> Options:
@@ -345,7 +347,9 @@ def _choices(declared: type[msgspec.Struct], problem: str) -> str:
     place = _PLACE.search(problem)
     hint = get_type_hints(declared).get(place[1]) if place else None
     return (
-        f"; {place[1]} is one of {', '.join(get_args(hint))}" if place and get_origin(hint) is Literal else ""
+        f"; {place[1]} must be one of {', '.join(get_args(hint))}"
+        if place and get_origin(hint) is Literal
+        else ""
     )
 
 
@@ -360,4 +364,4 @@ def _port(parts: SplitResult) -> int | None:
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
         # The host may be a part of a password with a / and an @.
         address = f"{parts.scheme}:" if "@" in parts.path else f"{parts.scheme}://{host}{shown}"
-        raise SinkURLError(address, "its port is no number from 0 to 65535") from None
+        raise SinkURLError(address, "its port must be from 0 to 65535") from None

@@ -64,9 +64,7 @@ def worker_of(url: SinkURL, options: BrokerOptions) -> str:
     if name is None:
         name = socket.gethostname().partition(".")[0] + (f"-{options.rank}" if options.rank else "")
     if not NAME.fullmatch(name):
-        raise SinkURLError(
-            str(url), "a worker's name has letters, digits, _ and - only: give one with worker="
-        )
+        raise SinkURLError(str(url), "a worker's name may contain letters, digits, _ and - only: set worker=")
     return name
 
 
@@ -75,7 +73,8 @@ def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
     retain, restate = url.quantity(options, "retain"), url.quantity(options, "restate")
     if retain < LEAST_RETAIN * restate:
         reason = (
-            f"retain must be {LEAST_RETAIN} times restate, or a state is forgotten before the next is told"
+            f"retain must be at least {LEAST_RETAIN} times restate, or a state expires before the next one is "
+            "published"
         )
         raise SinkURLError(str(url), f"bad option: {reason}")
     return retain
@@ -84,9 +83,9 @@ def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
 HEADER_BYTES = 4096
 """Upper bound of the bytes that brokers and headers add to a payload."""
 MIN_BYTES = 8 << 20
-"""However small the state, this many bytes may be sent before it is sent again."""
+"""Minimum number of bytes sent before the state is sent again, however small the state is."""
 STATE_SLICE_SECONDS = 0.02
-"""Time that the feed works on its state before it checks for live batches again."""
+"""Time in seconds that the feed sends its state before it checks for live batches again."""
 Result = TypeVar("Result")
 _PAUSE_SECONDS = 0.1
 """Pause between two tries of the same record."""
@@ -207,13 +206,13 @@ class BrokerTransport:
         where, settings = self.stream.name, self.settings
         if last is not None and last >= next_seq:
             raise SinkError(
-                f"{where} has batches of this worker up to number {last}, but the feed would begin at {next_seq}: give "
-                "state= the file with its numbers, leave out first=, or give the worker another name with worker="
+                f"{where} already has batches of this worker up to {last}, but the feed would start at "
+                f"{next_seq}: set state= to the file with its numbers, omit first=, or set another worker="
             )
         if settings.piece_bytes + HEADER_BYTES > self.stream.max_payload:
             raise SinkError(
-                f"{where} takes messages of at most {self.stream.max_payload} bytes: set max_batch= to "
-                f"{max(0, self.stream.max_payload - HEADER_BYTES)}B or less, or have it take larger ones"
+                f"{where} accepts messages of at most {self.stream.max_payload} bytes: set max_batch= to "
+                f"{max(0, self.stream.max_payload - HEADER_BYTES)}B or less, or raise its limit"
             )
 
     def _append(self, record: StreamRecord) -> str:
@@ -354,7 +353,7 @@ def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
         )
     if isinstance(options, RedisOptions):
         if worker == NAMES:
-            reason = f"{NAMES} is the key with the names of all: choose another name with worker="
+            reason = f"{NAMES} is the key of the list of workers: set another worker="
             raise SinkURLError(str(url), reason)
         return RedisStream(address, worker, retain_seconds=retain_seconds(url, options))
     return KafkaStream(address, worker, timeout_seconds=url.quantity(options, "timeout"))

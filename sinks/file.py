@@ -92,7 +92,7 @@ class Frames:
         """Return the end of the last whole frame. Raises SinkError if the file holds other data."""
         begin = file.read(len(HEADER))
         if not HEADER.startswith(begin):
-            raise SinkError(f"{path} holds no frames of msgpack: remove it, or choose another")
+            raise SinkError(f"{path} does not consist of msgpack frames: remove it, or choose another path")
         return (_last_frame(file)[1] if begin == HEADER else 0), b""
 
     def last_seq(self, file: BinaryIO) -> int | None:
@@ -243,7 +243,7 @@ class FileSink(LineOutput):
         try:
             fd = open_output(self._path, OTHERS if self._holds_prompts else OTHERS_WRITE)
         except FileNotFoundError:
-            raise SinkError(f"no such directory: {self._path.parent}") from None
+            raise SinkError(f"directory {self._path.parent} does not exist") from None
         try:
             self._prepare(fd)
         except BaseException:
@@ -252,7 +252,7 @@ class FileSink(LineOutput):
         return fd
 
     def _take(self, fd: int) -> None:
-        """Write to this descriptor from now on."""
+        """Use this descriptor for writing from now on."""
         before, self._fd = self._fd, fd
         if before >= 0:
             _release(before)
@@ -263,9 +263,7 @@ class FileSink(LineOutput):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             if self._max_bytes:
-                raise SinkError(
-                    f"{self._path} is no regular file, and cannot be rotated: leave max_bytes= out"
-                )
+                raise SinkError(f"{self._path} is not a regular file and cannot be rotated: omit max_bytes=")
             return
         self._lock(fd)
         self._refuse_existing(status.st_size)
@@ -283,21 +281,21 @@ class FileSink(LineOutput):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            reason = "another sink writes to it, under this name or another one: give each a file of its own"
+            reason = "another sink writes to this file, possibly under another name: give each its own file"
             raise SinkError(f"{self._path}: {reason}") from None
         except OSError:
             return
 
     def _refuse_existing(self, size: int) -> None:
-        instead = "remove it, choose another, or add ?append=1"
+        instead = "remove it, choose another path, or add ?append=1"
         if size and not self._append:
             raise SinkError(f"{self._path} is not empty: {instead}")
         for number in range(1, self._keep + 1 if self._max_bytes else 1):
             older = _older_file(self._path, number)
             if not self._append and os.path.lexists(older):
-                raise SinkError(f"{older} would be taken for an older file of this run: {instead}")
+                raise SinkError(f"{older} would be mistaken for a rotated file of this run: {instead}")
             if older.is_dir():
-                reason = "is a directory, in the place of an older file: move it, or choose another path"
+                reason = "is a directory in the place of a rotated file: move it, or choose another path"
                 raise SinkError(f"{older} {reason}")
 
     def _is_in_place(self) -> bool:
@@ -316,18 +314,18 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
         )
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
-        raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
+        raise SinkURLError(str(url), "a file name is required, as in file:///tmp/events.jsonl")
     max_bytes = int(url.quantity(options, "max_bytes"))
     if not 0 <= options.keep <= MOST_KEPT:
-        raise SinkURLError(str(url), f"bad option: keep must be at least 0 and at most {MOST_KEPT}")
+        raise SinkURLError(str(url), f"bad option: keep must be from 0 to {MOST_KEPT}")
     if "keep" in url.options and not max_bytes:
-        raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
+        raise SinkURLError(str(url), "keep= requires max_bytes=")
     sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
     return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
 
 
 def _release(descriptor: int) -> None:
-    """Close a file; without keeping its lock in a forked process that has it too."""
+    """Unlock and close a file: closing alone would keep the lock in a forked process that shares it."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -265,7 +265,7 @@ class OtelSink(Sink):
             sent = self._ended[:SEND_SPANS]
             if self._exporter.export(sent) is not SpanExportResult.SUCCESS:
                 del self._ended[:-MAX_HELD]
-                raise SinkError(f"nobody takes spans: {len(self._ended)} wait")
+                raise SinkError(f"spans are not collected: {len(self._ended)} are waiting")
             del self._ended[: len(sent)]
 
 
@@ -275,9 +275,9 @@ def create(url: SinkURL, context: SinkContext) -> OtelSink:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        raise SinkURLError(str(url), "it needs OpenTelemetry: pip install 'kvcache[otel]'") from None
+        raise SinkURLError(str(url), "OpenTelemetry is not installed: pip install 'kvcache[otel]'") from None
     if url.host is None and (url.path or url.options.get("tls")):
-        raise SinkURLError(str(url), "it has no host: use otel://HOST:4318, or otel: alone")
+        raise SinkURLError(str(url), "a host is missing: use otel://HOST:4318, or otel: alone")
     host = f"[{url.host}]" if url.host is not None and ":" in url.host else url.host
     path = url.path if url.path not in ("", "/") else _PATH
     scheme = "https" if options.tls else "http"

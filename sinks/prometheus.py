@@ -53,7 +53,7 @@ class _SlotTimes:
 
 
 OTHERS = "other"
-"""Stands for all values of a label after the first ones."""
+"""Label value that stands for all values after the first ones."""
 _LONGEST_VALUE = 256
 
 
@@ -270,7 +270,7 @@ class MetricsCollector:
         if self.probe is not None:
             yield from self._of_state(self.probe.stats())
             if self.probe.step_times is not None:
-                text = "Time that the manager's calls take of an engine step, from one flush to the next."
+                text = "Time spent in calls of the manager per engine step, from one flush to the next."
                 yield self._histogram("step_seconds", text, self.probe.step_times)
             yield from self._of_log(self.probe.log_stats())
             yield from self._of_sinks(self.probe.sink_stats())
@@ -280,25 +280,26 @@ class MetricsCollector:
     def _of_requests(self) -> Iterator[Metric]:
         blocks = self._blocks
         yield self._counter("requests", "Requests admitted.", blocks.requests)
-        yield self._counter("requests_finished", "Requests that ended.", blocks.finished)
-        text = "Requests that did not fit; each is counted once until it is admitted."
+        yield self._counter("requests_finished", "Requests that ended, for any reason.", blocks.finished)
+        text = "Requests refused for lack of blocks; each is counted once until it is admitted."
         yield self._counter("requests_refused", text, blocks.refused)
-        text = "Prompt tokens of admitted requests: what was looked up."
+        text = "Prompt tokens of admitted requests, all of which were looked up in the cache."
         yield self._counter("prefix_cache_queries", text, blocks.prompt_tokens)
         text = (
-            "Prompt tokens that needed no computing, by where they were found; partial: in a part of a block."
+            "Prompt tokens reused from the cache, by the level they were found in; partial: at the start of "
+            "a block."
         )
         hits = {level: blocks.reused_tokens[level] for level in (*LEVEL_NAMES, "partial")}
         yield self._counter("prefix_cache_hits", text, hits, "level")
-        text = "Batches of events that did not reach these metrics."
+        text = "Batches of events that were lost before they reached these metrics."
         yield self._counter("metrics_lost_batches", text, blocks.lost_batches)
 
     def _of_labels(self, by_label: LabelMetrics) -> Iterator[Metric]:
         counts = by_label.counts.copy()
         texts = (
-            "Requests admitted, by a label of theirs.",
-            "Prompt tokens of admitted requests, by a label of theirs.",
-            "Prompt tokens that needed no computing, by a label of their requests.",
+            "Requests admitted, by one of their labels.",
+            "Prompt tokens of admitted requests, by one of their labels.",
+            "Prompt tokens reused from the cache, by one of the labels of their requests.",
         )
         for at, (name, text) in enumerate(zip(LabelCounts._fields, texts, strict=True)):
             values = {(by_label.label, value): each[at] for value, each in counts.items()}
@@ -306,32 +307,32 @@ class MetricsCollector:
 
     def _of_blocks(self) -> Iterator[Metric]:
         blocks = self._blocks
-        yield self._counter("blocks_allocated", "Blank slots taken.", blocks.allocated)
+        yield self._counter("blocks_allocated", "Blank slots allocated.", blocks.allocated)
         yield self._counter("blocks_stored", "Blocks that became reusable.", blocks.stored)
         yield self._counter(
-            "blocks_copied", "Blocks copied because only a part of them was wanted.", blocks.copied
+            "blocks_copied", "Blocks copied because only their start matched a prompt.", blocks.copied
         )
-        text = "Blocks that were computed again while they lay in secondary."
+        text = "Blocks computed again although they were in secondary."
         yield self._counter("blocks_recomputed", text, blocks.recomputed)
-        text = "Blocks whose content is gone, by level and reason; capacity: evicted."
+        text = "Blocks removed from the cache, by level and reason; capacity: evicted."
         removed = dict(sorted(blocks.removed.copy().items()))
         yield self._counter("blocks_removed", text, removed, "level", "reason")
-        text = "Blocks moved between the levels; offload: evicted from primary, kept in secondary."
+        text = "Blocks moved between levels; offload: evicted from primary and kept in secondary."
         ways = ("offload", "onboard")
         yield self._counter("blocks_moved", text, {way: blocks.moved[way] for way in ways}, "direction")
         moved = {way: blocks.moved_bytes[way] for way in ways}
-        yield self._counter("moved_bytes", "Bytes of these blocks.", moved, "direction")
-        yield self._counter("copies_failed", "Copies of blocks that failed.", blocks.failed_copies)
+        yield self._counter("moved_bytes", "Bytes of the blocks moved between levels.", moved, "direction")
+        yield self._counter("copies_failed", "Block copies that failed.", blocks.failed_copies)
 
     def _of_ages(self) -> Iterator[Metric]:
         blocks = self._blocks
-        text = "Time from a block's last use to its eviction from a level."
+        text = "Time from the last use of a block to its eviction, by level."
         yield self._histogram("block_idle_before_evict_seconds", text, blocks.idle_before_evict, "level")
         text = "Time from storing a block to its removal, by the level it was removed from."
         yield self._histogram("block_lifetime_seconds", text, blocks.lifetime, "level")
         text = "Time from a block's last use to its reuse, by the level it was found in."
         yield self._histogram("block_reuse_gap_seconds", text, blocks.reuse_gap, "level")
-        text = "Time from the decision to copy blocks to the step that found the copy complete."
+        text = "Time from the decision to copy blocks to the step that detected the completed copy."
         yield self._histogram("copy_seconds", text, blocks.copy_seconds, "direction")
 
     # -- from the process
@@ -345,28 +346,27 @@ class MetricsCollector:
             held = total - blank - idle
             slots |= {(level, "held"): held, (level, "reusable"): idle, (level, "blank"): blank}
             usage |= {level: held / total} if total else {}
-        text = (
-            "Slots by what they are: held by running requests, cached and held by none (reusable), or blank."
-        )
+        text = "Slots by state: held by running requests, cached without a holder (reusable), or blank."
         yield self._gauge("blocks", text, slots, "level", "state")
-        yield self._gauge("usage_ratio", "Share of the slots that running requests hold.", usage, "level")
+        yield self._gauge("usage_ratio", "Fraction of the slots held by running requests.", usage, "level")
         yield self._gauge("requests_running", "Running requests.", stats.sequences)
-        text = "Hits that were a returning request's own tokens, computed before it was preempted."
+        text = "Reused tokens that a preempted request had computed itself before."
         yield self._counter("prefix_cache_own_hits", text, stats.reused_tokens_own)
-        text = "Blocks computed by two requests at a time, of which one was given back."
+        text = "Blocks computed by two requests at the same time, one of which was returned."
         yield self._counter("blocks_deduplicated", text, stats.blocks_deduplicated)
-        text = "Blocks of prompts by what was cached of them: all (full), the start (partial), or nothing (missed)."
+        text = (
+            "Blocks of prompts by how much of them was cached: all (full), the start (partial), or "
+            "nothing (missed)."
+        )
         looked_up = {
             "full": stats.blocks_reused_full,
             "partial": stats.blocks_reused_partial,
             "missed": stats.blocks_missed,
         }
         yield self._counter("prompt_blocks", text, looked_up, "cached")
-        text = "Slots that were taken for the first time."
+        text = "Slots allocated for the first time."
         yield self._counter("blocks_first_used", text, stats.blocks_allocated_new)
-        yield self._counter(
-            "copied_bytes", "Bytes of the starts of blocks that were copied.", stats.bytes_copied
-        )
+        yield self._counter("copied_bytes", "Bytes copied for partially matching blocks.", stats.bytes_copied)
         yield self._counter("events", "Events.", stats.events)
         text = "Batches of events: engine steps that changed something."
         yield self._counter("batches", text, stats.batches)
@@ -375,34 +375,38 @@ class MetricsCollector:
         if log is None:
             return
         # A process that only reads the log has no counters of its writer's queue.
-        text = "Batches in the log's files; durable, unless the log is set to fsync=never."
+        text = "Batches written to the log's files; durable unless log.fsync is never."
         yield self._counter("log_batches", text, log.batches)
-        yield self._counter("log_bytes", "Bytes in the log's files.", log.bytes)
-        yield self._counter("log_dropped_batches", "Batches that the log has lost.", log.dropped_batches)
+        yield self._counter("log_bytes", "Bytes written to the log's files.", log.bytes)
+        yield self._counter("log_dropped_batches", "Batches that the log has dropped.", log.dropped_batches)
         if log.durable_seq is not None:
-            text = "The last batch known to be on disk; -1: none."
+            text = "Number of the last batch known to be on disk; -1: none."
             yield self._gauge("log_durable_batch", text, float(log.durable_seq))
         if log.lag_batches is not None:
-            yield self._gauge("log_lag_batches", "Batches that wait to be written.", log.lag_batches)
+            yield self._gauge("log_lag_batches", "Batches waiting to be written.", log.lag_batches)
         if log.state is not None:
-            text = "Whether the log is written: 0 while the disk refuses."
+            text = "Whether the log is being written; 0 while the disk refuses it."
             yield self._gauge("log_up", text, float(log.state == "running"))
 
     def _of_sinks(self, sinks: Any) -> Iterator[Metric]:
         for name, text, attribute in (
-            ("sink_batches", "Batches that a sink has taken.", "batches"),
-            ("sink_dropped_batches", "Batches that did not reach a sink.", "dropped_batches"),
-            ("sink_errors", "Times that a sink has failed.", "errors"),
+            ("sink_batches", "Batches accepted by a sink.", "batches"),
+            (
+                "sink_dropped_batches",
+                "Batches that were dropped before they reached a sink.",
+                "dropped_batches",
+            ),
+            ("sink_errors", "Failures of a sink.", "errors"),
             (
                 "sink_refused_peers",
-                "Connections to a feed that came to nothing because of keys.",
+                "Connections to a feed that were refused because of their keys.",
                 "refused_peers",
             ),
         ):
             yield self._counter(name, text, {each.name: getattr(each, attribute) for each in sinks}, "sink")
         lag = {each.name: each.lag_batches for each in sinks}
-        yield self._gauge("sink_lag_batches", "Batches that wait for a sink.", lag, "sink")
-        text = "Whether a sink works: 0 while it fails, or is left out because it does."
+        yield self._gauge("sink_lag_batches", "Batches waiting for a sink.", lag, "sink")
+        text = "Whether a sink works; 0 while it fails or is quarantined."
         yield self._gauge(
             "sink_up", text, {each.name: float(each.state == "running") for each in sinks}, "sink"
         )
@@ -435,7 +439,7 @@ class MetricsCollector:
 
 MAX_CONNECTIONS = 32
 MAX_SECONDS = 10.0
-"""A connection's life."""
+"""Maximum lifetime of a connection in seconds."""
 _LOOK_SECONDS = 0.5
 """Interval of the check for connections that are too old; stopping the server takes as long."""
 _PAUSE_SECONDS = 0.1
@@ -559,7 +563,7 @@ class PrometheusSink(Sink):
     folds = True
     watches = True
     needs_cache = True
-    """Its counters are those since the engine started, also in another process than the engine's."""
+    """Counters cover the time since the engine started, in `kvcache publish` too."""
     needs_tokens = False
 
     def __init__(self, host: str, port: int, options: PrometheusOptions, model: str) -> None:
@@ -594,7 +598,7 @@ class PrometheusSink(Sink):
         try:
             self._server = MetricsServer(self._host, self._port, tls)
         except OSError as error:
-            where = f"{self._host}:{self._port}" if self._host else f"port {self._port} of all addresses"
+            where = f"{self._host}:{self._port}" if self._host else f"port {self._port} on all addresses"
             raise SinkError(f"cannot listen on {where}: {error.strerror or error}") from None
         self._server.set_app(make_wsgi_app(registry))
         serve = self._server.serve_forever
@@ -616,15 +620,15 @@ def create(url: SinkURL, context: SinkContext) -> PrometheusSink:
     """Create the sink for a ``prometheus:`` URL."""
     options = url.read_options(PrometheusOptions)
     if url.path not in ("", "/"):
-        raise SinkURLError(str(url), "metrics are at /metrics: give host and port only")
+        raise SinkURLError(str(url), "metrics are served at /metrics: give only host and port")
     if (options.certfile is None) != (options.keyfile is None):
-        raise SinkURLError(str(url), "certfile and keyfile belong together")
+        raise SinkURLError(str(url), "certfile and keyfile must be given together")
     if options.client_cafile is not None and options.certfile is None:
-        raise SinkURLError(str(url), "client_cafile asks for certfile and keyfile as well")
+        raise SinkURLError(str(url), "client_cafile requires certfile and keyfile")
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
         raise SinkURLError(
-            str(url), "it needs prometheus-client: pip install 'kvcache[prometheus]'"
+            str(url), "prometheus-client is not installed: pip install 'kvcache[prometheus]'"
         ) from None
     return PrometheusSink(url.host or "", PORT if url.port is None else url.port, options, context.model)

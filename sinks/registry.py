@@ -34,7 +34,7 @@ _BUILT_IN = {
     "zmq+pub": "sinks.router.zmq",
 }
 _LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
-"""At the start of a path: a login whose // was forgotten. After it everything may be a password, up to the last @."""
+"""Pattern of a login at the start of a path, whose // was forgotten. Everything up to the last @ may be a password."""
 
 
 def open_sink(url: str, context: SinkContext) -> Sink:
@@ -52,10 +52,10 @@ def open_sink(url: str, context: SinkContext) -> Sink:
 
 def _refuse_login(url: SinkURL) -> None:
     if url.user is not None or url.password is not None:
-        reason = "it takes no login: a user and a password would be ignored, and protect nothing, so leave them out"
+        reason = "this sink has no authentication; remove the user and password from the URL"
         raise SinkURLError(str(url), reason)
     if url.host is None and _LOGIN_IN_PATH.match(url.path):
-        reason = "a user and a password follow //; for a path with a colon and an @ put ./ before it"
+        reason = "a user and password follow //; prefix a path that contains a colon and an @ with ./"
         raise SinkURLError(str(url), reason)
 
 
@@ -74,5 +74,8 @@ def _factory(url: SinkURL) -> SinkFactory:
     try:
         return cast("SinkFactory", found[0].load())
     except (ImportError, AttributeError) as error:
-        reason = f"{found[0].value} provides it but cannot be imported ({error}); install what it needs"
+        reason = (
+            f"it is provided by {found[0].value}, which cannot be imported ({error}); install its "
+            "dependencies"
+        )
         raise SinkURLError(str(url), reason) from error

@@ -291,7 +291,7 @@ class SinkRunner:
         continues while batches wait in its queue; if it fails then, it is retried like any other.
         """
         if self._thread is not None:
-            raise RuntimeError(f"sink {self.name} was started already")
+            raise RuntimeError(f"sink {self.name} has already been started")
         # A daemon: a sink that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=f"kvcache-sink-{self.name}", daemon=True)
         self._thread.start()

@@ -59,7 +59,7 @@ class StateFile(Generic[Content]):
         try:
             self._lock = take_lock(lock)
         except NotARegularFile:
-            raise SinkError(f"{lock} is no regular file: {self.elsewhere}") from None
+            raise SinkError(f"{lock} is not a regular file: {self.elsewhere}") from None
         except LockHeld as held:
             own = held.holder == f"process {os.getpid()}"
             holder = "another sink of this process" if own else held.holder

@@ -48,7 +48,7 @@ class StdoutSink(LineOutput):
             sys.stdout.flush()
             self._fd = os.dup(sys.stdout.fileno())
         except (AttributeError, OSError):
-            raise SinkError("standard output is no file here: use file:///path/events.jsonl") from None
+            raise SinkError("standard output is not a file here: use file:///path/events.jsonl") from None
 
     def write(self, batch: EventBatch) -> None:
         """Print one batch."""
@@ -70,8 +70,8 @@ def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:
     """Create the sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
     if url.host is not None or url.port is not None or url.path:
-        raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
+        raise SinkURLError(str(url), "stdout has no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":
-        raise SinkURLError(str(url), "lines for people never show tokens; use stdout:?format=jsonl&tokens=1")
+        raise SinkURLError(str(url), "format=text never shows tokens; use stdout:?format=jsonl&tokens=1")
     sink = StdoutSink(options, context.key_bytes)
     return dict_feed(url, sink, context) if options.format == "trtllm" else sink

@@ -39,7 +39,7 @@ class LineTransport:
     def open(self, next_seq: int, worker: WorkerSeen | None) -> None:
         """Open the output. Raises SinkError, and the output's errors."""
         if not self._has_names:
-            raise SinkError("TensorRT-LLM's dicts name blocks, and these have no names: set block_hash")
+            raise SinkError("TensorRT-LLM's dicts require block names: set block_hash")
         self.output.open()
 
     def send(self, batch: FeedBatch) -> None:
@@ -88,10 +88,12 @@ def dict_feed(url: SinkURL, output: LineOutput, context: SinkContext, max_bytes:
     Raises SinkURLError.
     """
     if "tokens" in url.options and url.options["tokens"].lower() not in ("1", "true"):
-        reason = "TensorRT-LLM's dicts hold token ids: leave tokens= out, or take format=jsonl"
+        reason = "TensorRT-LLM's dicts always contain token ids: omit tokens=, or use format=jsonl"
         raise SinkURLError(str(url), reason)
     if context.kind == "feed":
-        reason = "format=trtllm tells of a cache, and this log of what engines told: leave it out"
+        reason = (
+            "format=trtllm describes a cache, but this log records what engines published: use another format"
+        )
         raise SinkURLError(str(url), reason)
     dicts = EventDicts(min(PIECE_BYTES, max_bytes or PIECE_BYTES))
     return DictFeed(LineTransport(output, dicts, has_names=context.key_bytes > 0))

@@ -225,7 +225,7 @@ def test_integrations_are_imported_by_name_alone(run_python: RunPython) -> None:
         "except kvcache.errors.UsageError as error:\n"
         "    print(error)\n"
     )
-    reported = "this cache is for Transformers, which is missing: pip install 'kvcache[transformers]'\n"
+    reported = "this cache requires Transformers: pip install 'kvcache[transformers]'\n"
     assert (done.stdout, done.stderr) == (reported, "")
 
 

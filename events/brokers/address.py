@@ -26,7 +26,7 @@ STREAM = "kvcache"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 """Pattern of names of workers and streams: no broker gives any of these characters a meaning."""
 _MOST_PASSWORD_BYTES = 4096
-REFUSED = "user or password is wrong, or has no right to this"
+REFUSED = "wrong user or password, or no permission"
 
 
 @dataclass(eq=False, repr=False)
@@ -76,27 +76,25 @@ class BrokerAddress:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.stream):
-            reason = "the path names the stream, of letters, digits, _ and -, as in /kvcache"
+            reason = "the path must name the stream, with letters, digits, _ and - only, as in /kvcache"
             raise BrokerURLError(str(self), reason)
         if (self.access.certfile is None) != (self.access.keyfile is None):
-            raise BrokerURLError(str(self), "certfile and keyfile belong together")
+            raise BrokerURLError(str(self), "certfile and keyfile must be given together")
         if not self.access.tls and (self.access.cafile or self.access.certfile):
-            raise BrokerURLError(str(self), "cafile, certfile and keyfile are for tls=true")
+            raise BrokerURLError(str(self), "cafile, certfile and keyfile require tls=true")
         if self.access.password_file is not None and self.password is not None:
             raise BrokerURLError(
-                str(self), "there are two passwords: leave one out, best the one in the address"
+                str(self), "give the password either in the address or in password_file, not in both"
             )
         self._refuse_clear_text()
 
     def _refuse_clear_text(self) -> None:
         if self.access.tls and self.access.insecure:
-            raise BrokerURLError(
-                str(self), "it is encrypted, so insecure= would change nothing: leave it out"
-            )
+            raise BrokerURLError(str(self), "with tls=true, insecure= has no effect: omit it")
         if not self.access.tls and not self.access.insecure and not is_loopback(self.host):
             reason = (
-                "prompts and passwords would leave this machine unencrypted: add tls=true, or insecure=true where the "
-                "network itself keeps others out"
+                "prompts and passwords would leave this machine unencrypted: add tls=true, or insecure=true "
+                "if the network is trusted"
             )
             raise BrokerURLError(str(self), reason)
 
@@ -113,7 +111,7 @@ class BrokerAddress:
             with Path(self.access.password_file).open("rb") as file:
                 return file.read(_MOST_PASSWORD_BYTES).decode().strip()
         except (OSError, ValueError) as error:
-            reason = system_reason(error, "it is no text")
+            reason = system_reason(error, "it is not text")
             raise BrokerError(str(self), f"password_file cannot be read: {reason}") from None
 
     def tls_context(self) -> ssl.SSLContext | None:
@@ -126,8 +124,8 @@ class BrokerAddress:
             if access.certfile is not None:
                 context.load_cert_chain(access.certfile, access.keyfile)
         except (OSError, ValueError) as error:
-            reason = system_reason(error, "they are no PEM files")
-            raise BrokerError(str(self), f"the files for TLS cannot be used: {reason}") from None
+            reason = system_reason(error, "they are not PEM files")
+            raise BrokerError(str(self), f"the TLS files cannot be used: {reason}") from None
         return context
 
 
@@ -148,12 +146,10 @@ def parse(url: str) -> BrokerAddress:
         # Python's message may quote the password.
         raise BrokerURLError(url.partition(":")[0], "not a valid address") from None
     if parts.scheme not in PORTS:
-        raise BrokerURLError(url.partition(":")[0], f"no broker; brokers are {', '.join(PORTS)}")
+        raise BrokerURLError(url.partition(":")[0], f"not a broker; brokers are {', '.join(PORTS)}")
     if "@" in parts.path:
         # An apparent host and port may be a user and half a password.
-        raise BrokerURLError(
-            parts.scheme, "in a password / is written %2F, or the password in password_file="
-        )
+        raise BrokerURLError(parts.scheme, "write / in a password as %2F, or use password_file=")
     known = [each.encode_name for each in msgspec.structs.fields(AccessOptions)]
     bare = without_login(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
     unknown = [name for name, _ in pairs if name not in known]
@@ -181,5 +177,5 @@ def require_client(address: BrokerAddress, package: str) -> None:
     try:
         import_module(package)
     except ImportError:
-        reason = f"its client is missing: pip install 'kvcache[{address.scheme}]'"
+        reason = f"the client is not installed: pip install 'kvcache[{address.scheme}]'"
         raise BrokerError(str(address), reason) from None

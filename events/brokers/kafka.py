@@ -55,18 +55,21 @@ def to_broker_error(address: BrokerAddress, error: KafkaError | None) -> BrokerE
     """Convert an error of the client."""
     where = str(address)
     if error is None:
-        return BrokerUnavailable(where, "it does not answer")
+        return BrokerUnavailable(where, "no answer")
     name = error.name()
     if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"):
         return BrokerError(where, REFUSED)
     if name == "MSG_SIZE_TOO_LARGE":
-        reason = "a batch is more than it takes in one message (message.max.bytes in its configuration)"
+        reason = "a batch exceeds the maximum message size (message.max.bytes in the broker's configuration)"
         return BrokerError(where, reason)
     if name in ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART"):
-        reason = f"there is no topic {address.stream}: make one, with a retention.ms of three times restate or more"
+        reason = (
+            f"topic {address.stream} does not exist: create it, with a retention.ms of at least three "
+            "times restate"
+        )
         return BrokerUnavailable(where, reason)
     if name in ("_TRANSPORT", "_ALL_BROKERS_DOWN"):
-        return BrokerUnavailable(where, "it cannot be reached")
+        return BrokerUnavailable(where, "cannot be reached")
     return BrokerUnavailable(where, name.strip("_").replace("_", " ").lower())
 
 
@@ -185,15 +188,13 @@ class KafkaStream:
                 on_delivery=self._delivered,
             )
         except BufferError:
-            raise BrokerUnavailable(self.name, "its client has no room") from None
+            raise BrokerUnavailable(self.name, "the client's queue is full") from None
         self._producer.flush(self._timeout + 1)
         message = self._acknowledged()
         place = message.partition() or 0, message.offset() or 0
         last, self._last = self._last, place
         if last is not None and last[0] == place[0] and place[1] <= last[1]:
-            raise BrokerError(
-                self.name, f"it has lost records of worker {self._worker} that it had acknowledged"
-            )
+            raise BrokerError(self.name, f"it has lost acknowledged records of worker {self._worker}")
         return f"{place[0]}/{place[1]}"
 
     def trim(self, place: str) -> None:

@@ -84,7 +84,7 @@ class NATSSession:
         except nats.errors.NoServersError as error:
             failure = self._refused(self._noted or error)
         except (TimeoutError, OSError, EOFError) as error:
-            failure = BrokerUnavailable(str(self._address), system_reason(error, "it does not answer"))
+            failure = BrokerUnavailable(str(self._address), system_reason(error, "no answer"))
         except nats.errors.Error as error:
             failure = self._refused(error)
         except BrokerError as error:
@@ -135,9 +135,7 @@ class NATSSession:
 
         where = str(self._address)
         if isinstance(error, OSError):
-            return BrokerUnavailable(
-                where, os.strerror(error.errno) if error.errno else "it cannot be reached"
-            )
+            return BrokerUnavailable(where, os.strerror(error.errno) if error.errno else "cannot be reached")
         # The server's message quotes at most our own names.
         text = str(error).removeprefix("nats: ").strip("'\" ")
         if "authorization" in text.lower() or "authentication" in text.lower():
@@ -178,7 +176,7 @@ class NATSReader:
         self._last = 0
         """Place in the stream of the last record read."""
         self._last_record: tuple[str | None, str | None] = None, None
-        """Its subject and tag."""
+        """Subject and tag of the last record read."""
         self._created: datetime | None = None
         """Time at which the stream was made."""
         self._received_at = 0.0
@@ -309,7 +307,7 @@ class NATSStream:
             return parse_record((last.headers or {}).get(TAG), b"").seq
         except EventDecodeError:
             raise BrokerError(
-                self.name, f"the subject {self._subject} has messages of something else"
+                self.name, f"the subject {self._subject} has messages of another kind"
             ) from None
 
     def append(self, record: StreamRecord) -> str:
@@ -322,8 +320,8 @@ class NATSStream:
         try:
             self._last = self._publish(record, unique)
         except nats.errors.MaxPayloadError:
-            reason = f"a batch of {len(record.payload)} bytes is more than it takes in one message"
-            raise BrokerError(self.name, f"{reason} (max_payload in its configuration)") from None
+            reason = f"a batch of {len(record.payload)} bytes exceeds the maximum message size"
+            raise BrokerError(self.name, f"{reason} (max_payload in the server's configuration)") from None
         finally:
             self._tried = unique
         return str(self._last)
@@ -380,8 +378,8 @@ class NATSStream:
         self._last = place
         if lost:
             reason = (
-                f"it does not have the last message of worker {self._worker}: it has lost it, or another process "
-                "publishes as the same worker (give each its own with worker=)"
+                f"the last message of worker {self._worker} is missing: the server has lost it, or another "
+                "process publishes as the same worker (give each its own with worker=)"
             )
             raise BrokerError(self.name, reason)
         return self._publish(record, unique)

@@ -64,7 +64,7 @@ def parse_record(tag: str | bytes | None, payload: bytes) -> StreamRecord:
     text = tag.decode(errors="replace") if isinstance(tag, bytes) else tag or ""
     match = _TAG.fullmatch(text)
     if match is None:
-        raise EventDecodeError("what stands in the stream was not written by this feed")
+        raise EventDecodeError("the stream contains records that were not written by this feed")
     if match[2] is None:
         return StreamRecord(int(match[1]), payload)
     return StreamRecord(int(match[1]), payload, int(match[3]), int(match[2]), match[4] is not None)

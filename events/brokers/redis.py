@@ -89,7 +89,7 @@ class RedisSession:
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 # The connection stays.
-                raise BrokerUnavailable(where, "it refuses: WRONGTYPE, the key is no stream") from None
+                raise BrokerUnavailable(where, "refused: WRONGTYPE, the key is not a stream") from None
             self.close()
             # The server's message may quote the data sent; its first word is the kind of error.
             kind = (
@@ -99,7 +99,7 @@ class RedisSession:
             )
             if kind in ("NOAUTH", "WRONGPASS", "NOPERM"):
                 raise BrokerError(where, REFUSED) from None
-            raise BrokerUnavailable(where, f"it refuses: {kind}") from None
+            raise BrokerUnavailable(where, f"refused: {kind}") from None
         except (exceptions.RedisError, OSError) as error:
             self.close()
             raise BrokerUnavailable(where, _why(error)) from None
@@ -117,7 +117,7 @@ def _why(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return "it does not answer"
+    return "no answer"
 
 
 _AT_ONCE = 100
@@ -197,7 +197,9 @@ class RedisReader:
             if name not in self._set_aside:
                 self._set_aside.add(name)
                 _log.warning(
-                    "worker_set_aside", key=key.decode(), reason="it is no stream: somebody else's key"
+                    "worker_set_aside",
+                    key=key.decode(),
+                    reason="the key is not a stream; something else uses it",
                 )
             return None
         return cast("bytes", last[0][0]) if last else b""
@@ -275,8 +277,8 @@ class RedisStream:
         if place is None:
             self._last = self._tried = found
             reason = (
-                f"it does not have the last entry of worker {self._worker}: it has lost it, or another process "
-                "writes as the same worker (give each its own with worker=)"
+                f"the last entry of worker {self._worker} is missing: the server has lost it, or another "
+                "process writes as the same worker (give each its own with worker=)"
             )
             raise BrokerError(self.name, reason)
         self._last = self._tried = place

@@ -248,7 +248,7 @@ class StreamSubscriber(Generic[AnyReport]):
         address = parse(url)
         worker = address.access.worker
         if worker is not None and not NAME.fullmatch(worker):
-            raise BrokerURLError(str(address), "a worker's name has letters, digits, _ and - only")
+            raise BrokerURLError(str(address), "a worker's name may contain letters, digits, _ and - only")
         self._address = address
         module, name = _READERS[address.scheme]
         self._reader: Reader | None = getattr(import_module(module), name)(address, worker)
@@ -306,7 +306,7 @@ class StreamSubscriber(Generic[AnyReport]):
                 return reports
 
     def _read(self, seconds: float) -> list[tuple[Worker, AnyReport]]:
-        assert self._reader is not None, "it is closed"
+        assert self._reader is not None, "the subscriber is closed"
         pause = self._retry_at - time.monotonic()
         if pause > 0:
             time.sleep(min(pause, seconds))

@@ -33,10 +33,10 @@ _OWN_DESCRIPTORS = ("/dev/fd", "/proc/self/fd")
 _MOST_LINKS = 40
 """The limit of Linux."""
 _RIGHTS = (
-    (stat.S_IROTH, "others may read it"),
-    (stat.S_IWOTH, "others may write it"),
-    (stat.S_IXOTH, "others may look into it"),
-    (stat.S_IWGRP, "its group may write it"),
+    (stat.S_IROTH, "others can read it"),
+    (stat.S_IWOTH, "others can write it"),
+    (stat.S_IXOTH, "others can access it"),
+    (stat.S_IWGRP, "its group can write it"),
 )
 
 
@@ -46,7 +46,7 @@ def open_own(path: Path, flags: int, forbids: int = OTHERS_WRITE) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         if path.is_symlink():
-            raise UnsafeFile(path, "it is a symbolic link", "name the file itself") from None
+            raise UnsafeFile(path, "it is a symbolic link", "give the path of the file itself") from None
         raise
     try:
         status = os.fstat(descriptor)
@@ -163,7 +163,9 @@ def refuse_foreign_link(path: Path) -> None:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
         raise UnsafeFile(
-            path, f"it is a symbolic link of another user (uid {status.st_uid})", "name the file itself"
+            path,
+            f"it is a symbolic link of another user (uid {status.st_uid})",
+            "give the path of the file itself",
         )
 
 
@@ -186,13 +188,13 @@ def refuse_foreign(
         foreign, wrong = foreign and status.st_uid != owner, wrong & ~mode
     if foreign:
         reason = f"it belongs to another user (uid {status.st_uid})"
-        raise UnsafeFile(path, reason, "run this as that user, chown it, or name another place")
+        raise UnsafeFile(path, reason, "run this as that user, chown it, or choose another path")
     if one_name and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        reason = "it has other names (hard links), by which somebody may have it, too"
-        raise UnsafeFile(path, reason, "remove those, or name another place")
+        reason = "it has other names (hard links), through which others may access it"
+        raise UnsafeFile(path, reason, "remove them, or choose another path")
     if wrong:
         reason = " and ".join(text for bit, text in _RIGHTS if wrong & bit)
-        raise UnsafeFile(path, reason, f"{_remedy(status, forbids)} it, or name another place")
+        raise UnsafeFile(path, reason, f"{_remedy(status, forbids)} it, or choose another path")
 
 
 def _remedy(status: os.stat_result, forbids: int) -> str:

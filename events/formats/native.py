@@ -85,7 +85,7 @@ class NativeCodec:
 def decode_native(payload: bytes) -> EventBatch:
     """Decode the batch of a message in msgpack. Raises EventDecodeError."""
     if payload[:1] == _JSON_BEGINS:
-        raise EventDecodeError("it is JSON: readers of this software take format=native")
+        raise EventDecodeError("it is JSON: readers of this software require format=native")
     return decode_batch(payload)
 
 

@@ -250,7 +250,7 @@ class DictEvent(msgspec.Struct, frozen=True):
 
     number: int
     data: DictData | None
-    """None: of an unknown type."""
+    """Data of the event; None if its type is unknown."""
     window: int
     rank: int | None
     group: int | None
@@ -271,7 +271,7 @@ def decode_line(line: bytes) -> DictEvent | None:
         kind = _TYPES.get(envelope.data.get("type", ""))
         data = None if kind is None else msgspec.convert(envelope.data, kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
-        raise EventDecodeError("the line is none of TensorRT-LLM's events") from None
+        raise EventDecodeError("the line is not a TensorRT-LLM event") from None
     return DictEvent(
         envelope.event_id, data, envelope.window_size, envelope.attention_dp_rank, envelope.layer_group_id
     )

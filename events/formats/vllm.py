@@ -183,7 +183,7 @@ def _refuse_deep(value: Any, left: int = _DEEPEST) -> None:
     for each in inner:
         if isinstance(each, list | tuple | dict):
             if not left:
-                raise EventDecodeError("a KV event has a field that is nested too deeply")
+                raise EventDecodeError("a field of a KV event is nested too deeply")
             _refuse_deep(each, left - 1)
 
 
@@ -192,7 +192,7 @@ def _decode_any(payload: bytes | memoryview) -> VLLMBatch:
     try:
         envelope = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise EventDecodeError("the message is no batch of KV events") from None
+        raise EventDecodeError("the message is not a batch of KV events") from None
     return VLLMBatch(envelope.ts, tuple(map(_event, envelope.events)), envelope.rank)
 
 
@@ -203,7 +203,7 @@ def _event(item: Any) -> VLLMEvent:
     elif isinstance(item, list) and item:
         name = item[0]
     if not isinstance(name, str):
-        raise EventDecodeError("a KV event does not say its type")
+        raise EventDecodeError("a KV event has no type")
     kind = _TYPES.get(name)
     if kind is None:
         return Unknown(name)
@@ -215,7 +215,7 @@ def _event(item: Any) -> VLLMEvent:
     try:
         event = msgspec.convert(item, kind)
     except (msgspec.MsgspecError, RecursionError):
-        raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None
+        raise EventDecodeError(f"a field of a {name} event is missing or has the wrong type") from None
     _refuse_deep(((event.extra_keys or ()) if isinstance(event, BlockStored) else (), more))
     return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event
 
@@ -496,14 +496,14 @@ def encode_seq(seq: int) -> bytes:
 def decode_seq(frame: bytes) -> int:
     """Decode a number from a frame; raises EventDecodeError if it has not 8 bytes."""
     if len(frame) != SEQ_BYTES:
-        raise EventDecodeError(f"a message number has {len(frame)} bytes, not {SEQ_BYTES}")
+        raise EventDecodeError(f"a sequence number must have {SEQ_BYTES} bytes, not {len(frame)}")
     return int.from_bytes(frame, "big")
 
 
 def parse_message(frames: Sequence[bytes]) -> Message:
     """Parse the frames received by a SUB socket; raises EventDecodeError."""
     if len(frames) != 3:
-        raise EventDecodeError(f"a message has {len(frames)} frames, not 3")
+        raise EventDecodeError(f"a message must have 3 frames, not {len(frames)}")
     return _message(*frames)
 
 
@@ -515,7 +515,7 @@ def replay_request(start: int) -> list[bytes]:
 def parse_answer(frames: Sequence[bytes]) -> Message | None:
     """Parse the frames received by a DEALER socket; None is the end of the replay. Raises EventDecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
-        raise EventDecodeError("an answer has 4 frames, or 3, of which the first one is empty")
+        raise EventDecodeError("a replay answer must have 3 frames, or 4 of which the first is empty")
     topic = frames[1] if len(frames) == 4 else b""
     seq, payload = frames[-2:]
     # The empty batch is the mark: no real one is empty, whatever its number.
@@ -524,7 +524,7 @@ def parse_answer(frames: Sequence[bytes]) -> Message | None:
 
 def _message(topic: bytes, seq: bytes, payload: bytes) -> Message:
     if seq == END_OF_REPLAY:
-        raise EventDecodeError("a batch has the number of the end marker")
+        raise EventDecodeError("a batch has the sequence number of the end marker")
     return Message(topic, decode_seq(seq), payload)
 
 

@@ -64,7 +64,7 @@ class Lock:
             os.close(descriptor)
 
     def disown(self) -> None:
-        """In a forked child: release the parent's lock without unlocking it. A second call does nothing."""
+        """Release the parent's lock in a forked child, without unlocking it. A second call does nothing."""
         for descriptor in self._release():
             os.close(descriptor)
 

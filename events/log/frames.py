@@ -144,7 +144,7 @@ class Chain:
     """
 
     log_id: bytes | None = None
-    """None: no segment yet."""
+    """Id of the log; None before the first segment."""
     epoch: int = 0
     number: int = 0
     """Number of the next segment."""
@@ -164,7 +164,7 @@ class Chain:
         if self.log_id is not None and header.log_id != self.log_id:
             return "the segment belongs to another log"
         if header.epoch < self.epoch or (self.closed and header.epoch == self.epoch):
-            return "the segment's epoch is over"
+            return "the segment belongs to an epoch that has ended"
         broken = header.previous_crc != self.crc and not self.after_damage
         if broken or header.base_seq < self.seq:
             return "frames are missing before this segment"
@@ -182,11 +182,11 @@ class Chain:
         if self.closed:
             return "a frame follows the end of its epoch"
         if header.previous_crc != self.crc and not self.after_damage:
-            return "the frame does not continue the one before"
+            return "the frame does not continue the previous one"
         if header.seq != self.seq and not (header.flags & AFTER_LOSS and header.seq > self.seq):
             return f"the frame is of batch {header.seq}"
         if header.payload_bytes > MAX_PAYLOAD or (header.flags & COMPRESSED and header.events > MAX_EXPANDED):
-            return "the frame is larger than any that is written"
+            return "the frame exceeds the maximum size"
         return None
 
     def follow(self, header: FrameHeader) -> None:

@@ -251,7 +251,7 @@ class LogOutput:
             self._reach(self._written)
 
     def _keep_whole_frames(self, descriptor: int) -> None:
-        """After a write cut short, as on a full disk: keep the whole frames before the cut."""
+        """Keep the whole frames before the cut, after a write cut short, as on a full disk."""
         with contextlib.suppress(OSError):
             written, whole = os.fstat(descriptor).st_size - self._offset, 0
             for portion in self._waiting:
@@ -325,7 +325,7 @@ class LogOutput:
         try:
             own = os.fstat(descriptor)
             if own.st_size < self._offset:
-                raise self._misplaced(path, "it is shorter than it was")
+                raise self._misplaced(path, "it has become shorter")
             if self._file != _identity(own):
                 check_segment(path, self._reached, self._offset)
             os.ftruncate(descriptor, self._offset)
@@ -357,9 +357,9 @@ class LogOutput:
         except FileNotFoundError:
             raise self._misplaced(self._path, "it was moved or removed") from None
         if _identity(there) != _identity(own):
-            raise self._misplaced(self._path, "another file has its name")
+            raise self._misplaced(self._path, "it was replaced by another file")
         if self._written == len(self._waiting) and own.st_size != self._ahead:
-            raise self._misplaced(self._path, "its size is not what was written to it")
+            raise self._misplaced(self._path, "its size has changed")
 
     def _misplaced(self, path: Path, reason: str) -> LogWriteFailed:
         self._file = None

@@ -556,7 +556,7 @@ class Beginning:
     log_id: bytes
     epoch: int
     seq: int
-    """Its first batch, which may not be written yet."""
+    """Number of the epoch's first batch, which may not be written yet."""
     is_snapshot: bool = False
 
 

@@ -53,13 +53,13 @@ MAINTENANCE_LOCK_NAME = "KEEPER"
 SEGMENT_SUFFIX = ".kvlog"
 OUTDATED_SUFFIX = ".kvlogz"
 """Suffix of segments compressed by an earlier version: `kvcache log compress` converts them."""
-NOT_EXPANDED = "a compressed frame does not hold what was written"
+NOT_EXPANDED = "the content of a compressed frame is not intact"
 SHORT_HEADER = "the segment header is cut short"
 UNREADABLE = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 """Error numbers by which the system reports that the disk does not have a file's content."""
 _WINDOW_BYTES = 1 << 20
 _TIMES_LOOKED_AT = 16
-"""After damage, payloads are checked up to this multiple of their segment's bytes."""
+"""Limit on the payloads checked after damage, as a multiple of their segment's bytes."""
 _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{OUTDATED_SUFFIX})")
 _OWN_NAME = re.compile(
@@ -218,11 +218,11 @@ class Segment:
         if header.event_format > FORMAT_VERSION:
             raise LogTooNew(self.path, header.event_format)
         if header.epoch > MAX_EPOCH:
-            raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
+            raise LogDamaged(self.path, 0, header.base_seq, "its epoch number is out of range")
         if header.window_log > MAX_WINDOW_LOG:
-            raise LogDamaged(self.path, 0, header.base_seq, "no log refers back so far")
+            raise LogDamaged(self.path, 0, header.base_seq, "it refers back too far")
         if self._is_named and header.base_seq != first_seq(self.path):
-            raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
+            raise LogDamaged(self.path, 0, header.base_seq, "the file name does not match the segment")
         self._assume(header)
         return header
 
@@ -391,7 +391,7 @@ def open_file(path: Path) -> int:
         if not path.is_symlink():
             raise
         # The system's own message gives no advice.
-        advice = f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+        advice = f"{path.name} is a symbolic link, which is not followed: replace it by the file itself"
         raise OSError(error.errno, advice, str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -453,7 +453,7 @@ def renew_segment(path: Path, reached: frames.Chain, end: int) -> int:
         with Segment(path) as segment:
             return make_segment(path, _intact(segment, reached, end))
     except (LogDamaged, LogTooNew) as error:
-        reason = "what was written to it cannot be read back"
+        reason = "its data cannot be read back"
         raise LogWriteFailed(path, reason, errno.EIO) from error
 
 
@@ -464,7 +464,7 @@ def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
             for _ in _intact(segment, reached, end):
                 pass
     except (LogDamaged, LogTooNew, FileNotFoundError) as error:
-        raise LogWriteFailed(path, "what was written to it is not there", errno.ESTALE) from error
+        raise LogWriteFailed(path, "its data is missing", errno.ESTALE) from error
 
 
 def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple[bytes, ...]]:
@@ -481,7 +481,7 @@ def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple
             copied = segment.offset
     # Without a frame yet, the number before its first one may be lower: those between were lost.
     if segment.offset != end or replace(chain, seq=reached.seq) != reached:
-        raise LogDamaged(segment.path, segment.offset, chain.seq, "it is not what was written")
+        raise LogDamaged(segment.path, segment.offset, chain.seq, "its data has changed")
 
 
 def unfinished_path(path: Path) -> Path:

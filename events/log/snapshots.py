@@ -155,7 +155,7 @@ def open_snapshot(path: Path) -> Snapshot:
     try:
         about = _decode_about(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise LogDamaged(path, SEGMENT_HEADER_BYTES, None, "it does not say what it is about") from None
+        raise LogDamaged(path, SEGMENT_HEADER_BYTES, None, "its description cannot be decoded") from None
     return Snapshot(path, header, about, size)
 
 
@@ -202,11 +202,9 @@ def _read(path: Path, count: int) -> tuple[SegmentHeader, list[memoryview], int]
             chain.seq = header.base_seq
             frame = file.read(chain)
             if not isinstance(frame, Frame) or (frame.header.seq, frame.header.flags) != (header.base_seq, 0):
-                reason = (
-                    frame.reason if isinstance(frame, Broken) else "a frame is not the one that belongs there"
-                )
+                reason = frame.reason if isinstance(frame, Broken) else "a frame is out of place"
                 raise LogDamaged(path, file.offset, header.base_seq, reason)
             payloads.append(frame.payload)
         if count == _FRAMES and file.offset != file.size():
-            raise LogDamaged(path, file.offset, header.base_seq, "something follows the state")
+            raise LogDamaged(path, file.offset, header.base_seq, "data follows the state")
         return header, payloads, file.size()

@@ -375,7 +375,7 @@ class LogWriter:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1 or fsync_seconds <= 0:
             raise ValueError("the limits of a log must be at least 1, and fsync_seconds above 0")
         if len(log_id or bytes(16)) != 16:
-            raise ValueError("a log_id has 16 bytes")
+            raise ValueError("log_id must have 16 bytes")
         self.directory, self._when_closed = Path(directory), closed
         self._blocks, self._syncs = overflow == "block", fsync != "never"
         self._max_batches, self._max_bytes = max_queued_batches, max_queued_bytes
@@ -430,7 +430,7 @@ class LogWriter:
         """
         if at_least > self.epoch_started.epoch:
             if self._appended:
-                raise ValueError("the epoch has begun already")
+                raise ValueError("the epoch has already begun")
             self.epoch_started = msgspec.structs.replace(self.epoch_started, epoch=at_least)
             self._recorder.output.set_epoch(at_least)
         return self.epoch_started
@@ -512,7 +512,7 @@ class LogWriter:
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
         if batch.seq != self._expected_seq:
-            raise ValueError(f"batch {batch.seq} was appended, the next one is {self._expected_seq}")
+            raise ValueError(f"batch {batch.seq} was appended, but batch {self._expected_seq} was expected")
         total = self._appended_bytes + (batch_bytes(batch) if size is None else size)
         queued, queued_bytes = self._appended - recorder.done, total - recorder.done_bytes
         is_easy = (
@@ -682,11 +682,9 @@ class LogWriter:
             self.flush(_EXIT_SECONDS)
 
     def disown(self) -> None:
-        """In a forked child: release the log and its lock, which are the parent's."""
+        """Release the log and its lock in a forked child: they are the parent's."""
         self._closed = True
-        self._recorder.failure = LogWriteFailed(
-            self.directory, "the process that writes it is the parent of this one"
-        )
+        self._recorder.failure = LogWriteFailed(self.directory, "the log belongs to the parent process")
         _open_logs.discard(self)
         self._lock.disown()
         self._recorder.output.disown()

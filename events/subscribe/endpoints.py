@@ -38,8 +38,8 @@ class InsecureEndpoint(EventsError):
 
     endpoint: str
     text = (
-        "{endpoint}: whoever reaches it from another machine could pretend to be a worker: give keys "
-        "(`kvcache docs settings`), or say that the network itself keeps others out (--insecure, insecure=True)"
+        "{endpoint}: any machine that can reach it could impersonate a worker: give keys "
+        "(`kvcache docs settings`), or declare the network trusted (--insecure, insecure=True)"
     )
 
 
@@ -58,7 +58,7 @@ def host_of(endpoint: str, *, binds: bool = False) -> str | None:
     if not colon:
         raise EndpointError(endpoint, "it has no port")
     if not _PORT.fullmatch(port) or not (0 if binds else 1) <= int(port) < 1 << 16:
-        raise EndpointError(endpoint, "its port is no number from 1 to 65535")
+        raise EndpointError(endpoint, "its port must be from 1 to 65535")
     if binds and host == "*":
         return host
     if host in ("", "*"):
@@ -72,11 +72,11 @@ def refuse_foreign(endpoint: str) -> None:
     if transport == "ipc":
         return
     if "@" in endpoint:
-        raise EndpointError(endpoint, "a user or password is not part of an endpoint")
+        raise EndpointError(endpoint, "an endpoint has no user or password")
     if transport == "inproc":
-        raise EndpointError(endpoint, "it is an address inside one program")
+        raise EndpointError(endpoint, "inproc addresses cannot be reached from another process")
     if transport != "tcp":
-        raise EndpointError(endpoint, "publishers are not reached that way")
+        raise EndpointError(endpoint, "only tcp:// and ipc:// are supported")
 
 
 def should_bind(endpoint: str) -> bool:
@@ -94,5 +94,5 @@ def _checked_host(endpoint: str, host: str) -> str:
         elif _NUMBERS.fullmatch(host):
             socket.inet_aton(host)
     except (OSError, ValueError):
-        raise EndpointError(endpoint, f"{host} is no IP address") from None
+        raise EndpointError(endpoint, f"{host} is not an IP address") from None
     return host

@@ -50,7 +50,7 @@ class Worker(NamedTuple):
 
     topic: str
     key: str = ""
-    """Its public key; empty if nothing is encrypted."""
+    """Public key of the worker; empty if nothing is encrypted."""
 
 
 def replay_in_topic(worker: Worker) -> str | None:

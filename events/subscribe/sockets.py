@@ -72,9 +72,9 @@ SEEN_BY_SERVER = _FINAL
 SEEN_BY_CLIENT = _FINAL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 """Final events at a connecting socket, at which it may mean that the server rejected the handshake."""
 REASONS = {
-    int(zmq.Event.HANDSHAKE_FAILED_AUTH): "a key is not on the list of those that may connect",
-    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "one end has no key, or the wrong one, or is no ZeroMQ",
-    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): "the other end hung up before keys were compared",
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH): "a peer's key is not among the allowed ones",
+    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "a peer has no key or a wrong one, or does not use ZeroMQ",
+    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): "a peer closed the connection before keys were exchanged",
 }
 
 
@@ -165,7 +165,7 @@ def read_pair(path: Path) -> KeyPair:
     except (zmq.ZMQError, ValueError):
         belongs = False
     if not belongs:
-        raise KeyFileError(path, "its public key does not belong to its secret key")
+        raise KeyFileError(path, "its public key does not match its secret key")
     return KeyPair(public, secret)
 
 
@@ -180,7 +180,7 @@ def read_directory(directory: Path) -> frozenset[bytes]:
     if wrong:
         raise wrong[0]
     if not keys:
-        raise KeyFileError(directory, "it has no keys of clients (NAME.key), so that nobody could connect")
+        raise KeyFileError(directory, "it has no client keys (NAME.key), so no client could connect")
     return keys
 
 
@@ -210,9 +210,9 @@ def _load(path: Path, forbidden: int) -> tuple[bytes, bytes | None]:
         raise KeyFileError(path, system_reason(error, "it cannot be read")) from None
     except (ValueError, IndexError):
         # SECURITY: the error may quote a line of the file.
-        raise KeyFileError(path, f"it is no key file; {_MAKE_KEYS}") from None
+        raise KeyFileError(path, f"it is not a key file; {_MAKE_KEYS}") from None
     if not all(key is None or _is_key(key) for key in (public, secret)):
-        raise KeyFileError(path, "its keys are not the 40 characters of Z85 that a key has")
+        raise KeyFileError(path, "its keys must have 40 characters of Z85")
     return public, secret
 
 
@@ -227,10 +227,10 @@ def _check_mode(path: Path, forbidden: int) -> None:
     try:
         refuse_foreign(path, path.stat(), forbidden, one_name=False, strict=True)
     except UnsafeFile as unsafe:
-        reason = f"{unsafe.reason}; {unsafe.advice}, and make new keys if they may have been seen or replaced"
+        reason = f"{unsafe.reason}; {unsafe.advice}, and create new keys if they may have been exposed"
         raise KeyFileError(path, reason) from None
     except (OSError, ValueError) as error:
-        raise KeyFileError(path, system_reason(error, "there is no such path")) from None
+        raise KeyFileError(path, system_reason(error, "no such path")) from None
 
 
 LOOK_SECONDS = 1.0

@@ -125,11 +125,11 @@ class Connection:
     def _encrypt(self, curve: Curve, server: bytes | None) -> None:
         if self._bound and curve.clients is None:
             raise EndpointError(
-                self._endpoint, "the keys of those that may connect are needed to bind it encrypted"
+                self._endpoint, "to bind encrypted, the keys of the allowed clients are required"
             )
         if not self._bound and (server or curve.server) is None:
             raise EndpointError(
-                self._endpoint, "the publisher's public key is needed to connect to it encrypted"
+                self._endpoint, "to connect encrypted, the publisher's public key is required"
             )
         if self._bound:
             curve.serve(self.socket)

@@ -151,7 +151,7 @@ class WorkerBlock(NamedTuple):
     tokens: bytes
     """int32 LE; empty if the engine did not publish them, or if `scope.whole`."""
     own: _Own
-    """Its entries of further fields."""
+    """Values of the block in further fields of its engine's events."""
     scope: Scope
 
     def field(self, name: str) -> Any:
@@ -556,9 +556,9 @@ class WorkerFeed(StreamFold[AnyChange]):
         if self.worker is not None:
             return None
         if self._name is None:
-            return "the log knows of no worker yet"
+            return "the log contains no worker yet"
         names = ", ".join(sorted(self._names.values())) or "none"
-        return f"the log knows of no worker {self._name}; there are {names}"
+        return f"the log does not contain worker {self._name}; it has {names}"
 
     def _apply_change(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
         """Apply an event of some worker."""
@@ -589,7 +589,7 @@ class WorkerFeed(StreamFold[AnyChange]):
         if self._name is None and len(self._names) > 1:
             names = ", ".join(sorted(self._names.values()))
             raise SeveralWorkers(
-                f"the log is of several workers, and a feed is of one: name it with engine=; there are {names}"
+                f"the log has several workers, but a feed is of one: choose it with engine=; it has {names}"
             )
         if self._name in (None, self._names[event.worker]):
             if self.worker is None:

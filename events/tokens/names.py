@@ -83,7 +83,7 @@ class HashAlgorithm:
     chain: Callable[[Namespace, bytes, bytes, int], bytes]
     """Maps (namespace, parent key, plain tokens, bytes per block) to the keys of all blocks; the last may be short."""
     chain_rich: Callable[[Namespace, bytes, RichTokens, int], bytes]
-    """The same for tokens with extra ids or items."""
+    """Chains the names of blocks whose tokens have extra ids or items."""
     given: bool = False
     """True if keys are an engine's own, which cannot be computed: computing one raises a ValueError."""
 
@@ -131,7 +131,7 @@ def _xxh3() -> Callable[[bytes], bytes]:
         from xxhash import xxh3_64_digest
     except ImportError as error:
         raise ImportError(
-            "the algorithm xxh3_64 needs the package xxhash: pip install 'kvcache[hash]'"
+            "the algorithm xxh3_64 requires the package xxhash: pip install 'kvcache[hash]'"
         ) from error
     return xxh3_64_digest
 

@@ -25,7 +25,7 @@ from events.types import AnyEvent, CacheCreated, StateExported, SymbolPage, Symb
 
 PAGE_SIZE = 256
 UNKNOWN = -(2**31)
-"""Stands for tokens without a symbol. It is in no page, so it matches nothing."""
+"""Symbol for tokens without a symbol. It is in no page, so it matches nothing."""
 MAX_PAGES = 2**31 // PAGE_SIZE - 1
 FORGET_ABOVE = 16_384
 """Number of pages above which unused ones are looked for."""
@@ -112,9 +112,9 @@ class SymbolTable:
     def _add(self, pages: Iterable[SymbolPage]) -> None:
         for page in pages:
             if page.number in self.pages or not 0 <= page.number < MAX_PAGES or _key(page) in self._numbers:
-                raise ValueError("a page of symbols is there already, or has an impossible number")
+                raise ValueError("a page of symbols exists already, or its number is out of range")
             if not _is_possible(page):
-                raise ValueError("a page of symbols stands for nothing")
+                raise ValueError("a page of symbols has no content")
             self.pages[page.number] = page
             self._numbers[_key(page)] = page.number
         while self._lowest in self.pages:

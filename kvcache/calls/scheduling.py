@@ -191,7 +191,9 @@ class Simulation:
 
     def _refuse_past(self) -> None:
         if self._moment() != self._begun:
-            raise UsageError("the manager has gone on since this simulation began: make another one")
+            raise UsageError(
+                "this simulation is outdated: the manager has executed a command since; create another one"
+            )
 
     @property
     def free_blocks_per_window(self) -> dict[int, int]:
@@ -208,7 +210,7 @@ class Simulation:
         if not isinstance(needed, Mapping):
             return checked_natural(needed, "needed") <= min(self._free)
         if not needed.keys() <= free.keys():
-            raise UsageError(f"needed must be given by windows, which are {self._windows}")
+            raise UsageError(f"needed must be a mapping by window; the windows are {self._windows}")
         return all(checked_natural(blocks, "needed") <= free[window] for window, blocks in needed.items())
 
     @exclusive
@@ -220,7 +222,7 @@ class Simulation:
         """
         sequence = self._blocks.running.sequence(request_id)
         if sequence.handle in self._removed:
-            raise UsageError(f"request {request_id!r} was removed from this simulation before")
+            raise UsageError(f"request {request_id!r} has already been removed from this simulation")
         self._refuse_past()
         self._removed.add(sequence.handle)
         given = {}

@@ -79,8 +79,8 @@ class TableTracker:
         reference, note = self._notes.get(id(table), (None, None))
         if note is None or reference is None or reference() is not table:
             raise UsageError(
-                f"check_tables: this {type(table).__name__} was not given out by this manager: pass tables as they "
-                "were given, or the buffers that were passed as out, rather than copies of them on a device"
+                f"tables.check: this {type(table).__name__} was not returned by this manager: pass tables as "
+                "they were returned, or the buffers passed as out, not copies of them on a device"
             )
         for sequence, before in zip(note.sequences, note.made_from, strict=True):
             runs = self._running.get(sequence.handle) is sequence
@@ -274,13 +274,13 @@ class BlockTables:
         windows, own = self._windows, self._own
         if window is None:
             if len(own) > 1:
-                raise UsageError(f"say which window's blocks are meant: one of {windows}")
+                raise UsageError(f"the cache has several windows: pass window, one of {windows}")
             return 0
         if checked_integer(window, "a window") in windows:
             return windows.index(window)
         if own[-1].kind == "full" and window >= self._max_length:
             return len(own) - 1
-        raise UsageError(f"there is no window of {window} tokens, only of {windows}")
+        raise UsageError(f"no window of {window} tokens; the windows are {windows}")
 
     def _readable(self, request_ids: Iterable[RequestId], group: int) -> list[Sequence]:
         """Return the sequences, or for cross attention the encoders' inputs that they read."""
@@ -300,8 +300,8 @@ class BlockTables:
             slots = len(sequence.tables[group]) * self._size
             if end > slots:
                 raise UsageError(
-                    f"request {shown(sequence.request_id)} has slots for {slots} tokens, so {end} cannot be computed: "
-                    "reserve more, or give stops"
+                    f"request {shown(sequence.request_id)} has slots for only {slots} tokens, so {end} cannot "
+                    "be computed: reserve more, or pass stops"
                 )
         return ends
 
@@ -312,15 +312,15 @@ class BlockTables:
             begins = [checked_natural(start, "starts") for start in listed(starts, "starts")]
         _refuse_other_length(begins, sequences, "starts")
         if any(begin > end for begin, end in zip(begins, ends, strict=True)):
-            raise UsageError("starts must not be beyond stops")
+            raise UsageError("starts must not exceed stops")
         return begins
 
     def _places(self, sequence: Sequence, group: int, begin: int, end: int) -> Column:
         size, table = self._size, sequence.tables[group]
         if begin < end and begin // size < sequence.detached[group]:
             raise UsageError(
-                f"request {shown(sequence.request_id)}: the block of token {begin} is "
-                "behind the sliding window, so nothing can be written there: begin after it"
+                f"request {shown(sequence.request_id)}: the block of token {begin} has left the sliding "
+                "window, so it cannot be written; start after it"
             )
         if end - begin == 1:  # decoding: without numpy's overhead
             return np.array([table[begin // size] * size + begin % size], np.int64)
@@ -367,7 +367,7 @@ def _safe(sequence: Sequence, group: int) -> Column:
 def _refuse_other_length(numbers: list[int], sequences: list[Sequence], what: str) -> None:
     if len(numbers) != len(sequences):
         raise UsageError(
-            f"{what} must have a number for each of {len(sequences)} sequences, not {len(numbers)}"
+            f"{what} must have one number for each of {len(sequences)} sequences, not {len(numbers)}"
         )
 
 
@@ -390,6 +390,6 @@ def _target(out: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> Column
     )
     if not enough:
         raise UsageError(
-            f"out must be an {np.dtype(dtype)} array or tensor on the host of at least {list(shape)}, writable"
+            f"out must be a writable {np.dtype(dtype)} array or tensor on the host of at least {list(shape)}"
         )
     return target  # type: ignore[return-value]

@@ -108,7 +108,7 @@ class BlockManager:
             window.order.check()
         self._expiry.check()
         pairs = zip(self._pinned, self._count_pins(), strict=True)
-        invariant(all(np.array_equal(*pair) for pair in pairs), "pinned blocks are miscounted")
+        invariant(all(np.array_equal(*pair) for pair in pairs), "pinned blocks are counted wrongly")
         self.running.check()
 
     def _time(self, *, begins: bool = False) -> int:
@@ -121,8 +121,8 @@ class BlockManager:
             slots = self.slots_of(sequence)
             if slots < sequence.num_tokens:
                 raise UsageError(
-                    f"request {shown(sequence.request_id)} has slots for {slots} of its {sequence.num_tokens} tokens: "
-                    "reserve slots for the others first"
+                    f"request {shown(sequence.request_id)} has slots for only {slots} of its "
+                    f"{sequence.num_tokens} tokens: reserve the remaining ones first"
                 )
 
     def slots_of(self, sequence: Sequence) -> int:
@@ -508,8 +508,8 @@ class BlockManager:
         for sliding in self._sliding:
             if sliding.group.first_seen(computed) < sequence.detached[sliding.index]:
                 raise UsageError(
-                    f"the window of {sliding.window} tokens has released blocks that token {computed} sees: rewind "
-                    "less far, or remove the sequence and add it again"
+                    f"the window of {sliding.window} tokens has released blocks that token {computed} attends "
+                    "to: rewind less far, or remove the sequence and add it again"
                 )
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:

@@ -129,7 +129,7 @@ class RunningRequests:
         except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
             running = [self.sequence(request_id) for request_id in request_ids]
         if len(set(running)) != len(running):
-            raise UsageError("a call names a request twice: counts say how many tokens each one gets")
+            raise UsageError("duplicate request id in request_ids; use counts to append several tokens")
         return running
 
     def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
@@ -147,7 +147,7 @@ class RunningRequests:
             batch = DecodeBatch(request_ids, running, size, limit.tokens, self._windows)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(
-                f"{num_tokens} tokens were given for {len(batch.ids)} requests: one each, or counts"
+                f"{num_tokens} tokens were given for {len(batch.ids)} requests: pass one each, or counts"
             )
         if batch.at_limit:
             raise limit.exceeded_by(limit.tokens + 1)

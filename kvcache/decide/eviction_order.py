@@ -201,13 +201,13 @@ class LeastRecentlyUsed(EvictionOrder):
             known = [run for entry in heap if (run := self._described(entry, level)) is not None]
             invariant(
                 {run.id for run in leaves} == {run.id for run in known},
-                "a block cannot be evicted: it was missed",
+                "an evictable block is missing from the eviction order",
             )
             first = min(heap, default=None, key=lambda entry: (self._described(entry, level) is None, entry))
             lowest = min(map(self.key, leaves), default=None)
             invariant(
                 lowest is None or (first is not None and first[0] == lowest),
-                "another block would be evicted than the lowest in order",
+                "the next block to evict is not the lowest in order",
             )
 
 
@@ -230,9 +230,7 @@ ORDERS: dict[str, type[EvictionOrder]] = {"lru": LeastRecentlyUsed, "levels": Re
 def refuse_no_order(order: object) -> None:
     """Raise `UsageError` unless this is a class of orders."""
     if not (isinstance(order, type) and issubclass(order, EvictionOrder)) or isabstract(order):
-        raise UsageError(
-            "eviction_order must be a class derived from kvcache.decide.eviction_order.EvictionOrder"
-        )
+        raise UsageError("eviction_order must be a subclass of kvcache.decide.eviction_order.EvictionOrder")
 
 
 Key = tuple[int, int, int]
@@ -400,7 +398,7 @@ class ReleaseOrder(Watcher):
         idle = idle[order]
         places = array("i", idle.astype(np.int32).tobytes())
         in_order = self._append(level, places, _gathered(columns["released_at"], idle))
-        invariant(in_order, "what was sorted is not in order")
+        invariant(in_order, "the sorted entries are not in order")
 
     # -- queries
 
@@ -504,21 +502,21 @@ class ReleaseOrder(Watcher):
                 depths = queue.depths if level.index == SECONDARY else [0] * len(queue.places)
                 entries = list(zip(queue.stamps, depths, strict=True))
                 missed = self._still(level.index, queue, 0, queue.head)
-                invariant(not missed.any(), "a block cannot be evicted: passed over")
+                invariant(not missed.any(), "an evictable block was passed over")
                 there = self._still(level.index, queue, queue.head, len(entries))
                 left = _chosen(queue.places[queue.head :], there)
                 keys = [self.key(place) for place in left]
                 invariant(
                     entries == sorted(entries) and keys == sorted(keys),
-                    "another block would be evicted than the lowest in order",
+                    "the next block to evict is not the lowest in order",
                 )
                 alike = all(group.priorities[place] == priority for place in left)
-                invariant(alike, "a block is queued with another priority than it has")
+                invariant(alike, "a block is queued with a priority other than its own")
                 queued += left
             if level.index == PRIMARY:
                 noted = zip(self._noted, self._noted_stamps, strict=True)
                 queued.extend([place for place, stamp in noted if group.released_at[place] == stamp])
-            invariant(sorted(queued) == idle, "a block cannot be evicted: it was missed")
+            invariant(sorted(queued) == idle, "an evictable block is missing from the eviction order")
 
 
 def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[int]:

@@ -171,7 +171,7 @@ class Housekeeping:
         self.checkpoint_due = checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
         self.engine_counts: tuple[int, ...] = ()
-        """As in `Checkpoint`."""
+        """Engine's counts for the next checkpoint; see `Checkpoint.engine_counts`."""
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, regardless of the number of tries."""

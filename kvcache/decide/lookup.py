@@ -70,9 +70,9 @@ def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
     if state.hashing.given:
-        instead = "let the log record tokens (log.record_tokens)"
+        instead = "record tokens in the log (log.record_tokens)"
         raise Unsupported(
-            "looking up a prompt where an engine has made the names, and no tokens are known", instead
+            "looking up a prompt in a log with the engine's own block names and no tokens", instead
         )
     block_bytes = state.tokens_per_block * TOKEN_BYTES
     chain, full = state.hashing.chain_rich, stop // block_bytes

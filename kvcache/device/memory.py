@@ -31,7 +31,7 @@ def served_layout(config: KVCacheConfig) -> Layout:
         raise NotEnoughMemory(
             needed,
             free,
-            "host memory for the bookkeeping of its blocks",
+            "host memory for the metadata of its blocks",
             "primary_blocks, max_tokens, primary_bytes, secondary_blocks or host_cache_size",
         )
     return layout

@@ -39,16 +39,20 @@ if TYPE_CHECKING:
     from cuda_ops.host_memory import PageLocker
 
 
-_BEGIN_EMPTY = "begin with an empty secondary level"
+_BEGIN_EMPTY = "start with an empty secondary level"
 _TEXTS = {
-    "foreign": "is no file of a cache's secondary level: give secondary_path a name that is new",
-    "newer": "has format version {detail}, which is newer than this software: upgrade it, or remove the file and "
+    "foreign": "is not a file of a secondary level: choose another name for secondary_path",
+    "newer": (
+        "has format version {detail}, which is newer than this software: upgrade it, or remove the file and "
+    )
     + _BEGIN_EMPTY,
     "damaged": "is damaged: {detail}; remove it, and " + _BEGIN_EMPTY,
-    "of another cache": "holds the blocks of another cache: {detail}; give the settings with which it was made, "
-    "another secondary_path, or remove the file",
+    "of another cache": "holds the blocks of another cache: {detail}; use the settings that it was created with, "
+    "choose another secondary_path, or remove the file",
     "locked": "is in use by {detail}: stop that process, or choose another secondary_path",
-    "unavailable": "cannot hold the secondary level: {detail}; choose a secondary_path where this user may write",
+    "unavailable": (
+        "cannot hold the secondary level: {detail}; choose a secondary_path that this user may write to"
+    ),
 }
 """Error texts by `SecondaryFileError.problem`."""
 
@@ -74,7 +78,8 @@ VERSION = 1
 DATA_ALIGNMENT = 4096
 """Alignment of header and pools, in bytes: a page, which can be shared with a GPU."""
 DEPENDS_ON = (
-    "what else K and V depend on (model_variant, dtype, layers, heads, windows, max_sequence_length, layout)"
+    "something else that K and V depend on (model_variant, dtype, layers, heads, windows, "
+    "max_sequence_length, layout)"
 )
 """Inputs of `content_id`, for people."""
 _MAGIC = b"KVCACHE2"
@@ -131,13 +136,13 @@ class SecondaryHeader:
         except (msgspec.DecodeError, RecursionError):
             raise SecondaryFileError(path, "damaged", "its header cannot be read") from None
         if there.content_id != self.content_id:
-            raise SecondaryFileError(path, "of another cache", f"another model, or {DEPENDS_ON}")
+            raise SecondaryFileError(path, "of another cache", f"it has another model, or {DEPENDS_ON}")
         if there != self:
-            what = f"{there.blocks} secondary blocks per window where the settings give {self.blocks}"
+            what = f"it has {there.blocks} secondary blocks per window, but the settings give {self.blocks}"
             raise SecondaryFileError(path, "of another cache", what)
         if size != self.places()[1]:
             raise SecondaryFileError(
-                path, "damaged", f"it has {size:,} bytes, {self.places()[1]:,} belong to it"
+                path, "damaged", f"it has {size:,} bytes instead of {self.places()[1]:,}"
             )
 
 
@@ -149,7 +154,7 @@ def _text_of(path: Path, found: bytes) -> bytes:
         raise SecondaryFileError(path, "newer", str(version))
     text = found[_PREFIX.size : _PREFIX.size + length]
     if version != VERSION or len(text) != length or crc32(text) != checksum:
-        raise SecondaryFileError(path, "damaged", "its header is not what was written")
+        raise SecondaryFileError(path, "damaged", "its header is not intact")
     return text
 
 
@@ -236,7 +241,7 @@ def _xxh3() -> tuple[Callable[..., bytes], Callable[[], Any]]:
     try:
         import xxhash
     except ImportError:
-        raise UsageError("secondary_path needs xxhash: install kvcache[hash]") from None
+        raise UsageError("secondary_path needs the package xxhash: pip install 'kvcache[hash]'") from None
     return xxhash.xxh3_64_digest, xxhash.xxh3_64
 
 
@@ -247,7 +252,7 @@ def _locked(path: Path) -> Lock:
         raise SecondaryFileError(path, "locked", held.holder) from None
     except NotARegularFile:
         raise SecondaryFileError(
-            path, "unavailable", "what has the name of its lock file is something else"
+            path, "unavailable", "something other than a file has the name of its lock file"
         ) from None
     except (OSError, ValueError) as error:
         raise SecondaryFileError(path, "unavailable", system_reason(error)) from error
@@ -310,7 +315,7 @@ def _reserve(descriptor: int, path: Path, size: int) -> None:
         if error.errno not in _NO_ROOM:
             raise
         disk = os.statvfs(path.parent)
-        where, lower = f"room in {path.parent}", "secondary_blocks or host_cache_size"
+        where, lower = f"space in {path.parent}", "secondary_blocks or host_cache_size"
         raise NotEnoughMemory(size, disk.f_bavail * disk.f_frsize, where, lower) from None
 
 

@@ -174,7 +174,7 @@ class TransferEngine:
             return FinishedTicket(_reason(failure))
         if all(callable(getattr(ticket, method, None)) for method in ("done", "wait", "wait_on")):
             return ticket
-        return FinishedTicket(f"submit returned no ticket but {type(ticket).__name__}")
+        return FinishedTicket(f"submit must return a ticket, not {type(ticket).__name__}")
 
     def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.
@@ -220,7 +220,7 @@ def _reason(failure: Exception) -> str:
     return reason or type(failure).__name__
 
 
-CHANGED = "a block in the file of secondary_path is not what was written there"
+CHANGED = "a block in the file of secondary_path does not match its checksum"
 
 
 class CheckingCopier:
@@ -280,12 +280,12 @@ def engine_for(
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
         if pools.layout != layout:
             raise UsageError(
-                "the pools have another layout than the config: make them by Pools(Layout.of(config))"
+                "the pools do not match the layout of config: create them by Pools(Layout.of(config))"
             )
         file, path = pools.secondary_file, config.secondary_path
         if (None if file is None else file.path) != (None if path is None else Path(path)):
             raise UsageError(
-                "the pools have their secondary level elsewhere than config.secondary_path says: make them by "
+                "the pools and config.secondary_path disagree about the secondary level: create the pools by "
                 "Pools(Layout.of(config), secondary_path=config.secondary_path)"
             )
         pools.refuse_taken()
@@ -293,7 +293,7 @@ def engine_for(
     if copier is None:
         return None
     if not callable(getattr(copier, "submit", None)):
-        raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+        raise UsageError(f"a copier must have a method submit; {type(copier).__name__} does not")
     if pools is not None and pools.secondary_file is not None and config.verify_secondary:
         copier = CheckingCopier(copier, pools.secondary_file)
     return TransferEngine(copier, pools if config.debug_fill_blank else None)

@@ -46,7 +46,7 @@ def check_group(
             _check_table(group, sequence, grows_at_will=grows_at_will)
         else:
             none = not sequence.tables[group.index] and not sequence.path_ends[group.index].end
-            invariant(none, "a sequence has blocks of a group that is not its own")
+            invariant(none, "a sequence has blocks of a group that it does not belong to")
     group.check_references(sequences, pins)
     for level, states in zip(group.levels, slot_states(group, sequences, pins), strict=True):
         unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
@@ -68,7 +68,7 @@ def runs_of(group: AnyGroup) -> Iterator[Run]:
             invariant(group.tree.runs.get(run.id) is run, "a run is not registered")
             yield run
         _check_order(root)
-    invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
+    invariant(seen == len(group.tree.runs), "a registered run is not in the tree")
 
 
 def check_shape(group: AnyGroup, run: Run) -> None:
@@ -76,16 +76,20 @@ def check_shape(group: AnyGroup, run: Run) -> None:
     tree, parent = group.tree, run.parent
     blocks = len(run.slots)
     invariant(blocks > 0, "a run is empty")
-    invariant(run.end == parent.end + blocks, "a run ends elsewhere")
+    invariant(run.end == parent.end + blocks, "the end of a run is recorded wrongly")
     full = (blocks - 1) * tree.block_bytes
-    invariant(full < len(run.symbols) <= full + tree.block_bytes, "a run's content has another length")
-    invariant(len(run.keys) == blocks * tree.key_bytes, "a run's keys have another length")
-    invariant(parent.children.get(run.head) is run, "a parent does not know its child")
-    invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
+    invariant(
+        full < len(run.symbols) <= full + tree.block_bytes, "the content of a run does not match its blocks"
+    )
+    invariant(len(run.keys) == blocks * tree.key_bytes, "the keys of a run do not match its blocks")
+    invariant(parent.children.get(run.head) is run, "a parent does not have its child")
+    invariant(
+        bytes(run.symbols[: tree.block_bytes]) == run.head, "the first block of a run is recorded wrongly"
+    )
     _check_order(run)
-    invariant(not (run.partial and run.children), "a block hangs behind a partial one")
-    invariant(isinstance(parent, Root | Run), "a run hangs below nothing")
-    invariant(not tree.may_join(run), "two runs with one state were not joined")
+    invariant(not (run.partial and run.children), "a block follows a partial one")
+    invariant(isinstance(parent, Root | Run), "a run has no parent")
+    invariant(not tree.may_join(run), "two runs with equal state were not joined")
 
 
 def _check_order(node: Node) -> None:
@@ -103,17 +107,22 @@ def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) ->
     invariant(not exact or len(table) == needed, "a sequence that decodes has reserved slots")
     full = -(-sequence.num_tokens // size)
     agrees = len(table) == (full if sequence.holders else len(sequence.tables[0]))
-    invariant(agrees, "a sequence has more blocks in one window than in another, or an input less than all")
+    invariant(
+        agrees,
+        "the windows of a sequence differ in their number of blocks, or an encoder input has "
+        "incomplete blocks",
+    )
     # A window may have left all blocks of a prompt that has no slot yet for the next token, and of one that would have
     # to begin again after a failed copy and cannot.
     last = len(table) - (len(table) * size > sequence.computed > 0)
-    invariant(0 <= first <= last, "a sequence has let go of its last block")
-    invariant(table[:first] == array("i", [DETACHED]) * first, "a block was left behind out of order")
+    invariant(0 <= first <= last, "a sequence has released its last block")
+    invariant(table[:first] == array("i", [DETACHED]) * first, "blocks were released out of order")
     held = table[first:]
     invariant(
-        len(set(held)) == len(held) and min(held, default=0) >= 0, "a block table names a slot twice, or none"
+        len(set(held)) == len(held) and min(held, default=0) >= 0,
+        "a block table has a duplicate or missing slot",
     )
-    invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
+    invariant(0 <= sequence.computed <= sequence.num_tokens, "more tokens are computed than exist")
 
 
 def _check_copies(group: AnyGroup, copies: dict[int, Transfer]) -> None:
@@ -122,4 +131,4 @@ def _check_copies(group: AnyGroup, copies: dict[int, Transfer]) -> None:
     }
     for number, level, slots in group.arriving():
         there = brought.get((number, level), set())
-        invariant(there.issuperset(slots), "a block waits for a copy that does not bring it")
+        invariant(there.issuperset(slots), "a block waits for a copy that does not target it")

@@ -94,7 +94,7 @@ def install_group(group: AnyGroup, exported: GroupExported, root_key: Callable[[
     if exported.checksums:
         secondary = group.levels[SECONDARY]
         whole = len(exported.checksums) == CHECKSUM_BYTES * secondary.size
-        invariant(whole, "there is no checksum for each slot")
+        invariant(whole, "the number of checksums differs from the number of slots")
         secondary.checksums = np.frombuffer(exported.checksums, np.uint64).copy()
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
@@ -110,16 +110,16 @@ def _install_runs(
     contents = exported.symbols if group.tokens_recorded else keys
     columns = array("q", exported.blocks)
     of_blocks = len(slots) * BLOCK_COLUMNS if isinstance(group, SlidingGroup) else 0
-    invariant(len(columns) == of_blocks, "the exported blocks are cut short")
-    invariant(len(keys) == len(slots) * key_bytes, "the exported keys are not those of the exported blocks")
-    invariant(len(numbers) % RUN_COLUMNS == 0, "the exported runs are cut short")
+    invariant(len(columns) == of_blocks, "the exported blocks are incomplete")
+    invariant(len(keys) == len(slots) * key_bytes, "the exported keys do not match the exported blocks")
+    invariant(len(numbers) % RUN_COLUMNS == 0, "the exported runs are incomplete")
     runs, begin, content = list[Run](), 0, 0
     for at in range(0, len(numbers), RUN_COLUMNS):
         parent, count, last_tokens, level, *rest = numbers[at : at + RUN_COLUMNS]
         end, partial = begin + count, last_tokens % size
         invariant(begin < end <= len(slots), "an exported run has an impossible number of blocks")
         invariant(0 < last_tokens <= size, "an exported block has an impossible number of tokens")
-        invariant(level in (PRIMARY, SECONDARY), "there is no such level")
+        invariant(level in (PRIMARY, SECONDARY), "unknown level")
         length = count * block_bytes
         if partial and group.tokens_recorded:
             length -= (size - partial) * TOKEN_BYTES
@@ -142,7 +142,7 @@ def _install_runs(
 
 
 def _install_uses(uses: UseCounts, runs: list[Run], numbers: array[int]) -> None:
-    invariant(len(numbers) > len(runs), "the exported credits are cut short")
+    invariant(len(numbers) > len(runs), "the exported credits are incomplete")
     for run, credit in zip(runs, numbers, strict=False):
         run.credit = credit
         invariant(credit >= 0 and run.turn <= MAX_TURN, "a run has an impossible credit")

@@ -40,7 +40,7 @@ class FullGroup(Group):
         """Return the run that holds a cached slot."""
         run = self.tree.runs.get(self.levels[level].run_ids[slot])
         if run is None or run.level != level:
-            raise InvariantViolated("a slot that an event names is not cached")
+            raise InvariantViolated("an event refers to a slot that is not cached")
         return run
 
     def is_cached(self, level: int, slot: int) -> bool:
@@ -63,7 +63,7 @@ class FullGroup(Group):
         """`BlocksReused`: take a reference on cached blocks of a sequence's prompt, from its block `first` on."""
         tail = self.claim(sequence.path_ends[self.index], level, slots)
         if first + len(slots) != tail.end:
-            raise InvariantViolated("reused blocks leave a hole in the table")
+            raise InvariantViolated("reused blocks leave a gap in the block table")
         sequence.path_ends[self.index] = tail
         self.copy_keys(sequence, tail, tail.end)
         self.coalesce(tail)
@@ -151,7 +151,9 @@ class FullGroup(Group):
             node = self.split(node, len(slots) - node.start)
         path = list(self.path(node))
         held = array("i", [slot for run in reversed(path) for slot in run.slots])
-        invariant(held == slots, "other blocks were pinned than the sequence has cached")
+        invariant(
+            held == slots, "the number of pinned blocks differs from those that the sequence has cached"
+        )
         for run in path:
             self.reference(run)
         return node
@@ -296,11 +298,15 @@ class FullGroup(Group):
             # A path that ends after a block ends in a run: a root ends before the first block.
             run: Run = sequence.path_ends[index]  # type: ignore[assignment]
             if not block or run.end != block or sequence.tables[index][block] != slot:
-                raise InvariantViolated("a filled block is not the sequence's")
+                raise InvariantViolated("a filled block does not belong to the sequence")
             if run.refs != 1 or run.priority != priority or run.duration != duration:
-                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+                raise InvariantViolated(
+                    "a filled block does not follow blocks that only its sequence has cached"
+                )
             if run.children or run.transfer or run.partial:
-                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+                raise InvariantViolated(
+                    "a filled block does not follow blocks that only its sequence has cached"
+                )
             run.keys += key
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
@@ -318,10 +324,10 @@ class FullGroup(Group):
         done = 0
         while done < len(slots):
             run = self._cut_to(level, slots, done, above)
-            invariant(run.priority == old_priority, "an updated block had another priority")
+            invariant(run.priority == old_priority, "the old priority of an updated block is wrong")
             run.priority = priority
             if duration is not None:
-                invariant(run.refs > 0, "a block is kept for another time that nobody holds")
+                invariant(run.refs > 0, "a duration changes on a block that no sequence holds")
                 run.duration = duration
             done += len(run.slots)
             above = run
@@ -339,7 +345,7 @@ class FullGroup(Group):
         while done < len(slots):
             run = self._cut_to(level, slots, done, None)
             timed = run.expiry > 0 and not run.refs and run.priority == old_priority
-            invariant(timed, "the time of a block is over that had none, or has another priority")
+            invariant(timed, "a retention expires that the block does not have, or at another priority")
             stamp += not runs or run.parent is not runs[-1]
             run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp
             done += len(run.slots)
@@ -382,7 +388,7 @@ class FullGroup(Group):
             if run.refs or run.children:
                 raise InvariantViolated("a block that is held or has cached descendants cannot be removed")
             if last_reversed(run.slots, take) != gone:
-                raise InvariantViolated("removed blocks are not the end of a run")
+                raise InvariantViolated("removed blocks are not at the end of a run")
             self._drop(run, take, gone)
             done += take
 
@@ -448,7 +454,7 @@ class FullGroup(Group):
             while take < most and run.slots[-1 - take] == slots[done + take]:
                 take += 1
             gone, done = slots[done : done + take], done + take
-            invariant(take > 0 and not run.children, "invalidated blocks are not the end of a path")
+            invariant(take > 0 and not run.children, "invalidated blocks are not at the end of a path")
             invariant(len(ends.get(run.id, ())) == run.refs, "an invalidated block is pinned")
             if not run.refs:
                 self._drop(run, take, gone)
@@ -478,7 +484,7 @@ class FullGroup(Group):
             run = self.run_at(PRIMARY, slots[done])
             take = min(len(run.slots), len(slots) - done)
             gone, to = slots[done : done + take], to_slots[done : done + take]
-            invariant(last_reversed(run.slots, take) == gone, "offloaded blocks are not the end of a run")
+            invariant(last_reversed(run.slots, take) == gone, "offloaded blocks are not at the end of a run")
             invariant(not run.refs and not run.same_level_children, "an offloaded block is in use")
             if take < len(run.slots):
                 self.split(run, len(run.slots) - take)  # `run` is the lower part, the one that moves
@@ -513,7 +519,7 @@ class FullGroup(Group):
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
         """`BlocksMoved` (recomputed): replace secondary blocks by a sequence's own primary slots."""
         tail = self.claim(sequence.path_ends[self.index], SECONDARY, slots)
-        invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
+        invariant(first + len(slots) == tail.end, "recomputed blocks leave a gap in the block table")
         self._bring(slots, own, 0)
         sequence.path_ends[self.index] = tail
         self.copy_keys(sequence, tail, tail.end)
@@ -585,10 +591,13 @@ class FullGroup(Group):
         invariant(run.same_level_children == same_level, "children are counted wrongly")
         invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
         timed = run.expiry == 0 if run.refs or not run.duration else run.expiry > 0
-        invariant(timed and run.duration >= 0, "a block expires that is held, or kept for good")
-        invariant(run.credit >= 0 and (not run.credit or self.uses is not None), "a run has a credit")
+        invariant(timed and run.duration >= 0, "a block expires although it is held, or retained for good")
+        invariant(
+            run.credit >= 0 and (not run.credit or self.uses is not None),
+            "a run has a credit although credits are not counted",
+        )
         if isinstance(parent, Run):
-            invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
+            invariant(parent.level <= run.level, "a primary block follows a secondary one")
             invariant(parent.refs >= run.refs, "a block is held but its parent is not")
 
     def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
@@ -599,26 +608,28 @@ class FullGroup(Group):
             above = list(self.path(end)) if end is not None else []
             slots = array("i", [slot for run in reversed(above) for slot in run.slots])
             agree = slots == pin.slots[self.index] or not pin.named
-            invariant(agree, "a pin and the path that it holds disagree")
+            invariant(agree, "a pin disagrees with the path that it holds")
             references.update(run.id for run in above)
         for sequence in sequences:
             table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
             path = list(self.path(tail))
             held = array("i", [slot for run in reversed(path) for slot in run.slots])
             invariant(table[: tail.end] == held, "a block table and the cached path disagree")
-            invariant(not sequence.detached[self.index], "full attention leaves no block behind")
+            invariant(not sequence.detached[self.index], "full attention does not release blocks")
             invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
             references.update(run.id for run in path)
         for run in self.tree.runs.values():
             invariant(
-                run.refs == references[run.id], "references differ from the sequences that hold a block"
+                run.refs == references[run.id], "reference counts differ from the sequences that hold a block"
             )
 
     def check_owners(self) -> None:
         """`CacheState.check`: verify that each run owns its slots."""
         for run in self.tree.runs.values():
             owner = self.levels[run.level].run_ids
-            invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+            invariant(
+                all(owner[slot] == run.id for slot in run.slots), "the owner of a slot is recorded wrongly"
+            )
 
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
         """`CacheState.check`: yield the blocks in flight, each as copy, level and slots."""

@@ -70,7 +70,7 @@ class Level:
         self.run_ids = array("q", [-1]) * size
         """Id of the run that holds the slot, or was the last to do so: readers compare the run's slots."""
         self.run_id_array = np.frombuffer(self.run_ids, np.int64) if size else np.empty(0, np.int64)
-        """The same memory, for many slots at a time."""
+        """View of `run_ids` as an array, for vectorised access."""
         self.unreferenced = 0
         """Cached blocks that no sequence holds: all can be evicted, leaf by leaf."""
         self.checksums: npt.NDArray[np.uint64] | None = None
@@ -100,7 +100,7 @@ class Level:
                 self._take_scattered(np.frombuffer(slots, np.int32)[done:])
                 return
             end, taken = self._row_of(slots, done)
-            invariant(taken > 0, "a slot that is not blank cannot be taken")
+            invariant(taken > 0, "an allocated slot is not blank")
             del free[end - taken : end]
             done, rows = done + taken, rows + 1
 
@@ -115,7 +115,7 @@ class Level:
             if len(blank) - np.count_nonzero(stays) == len(wanted):
                 self.blank[begin:] = array("i", blank[stays].tobytes())
                 return
-        raise InvariantViolated("a slot that is not blank cannot be taken, and none twice")
+        raise InvariantViolated("an allocated slot is not blank, or allocated twice")
 
     def are_blank(self, slots: array[int]) -> bool:
         """True if all of these are blank and none is named twice."""
@@ -161,7 +161,7 @@ class Level:
             self.checksums = np.zeros(self.size, np.uint64)
         invariant(len(checksums) in (0, CHECKSUM_BYTES * len(slots)), "checksums are missing")
         at = np.frombuffer(slots, np.int32)
-        invariant(not len(at) or 0 <= int(at.min()) <= int(at.max()) < self.size, "there is no such slot")
+        invariant(not len(at) or 0 <= int(at.min()) <= int(at.max()) < self.size, "slot out of range")
         self.checksums[at] = np.frombuffer(checksums, np.uint64) if checksums else 0
 
     def own(self, slots: array[int], run_id: int) -> None:
@@ -257,21 +257,23 @@ class UseCounts:
 
     def install(self, numbers: array[int]) -> None:
         """Restore from the result of `numbers`; raises `InvariantViolated` for an impossible one."""
-        invariant(len(numbers) % 2 == 1, "use counts are cut short")
+        invariant(len(numbers) % 2 == 1, "use counts are incomplete")
         names, self.last_turn = numbers[1::2].tobytes(), numbers[0]
         cut = range(0, len(names), NAME_BYTES)
         self.by_name = OrderedDict(
             zip([names[at : at + NAME_BYTES] for at in cut], numbers[2::2], strict=True)
         )
-        invariant(2 * len(self.by_name) + 1 == len(numbers), "the uses of a block are counted twice")
+        invariant(2 * len(self.by_name) + 1 == len(numbers), "duplicate use count of a block")
         self.check()
 
     def check(self) -> None:
         """Raise `InvariantViolated` if these counts are impossible."""
-        invariant(0 <= self.last_turn <= MAX_TURN, "no block can have been evicted with such a turn")
-        invariant(len(self.by_name) <= self._most, "more blocks are remembered than can be")
+        invariant(0 <= self.last_turn <= MAX_TURN, "the turn of the last evicted block is impossible")
+        invariant(len(self.by_name) <= self._most, "too many evicted blocks are remembered")
         uses = self.by_name.values()
-        invariant(not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "a block has impossibly many uses")
+        invariant(
+            not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "the use count of a block is impossible"
+        )
 
 
 class Group(ABC):

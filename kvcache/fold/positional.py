@@ -65,7 +65,7 @@ class PositionalGroup:
     def keys_of(self, event: ev.SlotsNamed | ev.SlotsUnnamed) -> Iterator[tuple[int, bytes]]:
         """Yield the slots and keys of an event."""
         slots, size, keys = array("i", event.slots), self.key_bytes, event.keys
-        invariant(len(keys) == len(slots) * size > 0, "slots have other names than there are")
+        invariant(len(keys) == len(slots) * size > 0, "the number of names differs from the number of slots")
         return zip(slots, [keys[at : at + size] for at in range(0, len(keys), size)], strict=True)
 
     def take(self, handle: int, rows: Iterator[tuple[int, int]]) -> None:
@@ -81,7 +81,7 @@ class PositionalGroup:
         """Remove slots from a sequence."""
         table = self.tables[handle]
         for index, slot in rows:
-            invariant(table.pop(index, None) == slot, "a sequence leaves a slot that it has not got")
+            invariant(table.pop(index, None) == slot, "a sequence releases a slot that it does not have")
             self._drop(slot)
         if not table:
             del self.tables[handle]
@@ -103,16 +103,16 @@ class PositionalGroup:
         for (slot, key), position in zip(self.keys_of(event), array("I", event.positions), strict=True):
             names = self.names.setdefault(slot, {})
             invariant(
-                slot in own and 0 < position <= MOST_TOKENS, "a sequence names a slot that it has not got"
+                slot in own and 0 < position <= MOST_TOKENS, "a sequence names a slot that it does not have"
             )
-            invariant(key not in names, "a slot has a name already")
+            invariant(key not in names, "a slot already has a name")
             names[key] = position
 
     def unname(self, event: ev.SlotsUnnamed) -> None:
         """Remove names from slots."""
         for slot, key in self.keys_of(event):
             names = self.names[slot]
-            invariant(names.pop(key, None) is not None, "a slot loses a name that it has not got")
+            invariant(names.pop(key, None) is not None, "a slot loses a name that it does not have")
             if not names:
                 del self.names[slot]
                 self.idle -= slot not in self.holders
@@ -125,11 +125,11 @@ class PositionalGroup:
     def install(self, exported: ev.SharingGroup) -> None:
         """Fill this new group from an exported one."""
         size, keys, slots = self.key_bytes, exported.keys, array("i", exported.named)
-        invariant(len(keys) == len(slots) * size, "slots have other names than there are")
+        invariant(len(keys) == len(slots) * size, "the number of names differs from the number of slots")
         for at, (slot, position) in enumerate(zip(slots, array("I", exported.positions), strict=True)):
             names = self.names.setdefault(slot, {})
             invariant(
-                names.setdefault(keys[at * size : (at + 1) * size], position) > 0, "a name is at no place"
+                names.setdefault(keys[at * size : (at + 1) * size], position) > 0, "a name has no position"
             )
         self.idle = len(self.names)
         columns = (array("q", exported.handles), array("I", exported.indices), array("i", exported.slots))
@@ -173,11 +173,11 @@ def check_shared(groups: list[PositionalGroup], first: Level, handles: Container
     for group in groups:
         held = Counter([slot for table in group.tables.values() for slot in table.values()])
         invariant(held == group.holders, "the holders of a slot are counted wrongly")
-        invariant(all(handle in handles for handle in group.tables), "a sequence has ended that has slots")
+        invariant(all(handle in handles for handle in group.tables), "an ended sequence has slots")
         invariant(all(group.tables.values()) and all(group.names.values()), "an empty row is kept")
         invariant(group.idle == len(group.names.keys() - held.keys()), "idle slots are counted wrongly")
         used = group.used()
         there = set(group.pool) or blank
-        invariant(used <= there, "a slot of the first group is used by another one, or there is no such slot")
+        invariant(used <= there, "a slot belongs to another group, or is out of range")
         invariant(used.isdisjoint(seen), "two groups use a slot")
         seen |= used

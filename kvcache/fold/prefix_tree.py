@@ -206,7 +206,7 @@ class PrefixTree:
     def unlink(self, run: Run) -> None:
         """Unlink a run without children from its parent."""
         parent = run.parent
-        invariant(not run.children, "a run with children cannot be taken off")
+        invariant(not run.children, "a run with children cannot be removed")
         del parent.children[run.head]
         if run.slots[0] >= 0:
             delist_child(run)

@@ -206,7 +206,7 @@ class BlockRetention(NamedTuple):
 
     priority: int
     duration: int
-    """In nanoseconds from its release by the last sequence; 0: for good."""
+    """Duration of the priority in nanoseconds from the release by the last sequence; 0: for good."""
 
 
 DEFAULT = BlockRetention(DEFAULT_PRIORITY, 0)

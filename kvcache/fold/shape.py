@@ -30,17 +30,17 @@ def check_created(event: CacheCreated) -> None:
     for index, group in enumerate(event.groups):
         crosses = group.kind == CROSS and group.window == CROSS_WINDOW and 0 < index == len(event.groups) - 1
         known = crosses or (group.kind in (FULL, SLIDING) and group.window > 0)
-        invariant(known, "a group is of no known kind")
+        invariant(known, "unknown kind of group")
         fits = all(0 <= count <= _MAX_BLOCKS for count in group.num_blocks)
         invariant(fits, "a group has an impossible number of blocks")
     algorithm = ALGORITHMS.get(event.hash_algorithm)
-    invariant(algorithm is not None, "blocks are named by an unknown algorithm")
+    invariant(algorithm is not None, "unknown algorithm of block names")
     assert algorithm is not None
-    invariant(algorithm.key_bytes == event.key_bytes, "keys have another size than their algorithm makes")
-    invariant(isinstance(_parsed(event.config), dict), "the settings of a cache are no JSON object")
+    invariant(algorithm.key_bytes == event.key_bytes, "the key size does not match the algorithm")
+    invariant(isinstance(_parsed(event.config), dict), "the settings of a cache are not a JSON object")
     policy = _parsed(event.config).get("eviction_policy", _NO_COUNTS)
-    invariant(policy in (_NO_COUNTS, _COUNTS), "blocks are evicted in an unknown order")
-    invariant(policy == _NO_COUNTS or event.key_bytes > 0, "uses are counted of blocks without names")
+    invariant(policy in (_NO_COUNTS, _COUNTS), "unknown eviction policy")
+    invariant(policy == _NO_COUNTS or event.key_bytes > 0, "uses are counted, but blocks have no names")
 
 
 def counts_uses(event: CacheCreated) -> bool:

@@ -40,7 +40,7 @@ from kvcache.fold.prefix_tree import (
 from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, BlockRetention, Pin, Sequence
 
 HOLE = -1
-"""In a run, the place of a block that is not cached."""
+"""Marks a block of a run that is not cached."""
 NO_RUN = -1
 """Entry of `positions` without a block."""
 DEPTH_BITS = 28
@@ -66,19 +66,20 @@ class SlidingGroup(Group):
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
         self.positions = array("q", [NO_RUN]) * size
-        """By place: the run of the block, and its depth, the number of blocks before it in its prompt. Both in one
+        """Run of the block at each place, and its depth: the number of blocks before it in its prompt. Both are in one
         number, so that consecutive blocks of a run differ by 1. -1 where no block is cached; the other columns are then
         undefined."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [DEFAULT_PRIORITY]) * size
-        """By place: as in a `Run`. Not written while `default_priorities_only`."""
+        """Priority of the block at each place, as in a `Run`. Not written while `default_priorities_only`."""
         self.durations = array("q", [0]) * size
         self.expiries = array("q", [0]) * size
-        """By place: as in a `Run`. Both are 0 where no block is cached."""
+        """Expiry of the block at each place, as in a `Run`. Priority and expiry are 0 where no block is cached."""
         self.released_at = array("q", [0]) * size
-        """By place: stamp of its release by the last sequence, a counter; 0 while held, or where nothing is cached."""
+        """Stamp of the release of the block at each place by its last sequence, a counter; 0 while held, or where
+        nothing is cached."""
         self.transfers = array("q", [0]) * size
-        """By place: id of the copy that brings the block here; 0 once landed."""
+        """Id of the copy that brings the block to each place; 0 once it has landed."""
         self.keeps_time = False
         """True if any block has ever had a duration."""
         self.default_priorities_only = True
@@ -94,7 +95,7 @@ class SlidingGroup(Group):
         else:
             # Negative ones are beyond all others.
             there = not np.count_nonzero(np.frombuffer(slots, np.uint32) >= size)
-        invariant(there, "an event names a slot that the level has not")
+        invariant(there, "an event refers to a slot that is out of range")
         return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
 
     def slot_of(self, place: int) -> tuple[int, int]:
@@ -119,7 +120,7 @@ class SlidingGroup(Group):
         position = self.positions[place]
         run = self.tree.runs.get(position >> DEPTH_BITS)
         if run is None:
-            raise InvariantViolated("a slot that an event names is not cached")
+            raise InvariantViolated("an event refers to a slot that is not cached")
         return run, (position & _DEPTH) - run.start
 
     def depth(self, place: int) -> int:
@@ -140,7 +141,7 @@ class SlidingGroup(Group):
             position = positions[places[done]]
             owner = runs.get(position >> DEPTH_BITS)
             if owner is None:
-                raise InvariantViolated("a slot that an event names is not cached")
+                raise InvariantViolated("an event refers to a slot that is not cached")
             slots = owner.slots
             begin = (position & _DEPTH) - owner.end + len(slots)
             # The next blocks of the run are compared, which is faster than looking up each block's position.
@@ -155,13 +156,13 @@ class SlidingGroup(Group):
         for run, begin, end in segments:
             if end == begin + 1:  # mostly blocks that decoding leaves
                 if run.slots[begin] != places[done]:
-                    raise InvariantViolated("an event names a block twice")
+                    raise InvariantViolated("duplicate block in an event")
                 run.slots[begin] = to[done]
                 done += 1
                 continue
             count = end - begin
             if run.slots[begin:end] != places[done : done + count]:
-                raise InvariantViolated("an event names a block twice")
+                raise InvariantViolated("duplicate block in an event")
             run.slots[begin:end] = to[done : done + count]
             done += count
         return segments
@@ -240,7 +241,7 @@ class SlidingGroup(Group):
         for index, (level, *columns) in enumerate(numbers):
             if run.slots[index] == HOLE:
                 continue
-            invariant(level in (PRIMARY, SECONDARY), "there is no such level")
+            invariant(level in (PRIMARY, SECONDARY), "unknown level")
             run.slots[index] += level * self.levels[PRIMARY].size
             place = run.slots[index]
             invariant(0 <= place < len(self.refs), "an exported block is in no slot")
@@ -337,7 +338,7 @@ class SlidingGroup(Group):
         index, slots, freed = self.index, array("i"), array("i")
         for sequence, count in zip(sequences, counts, strict=True):
             table, first = sequence.tables[index], sequence.detached[index]
-            invariant(0 < count <= len(table) - first, "a sequence lets go of blocks that it has not got")
+            invariant(0 < count <= len(table) - first, "a sequence releases blocks that it does not have")
             own = table[first : first + count]
             end: PathEnd = sequence.path_ends[index]  # type: ignore[assignment]
             cached = min(max(end.end - first, 0), count)
@@ -360,7 +361,7 @@ class SlidingGroup(Group):
         for released, sequence in enumerate(sequences, stamp + 1):
             table, first = sequence.tables[index], sequence.detached[index]
             if first >= len(table):
-                raise InvariantViolated("a sequence lets go of blocks that it has not got")
+                raise InvariantViolated("a sequence releases blocks that it does not have")
             slot = table[first]
             end: PathEnd = sequence.path_ends[index]  # type: ignore[assignment]
             slots.append(slot)
@@ -407,7 +408,7 @@ class SlidingGroup(Group):
             sequence.path_ends[self.index],
             sequence.detached[self.index],
         )
-        invariant(first <= blocks, "a window has left behind what a rewind needs")
+        invariant(first <= blocks, "the window has released blocks that a rewind needs")
         cached, leaves = end.end, self.first_to_leave(sequence, blocks, needed)
         own = table[max(leaves, cached) :]
         own.reverse()
@@ -504,11 +505,11 @@ class SlidingGroup(Group):
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot or table[block - 1] < 0:
-                raise InvariantViolated("a filled block is not the sequence's")
+                raise InvariantViolated("a filled block does not belong to the sequence")
             position = positions[table[block - 1]]
             run = runs.get(position >> DEPTH_BITS)
             if run is None or run.end != block or run.children or run.partial:
-                raise InvariantViolated("a filled block does not continue what its sequence has cached")
+                raise InvariantViolated("a filled block does not follow cached blocks of its sequence")
             run.keys += key
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
@@ -533,7 +534,8 @@ class SlidingGroup(Group):
         for place in self.places(level, slots):
             held = self.positions[place] != NO_RUN and self.refs[place] > 0
             invariant(
-                held and self.priorities[place] == old_priority, "an updated block had another priority"
+                held and self.priorities[place] == old_priority,
+                "the old priority of an updated block is wrong",
             )
             self.priorities[place] = priority
             if duration is not None:
@@ -548,7 +550,7 @@ class SlidingGroup(Group):
             timed = self.expiries[place] > 0 and not self.refs[place]
             invariant(
                 timed and self.priorities[place] == old_priority,
-                "the time of a block is over that had none, or has another priority",
+                "a retention expires that the block does not have, or at another priority",
             )
             self.priorities[place], self.released_at[place] = priority, released
             self.durations[place] = self.expiries[place] = 0
@@ -709,7 +711,7 @@ class SlidingGroup(Group):
     def _fill_holes(self, run: Run, at: int, places: array[int]) -> None:
         for index, place in enumerate(places, at):
             if place != HOLE:
-                invariant(run.slots[index] == HOLE, "a stored block is cached already")
+                invariant(run.slots[index] == HOLE, "a stored block is already cached")
                 run.slots[index] = place
                 if not index:
                     list_child(run)
@@ -794,20 +796,20 @@ class SlidingGroup(Group):
     def check_run(self, run: Run) -> None:
         """Verify that a run and the columns agree about its blocks."""
         invariant(
-            bool(run.children) or run.slots[-1] != HOLE, "content is kept behind which nothing is cached"
+            bool(run.children) or run.slots[-1] != HOLE, "content is kept although nothing after it is cached"
         )
         for depth, place in enumerate(run.slots, run.start):
             if place == HOLE:
                 continue
             owned = self.positions[place] == position_of(run) + depth
-            invariant(owned, "a slot's owner is noted wrongly")
+            invariant(owned, "the owner of a slot is recorded wrongly")
             released = self.released_at[place] > 0
             invariant(released != (self.refs[place] > 0), "a block is held and released, or neither")
             expires = self.expiries[place] > 0
             timed = expires == (released and self.durations[place] > 0)
             alike = not self.default_priorities_only or self.priorities[place] == DEFAULT_PRIORITY
-            invariant(alike, "a block has another priority than all are said to have")
-            invariant(timed, "a block expires that is held, or kept for good")
+            invariant(alike, "a block's priority differs from the uniform one")
+            invariant(timed, "a block expires although it is held, or retained for good")
 
     def check_references(self, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
         """Verify that references equal the holders, and that each holds blocks of its own content."""
@@ -821,13 +823,15 @@ class SlidingGroup(Group):
         invariant(references.keys() <= set(cached), "a sequence holds a block that is not cached")
         for place in cached:
             held = references[place] if place < self.levels[PRIMARY].size else 0
-            invariant(self.refs[place] == held, "references differ from the sequences that hold a block")
+            invariant(
+                self.refs[place] == held, "reference counts differ from the sequences that hold a block"
+            )
 
     def check_owners(self) -> None:
         """Verify that each cached block is in one place of one run, and that no traces of others remain."""
         empty = self.views["positions"] < 0
         traces = [self.views[name][empty].any() for name in _TRACES]
-        invariant(not any(traces), "a block that is not cached has left traces")
+        invariant(not any(traces), "an uncached block still has cache data")
         named = sum(place != HOLE for run in self.tree.runs.values() for place in run.slots)
         invariant(np.count_nonzero(~empty) == named, "a block is in two places or in none")
 
@@ -845,7 +849,7 @@ class SlidingGroup(Group):
         )
         row = [place for run, take in found.runs for place in run.slots[:take]]
         held = sequence.tables[self.index][first:end].tolist()
-        invariant(row[first:end] == held, "a block table and the tree disagree")
+        invariant(row[first:end] == held, "a block table disagrees with the tree")
 
     def arriving(self) -> Iterator[tuple[int, int, Iterable[int]]]:
         """Yield the blocks in flight: copy, level and slots."""

@@ -34,9 +34,9 @@ class SlotState(IntEnum):
     UNREFERENCED = 4
     """Cached, and held by none: may be evicted."""
     REFERENCED_IN_FLIGHT = 5
-    """As `REFERENCED`, but the copy that brings the block has not landed."""
+    """State `REFERENCED` while the copy that brings the block has not landed."""
     UNREFERENCED_IN_FLIGHT = 6
-    """As `UNREFERENCED`, but the copy that brings the block has not landed."""
+    """State `UNREFERENCED` while the copy that brings the block has not landed."""
 
 
 BLANK, HELD, SHARED, REFERENCED, UNREFERENCED, REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT = SlotState
@@ -57,7 +57,7 @@ def slot_states(group: AnyGroup, sequences: Iterable[Sequence], pins: Iterable[P
         if not pin.named:
             holders.update(pin.slots[index])
     shared = {slot: count for slot, count in holders.items() if count > 1}
-    invariant(shared == group.shared, "uncached blocks are shared by others than noted")
+    invariant(shared == group.shared, "the sharing of uncached blocks is recorded wrongly")
     primary, secondary = ([(level.blank, BLANK)] for level in group.levels)
     primary += [(array("i", holders.keys() - shared), HELD), (array("i", shared), SHARED)]
     for level, slots, held, in_flight in group.cached():

@@ -93,8 +93,8 @@ class CacheState:
         """Sequences with symbols below 0, by handle: the number of tokens up to the last one."""
         self.transfers: dict[int, Transfer] = {}
         self.awaiting_onboard: dict[int, list[tuple[Sequence, dict[int, int]]]] = {}
-        """By group, sequences that claimed secondary blocks still to be onboarded, and by slot their indices in the
-        table. Empty between two commands."""
+        """Sequences that claimed secondary blocks still to be onboarded, by group, each with the indices in its table
+        by slot. Empty between two commands."""
         self.refused: dict[RequestId, None] = {}
         """Requests that did not fit and were not admitted since, oldest first."""
         self.next_handle = 1
@@ -191,16 +191,16 @@ class CacheState:
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         handle, request_id, namespace = event.handle, event.request_id, event.namespace
         if not self.next_handle <= handle <= MAX_NUMBER:
-            raise InvariantViolated("a handle was used twice, or no epoch has it")
+            raise InvariantViolated("a handle was used twice, or is out of range")
         if request_id in self.handles:
-            raise InvariantViolated("a request was admitted twice")
+            raise InvariantViolated("duplicate request id")
         tokens = self.tokens_of(event.num_tokens, event.tokens, self.longest)
         if not 0 <= event.reused < event.num_tokens:
-            raise InvariantViolated("more is reused than there is to compute")
+            raise InvariantViolated("the reused tokens exceed the tokens to compute")
         if event.reused_external and (
             event.reused_partial or not 0 < event.reused_external < event.num_tokens - event.reused
         ):
-            raise InvariantViolated("more is loaded than there is to compute, or in the middle of a block")
+            raise InvariantViolated("the external tokens exceed the tokens to compute, or end inside a block")
         sequence = Sequence(handle, request_id, namespace, tokens, self.roots(namespace))
         sequence.computed, sequence.retention = event.reused, event.retention
         self.default_retention_only = self.default_retention_only and event.retention is None
@@ -233,7 +233,7 @@ class CacheState:
             sequences[handle].tables[index].extend(slots[start : start + count])
             start += count
         if start != len(slots):
-            raise InvariantViolated("slots were allocated for no sequence")
+            raise InvariantViolated("slots were allocated for an unknown sequence")
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
@@ -241,7 +241,7 @@ class CacheState:
         slots, first = array("i", event.slots), event.first_block
         table = sequence.tables[event.group]
         if not slots or not 0 <= first <= len(table):
-            raise InvariantViolated("no block was reused, or reused blocks leave a hole in the table")
+            raise InvariantViolated("no block was reused, or reused blocks leave a gap in the table")
         group.hold(sequence, event.level, first, slots)
         if event.level == SECONDARY:
             # Until `BlocksMoved` brings them.
@@ -251,7 +251,7 @@ class CacheState:
         if event.replaced:
             own = table[first : first + len(slots)]
             own.reverse()
-            invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
+            invariant(own.tobytes() == event.replaced, "the returned slots do not belong to the sequence")
         table[first : first + len(slots)] = slots
         if event.replaced and self.keeps_replaced:
             sequence.keep(event.group, array("i", event.replaced))
@@ -270,19 +270,19 @@ class CacheState:
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first, size = event.group, event.first_block, self.tokens_per_block
-        invariant(event.level == PRIMARY, "blocks are stored in primary")
+        invariant(event.level == PRIMARY, "blocks are stored outside primary")
         sequence, slots = self.sequences[event.handle], array("i", event.slots)
         last = first + len(slots)
         if not slots or first < 0 or sequence.tables[index][first:last] != slots:
-            raise InvariantViolated("stored blocks are not the sequence's")
+            raise InvariantViolated("stored blocks do not belong to the sequence")
         invariant(0 < event.last_tokens <= size, "a stored block has an impossible number of tokens")
         group, keys = self.groups[index], sequence.keys
         key_bytes = group.tree.key_bytes
         keys += event.keys
         if len(keys) < last * key_bytes or (event.keys and len(keys) != last * key_bytes):
-            raise InvariantViolated("stored blocks have other names than there are blocks")
+            raise InvariantViolated("the number of names differs from the number of stored blocks")
         if event.parent != (keys[(first - 1) * key_bytes :][:NAME_BYTES] if first and key_bytes else b""):
-            raise InvariantViolated("stored blocks continue a block of another name")
+            raise InvariantViolated("stored blocks do not follow the parent that they name")
         group.store(sequence, first, slots, event.priority, event.duration, event.last_tokens)
         self.changed_blocks += len(slots)
 
@@ -303,7 +303,7 @@ class CacheState:
         if not (size or given or parents):
             return [_NO_KEY] * len(blocks)
         if len(given) not in (0, len(blocks) * size):
-            raise InvariantViolated("filled blocks have other names than there are blocks")
+            raise InvariantViolated("the number of names differs from the number of filled blocks")
         at, above, filled = 0, bytearray(), []
         for sequence, block in zip(filling, blocks, strict=True):
             keys, end = sequence.keys, block * size
@@ -314,16 +314,16 @@ class CacheState:
             else:
                 key = keys[end:]
             if len(keys) != end + size:
-                raise InvariantViolated("a filled block has other names than one")
+                raise InvariantViolated("a filled block must have exactly one name")
             above += keys[end - size : end - size + NAME_BYTES]
             filled.append(key)
         if above != parents:
-            raise InvariantViolated("filled blocks continue blocks of other names")
+            raise InvariantViolated("filled blocks do not follow the parents that they name")
         return filled
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         _check_level(event.level)
-        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
+        invariant(0 <= event.priority <= PRIORITY_MAX, "priority out of range")
         slots, group = array("i", event.slots), self.groups[event.group]
         change = event.level, slots, event.old_priority, event.priority
         if event.why == ev.UpdateReason.EXPIRED:
@@ -348,7 +348,7 @@ class CacheState:
         if event.why == MoveReason.RECOMPUTED:
             first = event.first_block
             own = sequence.tables[event.group][first : first + len(to_slots)]
-            invariant(own == to_slots, "the slots are not the sequence's")
+            invariant(own == to_slots, "the slots do not belong to the sequence")
             group.take_over(sequence, first, from_slots, to_slots)
             return
         group.levels[PRIMARY].take_slots(to_slots)
@@ -378,13 +378,13 @@ class CacheState:
         group = self.groups[event.group]
         if event.why == ev.RemoveReason.INVALIDATED and event.level == PRIMARY:
             if not isinstance(group, FullGroup):
-                raise InvariantViolated("blocks of a sliding window are invalidated")
+                raise InvariantViolated("invalidated blocks are in a sliding window")
             group.invalidate(slots, self.sequences.values())
         else:
             group.remove(event.level, slots, event.why)
 
     def _pin(self, event: ev.BlocksPinned) -> None:
-        invariant(self.next_pin == event.pin, "a pin has another number than the next")
+        invariant(self.next_pin == event.pin, "a pin does not have the next number")
         sequence = self.sequences[event.handle]
         slots = [array("i", packed) for packed in event.slots]
         ends = [
@@ -404,13 +404,13 @@ class CacheState:
                 blank = array("i")
             else:
                 blank = group.return_uncached(slots[::-1])
-            invariant(blank.tobytes() == freed, "other slots were freed")
+            invariant(blank.tobytes() == freed, "the number of freed slots is wrong")
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:
             self._append_many(event)
         elif 2 * len(event.tokens) != len(event.handles):  # int32 and int64
-            raise InvariantViolated("not each sequence got one token")
+            raise InvariantViolated("the number of tokens differs from the number of sequences")
         else:
             self.running.append(event)
 
@@ -431,7 +431,7 @@ class CacheState:
     def _compute(self, event: ev.ContextComputed) -> None:
         sequence = self.sequences[event.handle]
         if not 0 <= event.num_tokens <= sequence.num_tokens:
-            raise InvariantViolated("more is computed than there is")
+            raise InvariantViolated("more tokens are computed than exist")
         self.set_computed(sequence, event.num_tokens)
 
     def _detach(self, event: ev.BlocksDetached) -> None:
@@ -440,15 +440,15 @@ class CacheState:
         self.advance_clock(event.clock)
         group = self.groups[event.group]
         if not isinstance(group, SlidingGroup):
-            raise InvariantViolated("full attention leaves no block behind")
+            raise InvariantViolated("full attention does not release blocks")
         slots, freed = group.detach(sequences, counts, self.releases, self.clock)
         self.releases += len(sequences)
         if slots.tobytes() != event.slots or freed.tobytes() != event.freed:
-            raise InvariantViolated("other blocks were let go of than the window has left behind")
+            raise InvariantViolated("the released blocks differ from those that left the window")
 
     def _return(self, event: ev.BlocksReturned) -> None:
         counts, slots, group = array("I", event.counts), array("i", event.slots), self.groups[event.group]
-        invariant(sum(counts) == len(slots), "other slots are returned than counted")
+        invariant(sum(counts) == len(slots), "the number of returned slots differs from the count")
         start = 0
         for handle, count in zip(array("q", event.handles), counts, strict=True):
             sequence, returned = self.sequences[handle], slots[start : start + count]
@@ -459,20 +459,20 @@ class CacheState:
                 "slots are returned that are in use",
             )
             invariant(
-                table[: -count - 1 : -1] == returned, "the slots that a sequence gives back are not its own"
+                table[: -count - 1 : -1] == returned, "the returned slots do not belong to the sequence"
             )
             invariant(
                 group.return_uncached(returned) == returned,
-                "the slots that a sequence gives back are not its own",
+                "the returned slots do not belong to the sequence",
             )
             del table[-count:]
             self.running.forget_row()
 
     def _fork(self, event: ev.SequenceForked) -> None:
         invariant(
-            self.next_handle <= event.child <= MAX_NUMBER, "a handle was used twice, or no epoch has it"
+            self.next_handle <= event.child <= MAX_NUMBER, "a handle was used twice, or is out of range"
         )
-        invariant(event.request_id not in self.handles, "a request was admitted twice")
+        invariant(event.request_id not in self.handles, "duplicate request id")
         parent = self.sequences[event.handle]
         # Anything not fully computed is continued by each sequence on its own.
         blocks = parent.computed // self.tokens_per_block
@@ -492,7 +492,7 @@ class CacheState:
 
     def _rewind(self, event: ev.SequenceRewound) -> None:
         sequence, num_tokens = self.sequences[event.handle], event.num_tokens
-        invariant(0 < num_tokens < sequence.num_tokens, "no tokens are taken back, or all")
+        invariant(0 < num_tokens < sequence.num_tokens, "a rewind takes back no tokens, or all")
         # The last remaining token is recomputed, in a block without other readers.
         computed = min(sequence.computed, num_tokens - 1)
         blocks = computed // self.tokens_per_block
@@ -503,7 +503,7 @@ class CacheState:
             if not sequence.tables[group.index]:
                 continue  # cross attention, which a rewind does not touch
             blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
-            invariant(blank.tobytes() == freed, "other slots were freed")
+            invariant(blank.tobytes() == freed, "the number of freed slots is wrong")
         self.running.forget_row()
         sequence.truncate(num_tokens)
         sequence.computed = computed
@@ -528,7 +528,7 @@ class CacheState:
         for index, group in enumerate(self.groups):
             freed = group.end(sequence, self.releases, self.clock)
             if freed.tobytes() != event.freed[index]:
-                raise InvariantViolated("other slots were freed")
+                raise InvariantViolated("the number of freed slots is wrong")
             root = group.tree.roots[sequence.namespace]
             root.users -= 1
             group.tree.drop_unused(root)
@@ -537,19 +537,20 @@ class CacheState:
         assert self.created is not None
         reader, size = self.sequences[event.sequence], self.tokens_per_block
         invariant(
-            self.next_handle <= event.handle <= MAX_NUMBER, "a handle was used twice, or no epoch has it"
+            self.next_handle <= event.handle <= MAX_NUMBER, "a handle was used twice, or is out of range"
         )
+        invariant(self.created.groups[event.group].kind == CROSS, "an encoder input without cross attention")
         invariant(
-            self.created.groups[event.group].kind == CROSS, "an encoder's input is in no cross attention"
+            reader.encoder is None and not reader.holders,
+            "a sequence has two encoder inputs, or an encoder input has one",
         )
-        invariant(reader.encoder is None and not reader.holders, "a sequence reads two inputs, or one does")
         blocks = -(-event.num_tokens // size)
         tokens = self.tokens_of(blocks * size, event.tokens, self.longest_input)
         encoder = Sequence(
             event.handle, reader.request_id, event.namespace, tokens, self.roots(event.namespace)
         )
         reused = event.reused_primary + event.reused_secondary
-        invariant(0 <= reused <= blocks, "more of an input is reused than there is")
+        invariant(0 <= reused <= blocks, "the reused tokens exceed the encoder input")
         encoder.num_prompt_tokens, encoder.computed, encoder.holders = event.num_tokens, reused * size, 1
         reader.encoder = self.sequences[event.handle] = encoder
         self.next_handle = event.handle + 1
@@ -558,11 +559,11 @@ class CacheState:
 
     def _remove_encoder(self, event: ev.EncoderRemoved) -> None:
         encoder = self.sequences.pop(event.handle)
-        invariant(not encoder.holders, "an encoder's input ended that is still read")
+        invariant(not encoder.holders, "an encoder input ended while it is still in use")
         self.releases += 1
         self.advance_clock(event.clock)
         freed = self.groups[event.group].end(encoder, self.releases, self.clock)
-        invariant(freed.tobytes() == event.freed, "other slots were freed")
+        invariant(freed.tobytes() == event.freed, "the number of freed slots is wrong")
         for group in self.groups:
             root = group.tree.roots[encoder.namespace]
             root.users -= 1
@@ -581,7 +582,7 @@ class CacheState:
                 # Checksums of slots that have another owner by now are replaced when its own copy lands.
                 group.levels[SECONDARY].note_checksums(transfer.slots, event.checksums[begin:end])
                 begin = end
-        invariant(begin == len(event.checksums), "other blocks have checksums than were copied")
+        invariant(begin == len(event.checksums), "the checksums do not match the copied blocks")
 
     def _fail(self, event: ev.TransferFailed) -> None:
         """Restart every sequence, because anything computed may depend on the data that did not arrive.
@@ -596,7 +597,7 @@ class CacheState:
     def _clear(self, event: ev.CacheCleared) -> None:
         cleared = [group.clear() for group in self.groups]
         removed, unnamed = zip(*cleared, strict=True)
-        invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
+        invariant(removed == event.removed and unnamed == event.unnamed, "the cleared blocks differ")
         for sequence in self.sequences.values():
             sequence.path_ends = self.roots(sequence.namespace)
         for pin in self.pins.values():
@@ -606,7 +607,7 @@ class CacheState:
         self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
-        invariant(len(event.engine_counts) in (0, 2), "an engine has counted something else")
+        invariant(len(event.engine_counts) in (0, 2), "the engine's counts must be two, or none")
         self.changed_blocks = 0
 
     def _note_refusal(self, event: ev.AdmissionRefused) -> None:
@@ -616,7 +617,7 @@ class CacheState:
 
     def _note_failure(self, event: ev.LoadFailed) -> None:
         if not 0 < event.num_tokens < self.sequences[event.handle].num_tokens:
-            raise InvariantViolated("more was to be loaded than there is")
+            raise InvariantViolated("a failed load exceeds the external tokens")
 
     # -- groups that share the pool of the first one
 
@@ -624,7 +625,7 @@ class CacheState:
         assert self.created is not None
         invariant(
             len(event.groups) > 0 and self.created.key_bytes > 0,
-            "a pool is shared by nobody, or without names",
+            "a shared pool needs at least one group, and names",
         )
         self.positional, first = [], self.groups[0].levels[PRIMARY].size
         for number, each in enumerate(event.groups, len(self.groups)):
@@ -636,7 +637,7 @@ class CacheState:
             )
             invariant(
                 known and (each.kind not in (SLIDING, CHUNKED) or each.window > 0),
-                "no such group shares a pool",
+                "no such group shares the pool",
             )
             group = PositionalGroup(number, each, self.created.key_bytes, first)
             first += each.blocks
@@ -646,7 +647,7 @@ class CacheState:
 
     def _shared(self, index: int) -> PositionalGroup:
         at = index - len(self.groups)
-        invariant(0 <= at < len(self.positional), "no such group shares a pool")
+        invariant(0 <= at < len(self.positional), "no such group shares the pool")
         return self.positional[at]
 
     def _refuse_used(self, slots: array[int]) -> None:
@@ -656,14 +657,14 @@ class CacheState:
 
     def _take_slots(self, event: ev.SlotsTaken) -> None:
         group, slots = self._shared(event.group), array("i", event.slots)
-        invariant(event.handle in self.sequences, "a sequence that does not run takes slots")
+        invariant(event.handle in self.sequences, "an unknown sequence takes slots")
         rows = list(zip(array("I", event.indices), slots, strict=True))
         if event.reused:
-            invariant(
-                all(group.ends_in(slot, index) for index, slot in rows), "what is reused has no name there"
-            )
+            invariant(all(group.ends_in(slot, index) for index, slot in rows), "a reused slot has no name")
         elif group.pool:
-            invariant(group.are_free(slots), "a slot is taken that is used, or not in the group's pool")
+            invariant(
+                group.are_free(slots), "a slot is taken that is in use, or outside the pool of the group"
+            )
         else:
             self._refuse_used(slots)
             invariant(
@@ -677,7 +678,7 @@ class CacheState:
 
     def _name_slots(self, event: ev.SlotsNamed) -> None:
         group = self._shared(event.group)
-        invariant(group.created.kind != UNCACHED, "what nobody finds has a name")
+        invariant(group.created.kind != UNCACHED, "a name is given to a block that cannot be found")
         group.name(event)
 
     def _unname_slots(self, event: ev.SlotsUnnamed) -> None:
@@ -686,14 +687,14 @@ class CacheState:
     # -- shared by handlers
 
     def _track(self, transfer_id: int, transfer: Transfer) -> None:
-        invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "a transfer id was used twice")
+        invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "duplicate transfer id")
         self.transfers[transfer_id] = transfer
         self.next_transfer = transfer_id + 1
 
     def advance_clock(self, now: int) -> None:
         """Advance the clock to an event's time; 0: it has none."""
         if now:
-            invariant(now >= self.clock, "time goes back")
+            invariant(now >= self.clock, "time goes backwards")
             self.clock = now
 
     def root_key(self, namespace: Namespace) -> bytes:
@@ -729,11 +730,11 @@ class CacheState:
         """Decode a sequence's tokens from an event; zeros where the log records none."""
         # Checked before allocating: a log without tokens could claim any number of them.
         if not 0 < num_tokens <= longest:
-            raise InvariantViolated("a sequence has more tokens than the cache can hold, or none")
+            raise InvariantViolated("the token count of a sequence is out of range")
         if not self.tokens_recorded:
             return array("i", bytes(TOKEN_BYTES * num_tokens))
         if len(recorded) != TOKEN_BYTES * num_tokens:
-            raise InvariantViolated("a sequence has other tokens than it counts")
+            raise InvariantViolated("the tokens of a sequence do not match its count")
         return array("i", recorded)
 
     def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -792,9 +793,9 @@ class CacheState:
         )
         for handle, sequence in self.sequences.items():
             invariant(
-                sequence.holders == readers[handle], "an encoder's input is read by others than counted"
+                sequence.holders == readers[handle], "the users of an encoder input are counted wrongly"
             )
-        invariant(readers.keys() <= self.sequences.keys(), "a sequence reads an input that has ended")
+        invariant(readers.keys() <= self.sequences.keys(), "a sequence uses an encoder input that has ended")
 
     def _check_decoding(self) -> None:
         """Verify the row of sequences that decode together: each change to one must have called
@@ -805,14 +806,14 @@ class CacheState:
             all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
         )
         invariant(
-            self.running.appends_to(row), "tokens are appended to other sequences than those that decode"
+            self.running.appends_to(row), "tokens are appended to sequences other than those that decode"
         )
 
     def _check_symbols(self) -> None:
         ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in self.sequences.items()}
         rich = {handle: end for handle, end in ends.items() if end}
-        invariant(self.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")
-        invariant(self.used_pages() <= self.symbols.pages.keys(), "a symbol stands for nothing")
+        invariant(self.rich == rich, "the symbols of a sequence are recorded wrongly, or have no meaning")
+        invariant(self.used_pages() <= self.symbols.pages.keys(), "a symbol has no meaning")
 
     def export(self) -> ev.StateExported:
         """Export the state as an event."""
@@ -854,7 +855,7 @@ class CacheState:
         self.awaiting_onboard.clear()
         self.positional = []
         invariant(self.created is not None, "a state was exported before the cache was created")
-        invariant(len(event.groups) == len(self.groups), "the exported state has other groups")
+        invariant(len(event.groups) == len(self.groups), "the exported state has different groups")
         for number, exported in enumerate(event.groups):
             self.groups[number] = self.make_group(number)
             install_group(self.groups[number], exported, self.root_key)
@@ -865,7 +866,7 @@ class CacheState:
         self.refused = dict.fromkeys(event.refused)
         readers = Counter(entry.encoder for entry in event.sequences if entry.encoder)
         for entry in event.sequences:
-            invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
+            invariant(entry.handle < event.next_handle, "the handle of a running sequence is out of range")
             self._install_sequence(entry, readers[entry.handle])
         invariant(len(self.sequences) == len(event.sequences), "two sequences have one handle")
         for entry in event.sequences:
@@ -876,23 +877,23 @@ class CacheState:
             for item in event.transfers
         }
         for transfer in self.transfers.values():
-            invariant(transfer.level in (PRIMARY, SECONDARY), "there is no such level")
-            invariant(0 <= transfer.group < len(self.groups), "there is no such group")
+            invariant(transfer.level in (PRIMARY, SECONDARY), "unknown level")
+            invariant(0 <= transfer.group < len(self.groups), "unknown group")
         numbers = (event.next_handle, event.next_transfer)
-        invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
+        invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "handles or transfer ids are out of range")
         self.next_handle, self.next_transfer = numbers
         self.releases, self.changed_blocks, self.clock = event.releases, event.changed_blocks, event.clock
         counting = any(group.uses is not None for group in self.groups)
-        invariant(not counting or 0 <= self.releases <= MAX_TURN, "no cache has released so often")
+        invariant(not counting or 0 <= self.releases <= MAX_TURN, "the release counter is out of range")
         self._install_pins(event)
         self.check_slots()
 
     def _install_pins(self, event: ev.StateExported) -> None:
         self.pins.clear()
         for entry in event.pins:
-            invariant(0 < entry.pin < event.next_pin, "a pin has a number of the future")
+            invariant(0 < entry.pin < event.next_pin, "the number of a pin is out of range")
             slots, ends = [array("i", packed) for packed in entry.slots], list[Run | None]()
-            invariant(len(slots) == len(self.groups), "a pin holds blocks of other windows")
+            invariant(len(slots) == len(self.groups), "a pin holds blocks of unknown windows")
             for group, own in zip(self.groups, slots, strict=True):
                 if isinstance(group, FullGroup) and entry.named and own:
                     ends.append(group.run_at(PRIMARY, own[-1]))
@@ -920,9 +921,9 @@ class CacheState:
         tokens = self.tokens_of(
             entry.num_tokens, entry.tokens, self.longest_input if readers else self.longest
         )
-        invariant(not (readers and entry.encoder), "an encoder's input reads another one")
+        invariant(not (readers and entry.encoder), "an encoder input uses another one")
         invariant(
-            0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
+            0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is empty, or longer than its sequence"
         )
         sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, ends)
         sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
@@ -944,12 +945,12 @@ def _ignore(event: ev.Event) -> None:
 
 
 def _refuse(event: ev.Event) -> None:
-    raise InvariantViolated("an event of a cache's log tells what another engine said")
+    raise InvariantViolated("the log of a cache contains an event of another engine")
 
 
 def _check_level(level: int) -> None:
     if level not in (PRIMARY, SECONDARY):
-        raise InvariantViolated("there is no such level")
+        raise InvariantViolated("unknown level")
 
 
 def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:

@@ -147,7 +147,7 @@ class _Verifier:
         self._group, self._checksums, self.survey = group, checksums, survey
         self._known = group.levels[SECONDARY].checksums
         self.right = np.zeros(group.levels[SECONDARY].size, np.uint64)
-        """By slot, the checksums of the surviving blocks; 0: lost."""
+        """Checksums of the surviving blocks by slot; 0: lost."""
 
     def leading(self, slots: array[int]) -> int:
         """Count the leading slots with the right bytes; those after them are unreachable."""

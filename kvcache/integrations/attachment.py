@@ -100,7 +100,7 @@ class Attachment:
     def _fail(self, error: Exception) -> None:
         with suppress(Exception):
             self.release()
-            self._logger.warning("The KV cache is not recorded any further: %s", describe_error(error))
+            self._logger.warning("The KV cache is no longer recorded: %s", describe_error(error))
         if self._log is not None:
             self._log.mark_incomplete()
         self._end()
@@ -145,7 +145,7 @@ class Attachment:
             self.recorder.close()
         except Exception as error:  # noqa: BLE001
             with suppress(Exception):
-                self._logger.warning("The log of the KV cache is not complete: %s", describe_error(error))
+                self._logger.warning("The log of the KV cache is incomplete: %s", describe_error(error))
             with suppress(Exception):
                 if self._log is not None:
                     self._log.close()

@@ -64,7 +64,9 @@ def recorder_settings(
     if not isinstance(settings, Mapping):
         raise ConfigError(['"kvcache" must be an object, or false'], "--additional-config")
     problems = [
-        f"{key!r} is no setting; there are {', '.join(_KEYS)}" for key in settings if key not in _KEYS
+        f"{key!r} is not a setting; known settings: {', '.join(_KEYS)}"
+        for key in settings
+        if key not in _KEYS
     ]
     if (mode := mode_of(given)) != (MANAGER if manages else RECORD):
         problems.append(f"mode: given {quoted(mode)}; accepted: {RECORD}, or {MANAGER} for vLLM")
@@ -79,12 +81,14 @@ def recorder_settings(
     if not isinstance(sinks, list | tuple) or not all(isinstance(sink, str) for sink in sinks):
         problems.append('"sinks" must be a list of URLs')
     if not isinstance(further, Mapping):
-        problems.append('"settings" must be an object, as {"log": {"retain_bytes": "20GB"}}')
+        problems.append('"settings" must be an object, such as {"log": {"retain_bytes": "20GB"}}')
     else:
         open_to = (*_SETTINGS, *_DECISIONS) if manages else _SETTINGS
-        problems += [f"vLLM decides {key!r}" for key in further if key not in open_to]
+        problems += [
+            f"{key!r} is determined by vLLM and cannot be set" for key in further if key not in open_to
+        ]
     if not problems and log is None and not sinks and not manages:
-        problems.append('"log" or "sinks" is needed')
+        problems.append('"log" or "sinks" is required')
     if problems:
         raise ConfigError(problems, "--additional-config")
     path = None if log is None else Path(log).expanduser()

@@ -37,11 +37,11 @@ class Overlap(NamedTuple):
     """Part of a prompt that a publisher has, from its start: in tokens, or in blocks for lookups by hashes."""
 
     primary: int
-    """In GPU memory."""
+    """Length of the part in GPU memory."""
     secondary: int
-    """In GPU or host memory."""
+    """Length of the part in GPU or host memory."""
     storage: int
-    """At any level."""
+    """Length of the part at any level."""
 
 
 class PrefixIndex:

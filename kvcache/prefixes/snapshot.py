@@ -228,22 +228,22 @@ def load(path: Path, tree: ContentTree, sources: Sources) -> None:
     if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
         raise SnapshotError(path, "foreign")
     if len(content) < _HEADER.size:
-        raise SnapshotError(path, "damaged", "it ends within its header")
+        raise SnapshotError(path, "damaged", "it ends inside its header")
     _, version, length, digest = _HEADER.unpack_from(content)
     if version > _VERSION:
         raise SnapshotError(path, "newer", str(version))
     payload = memoryview(content)[_HEADER.size :]
     if len(payload) != length:
-        raise SnapshotError(path, "damaged", f"{len(payload)} bytes follow its header, not {length}")
+        raise SnapshotError(path, "damaged", f"{len(payload)} bytes follow the header instead of {length}")
     if hashlib.sha256(payload).digest() != digest:
-        raise SnapshotError(path, "damaged", "its bytes are not those that were written")
+        raise SnapshotError(path, "damaged", "its checksum does not match")
     try:
         _rebuild(msgspec.msgpack.decode(payload, type=_SavedIndex), tree, sources)
         prove(tree, sources)
     except InvariantViolated as error:
         raise SnapshotError(path, "damaged", error.law) from None
     except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, TypeError, ArithmeticError):
-        raise SnapshotError(path, "damaged", "what it holds is no index") from None
+        raise SnapshotError(path, "damaged", "its content is not an index") from None
 
 
 # -- writing
@@ -330,7 +330,7 @@ def _rebuild_holding(run: ContentRun, holder: Holder, held: _SavedHolding) -> No
     holder.names.update((name, first) for name in first.names if name is not None)
     for name, place, planes in held.more:
         if not 0 <= place < len(first.names) or len(planes) * 8 > PLANES_MAX:
-            raise ValueError("a place or a plane that there is not")
+            raise ValueError("an unknown place or plane")
         holder.names[name] = first.add_alias(name, place, int.from_bytes(planes, "little"))
     if isinstance(run.parent, ContentRun):
         run.parent.holders[holder].children += 1

@@ -22,15 +22,15 @@ class BeginningRemoved(LogError):
     """Segments were removed, including those with the beginning of the last epoch."""
 
     text = (
-        "{path}: the files with the beginning of its last epoch were removed, without which nothing behind them can be "
-        "understood: restart the engine, which begins a new epoch with its whole state"
+        "{path}: the files with the beginning of the last epoch were removed, and later ones cannot be read "
+        "without them: restart the engine, which begins a new epoch with its whole state"
     )
 
 
 class LogReplaced(LogError):
     """The directory is gone, or holds another log than before."""
 
-    text = "{path} was removed or replaced by another log: start again to follow what is there now"
+    text = "{path} was removed or replaced by another log: restart to follow the current one"
 
 
 @dataclass(eq=False, repr=False)
@@ -40,8 +40,8 @@ class NoTokens(UsageError):
     log: str
     sink: str
     text = (
-        "{log} holds no token ids, which the sink {sink} needs: let the engine record them (log.record_tokens), "
-        "or give that sink to the engine itself"
+        "{log} contains no token ids, but the sink {sink} needs them: let the engine record them "
+        "(log.record_tokens), or give the sink to the engine itself"
     )
 
 

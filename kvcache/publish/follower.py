@@ -330,10 +330,10 @@ class SinkFollower:
         position = self._position() or self._saved
         if position is not None and not self._has_begun and is_ahead(self._log, position):
             why = self._progress.waits_for = (
-                f"the log ends before batch {position.seq:,}, which the sink has had"
+                f"the log ends before batch {position.seq:,}, which the sink has already received"
             )
             if self._until == "end":
-                raise SinkError(f"{self.name}: {why}: remove {self._file and self._file.path} to begin anew")
+                raise SinkError(f"{self.name}: {why}: remove {self._file and self._file.path} to start again")
             return None
         return start_after(self._log, position)
 
@@ -398,10 +398,12 @@ class SinkFollower:
     def _made(self, context: SinkContext) -> Sink:
         sink = open_sink(self._url, context)
         if context.salts.wanted:
-            reason = "salts=plain needs the salts themselves, of which a log has digests only: leave it out"
+            reason = "salts=plain needs the salts, but a log contains only their digests: omit it"
             raise NotPublishable(self.name, reason)
         if context.kind == "feed" and sink.needs_cache:
-            reason = "it is about what a cache does, of which a log of what engines told knows nothing: leave it out"
+            reason = (
+                "it publishes what a cache does, but this log records only what engines published: omit it"
+            )
             raise NotPublishable(self.name, reason)
         return sink
 
@@ -428,7 +430,7 @@ class SinkFollower:
             invented = batch.seq == self._misfit
             self._misfit = batch.seq
             if invented:
-                raise Unreplayable(batch.seq, "an epoch begins where its segment has none")
+                raise Unreplayable(batch.seq, "an epoch begins in a segment that should not have one")
         self._epoch = epoch
         self._concealed = bool(self._delivery.sink.needs_tokens) and not epoch.has_tokens
         if self._concealed:

@@ -77,7 +77,10 @@ class Publisher:
         names = [follower.name for follower in self._followers]
         for name in names:
             if names.count(name) > 1:
-                reason = "two sinks are told apart by scheme, host, port and path: give one of them to another process"
+                reason = (
+                    "sinks are identified by scheme, host, port and path, and two of them are equal: "
+                    "publish one of them from another process"
+                )
                 raise NotPublishable(name, f"{reason}, with a --state of its own")
         self._look_for_log()
         self._head_reader = LogHead(self._directory)
@@ -158,5 +161,5 @@ class Publisher:
         for follower in self._followers:
             if follower.has_started and not follower.join(max(0.0, deadline - self._clock())):
                 _log.error(
-                    "sink_hangs", sink=follower.name, reason="it was left behind in the middle of its work"
+                    "sink_hangs", sink=follower.name, reason="it did not stop in time and was abandoned"
                 )

@@ -122,7 +122,7 @@ def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:
         return None
     epoch = Epoch.of(batch)
     if epoch is None:
-        raise Unreplayable(batch.seq, "it does not begin with the epoch that it begins")
+        raise Unreplayable(batch.seq, "its first epoch is not the one that it should begin with")
     if beginning.is_snapshot:
         # Removals before the oldest snapshot are reported by the reader itself, with the state.
         return Start(epoch, wanted, 0)
@@ -168,8 +168,8 @@ def position_file(directory: Path, sink: str) -> StateFile[Position]:
         directory / name,
         lambda position: msgspec.json.encode(_Content(_FORM, sink, position)) + b"\n",
         _decode,
-        if_damaged="so nobody knows what the sink has had: restore it, or remove it, and the sink gets the whole log",
-        elsewhere="give another --state",
+        if_damaged="so the position of the sink is unknown: restore it, or remove it to resend the whole log",
+        elsewhere="choose another --state",
     )
 
 

@@ -91,8 +91,8 @@ class Journal:
     ) -> None:
         if not outputs.records_tokens and not created.key_bytes:
             raise Unsupported(
-                "a log without tokens and without names, by which blocks could be told apart",
-                "give a block_hash other than none, or record tokens",
+                "a log with neither tokens nor block names, which could not identify blocks",
+                "choose a block_hash other than none, or record tokens",
             )
         self.state = CacheState()
         self.bus = EventBus()
@@ -385,7 +385,7 @@ class EventSourcedCache:
                 steps.update(array("q", event.handles))
         if max(steps.values(), default=0) >= UNFLUSHED_STEPS:
             self._warned = True
-            reason = "call flush() at the end of each step: log, sinks and stats() get nothing before"
+            reason = "call flush() at the end of each step: the log, sinks and stats() receive nothing before"
             _log.warning("flush_missing", events=len(pending), reason=reason)
 
 

@@ -46,7 +46,7 @@ class LayerGroup(NamedTuple):
     nothing, as none of their blocks are found."""
     tokens_per_block: int
     window: int = 0
-    """In tokens."""
+    """Window in tokens, for sliding and chunked layers."""
     layers: int = 0
     """Number of layers, for display."""
     blocks: int = 0
@@ -60,22 +60,22 @@ def pool_shared(groups: Items[LayerGroup], *, named: bool) -> ev.PoolShared | No
     shared = [_checked(each) for each in listed(groups, "groups")]
     if shared and not named:
         raise UsageError(
-            "further groups need names of blocks: give name_bytes, or a block_hash other than none"
+            "groups require block names: pass name_bytes, or choose a block_hash other than none"
         )
     return ev.PoolShared(tuple(shared)) if shared else None
 
 
 def _checked(group: object) -> ev.SharingGroup:
     if not isinstance(group, LayerGroup):
-        raise UsageError(f"groups must be LayerGroups, not {type(group).__name__}")
+        raise UsageError(f"groups must contain LayerGroup objects, not {type(group).__name__}")
     if group.kind not in KINDS:
-        raise UsageError(f"a group must be one of {', '.join(KINDS)}")
+        raise UsageError(f"the kind of a group must be one of {', '.join(KINDS)}")
     size, window = (
         checked_natural(group.tokens_per_block, "tokens_per_block"),
         checked_natural(group.window, "window"),
     )
     if not size or (not window and group.kind in _WINDOWS):
-        raise UsageError("a group needs tokens_per_block, and one that slides or is chunked a window")
+        raise UsageError("a group needs tokens_per_block, and a sliding or chunked one a window")
     blocks = checked_natural(group.blocks, "blocks")
     return ev.SharingGroup(group.kind, size, window, checked_natural(group.layers, "layers"), blocks=blocks)
 
@@ -144,7 +144,10 @@ class BlockIds:
         if not given.size:
             return array("i")
         if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise UsageError(f"block ids must be one row of integers, not {given.ndim} of {given.dtype}")
+            raise UsageError(
+                "block ids must be a one-dimensional list of integers, not "
+                f"{given.ndim}-dimensional {given.dtype}"
+            )
         low, high = int(given.min()), int(given.max())
         if low < self.first or high >= self.first + self._count:
             raise self._unknown((low if low < self.first else high) - self.first)
@@ -155,9 +158,7 @@ class BlockIds:
 
     def _unknown(self, at: int) -> Contradiction:
         first, last = self.first, self.first + self._count - 1
-        return Contradiction(
-            f"there is no block {at + first}: ids go from {first} to {last}", block=at + first
-        )
+        return Contradiction(f"unknown block {at + first}: ids are from {first} to {last}", block=at + first)
 
     def id_of(self, slot: int) -> int:
         """Return the block in a slot, or one of several."""
@@ -260,7 +261,7 @@ class BlockIds:
                 continue
             if copies.holders[at]:
                 raise Contradiction(
-                    f"block {block} is evicted, and a running request holds it", block=int(block)
+                    f"block {block} is evicted, but a running request holds it", block=int(block)
                 )
             if (at, slot) in leaving:
                 raise Contradiction(f"block {block} is evicted twice in one call", block=int(block))
@@ -269,7 +270,7 @@ class BlockIds:
                 leaving.append((at, slot))
             elif copies.unnamed:
                 raise Contradiction(
-                    f"block {block} is evicted, and a running request holds a copy of it that was invalidated",
+                    f"block {block} is evicted, but a running request holds a copy of it that was invalidated",
                     block=int(block),
                 )
             else:
@@ -306,7 +307,7 @@ class Mirror:
         """Raise `Contradiction` if a request has no slots for these tokens, which count as computed."""
         slots = len(sequence.tables[0]) * self._size
         if slots < num_tokens:
-            raise contradiction(sequence, f"has slots for {slots} tokens, {num_tokens} count as computed")
+            raise contradiction(sequence, f"has slots for {slots} tokens, but {num_tokens} count as computed")
 
     def refuse_taken(
         self, blocks: Blocks, slots: array[int], request_id: RequestId, into: PositionalGroup | None = None
@@ -317,7 +318,10 @@ class Mirror:
             for block, slot in zip(blocks, slots, strict=True):
                 if group.uses(slot):
                     use = "a request holds it" if slot in group.holders else "it has a name"
-                    reason = f"block {block} is given to request {shown(request_id)}, and {use} in group {group.index}"
+                    reason = (
+                        f"block {block} is given to request {shown(request_id)}, but {use} in group "
+                        f"{group.index}"
+                    )
                     raise Contradiction(reason, request_id, int(block))
         own = into is not None and len(into.pool) > 0
         if not slots or (len(set(slots)) == len(slots) if own else level.are_blank(slots)):
@@ -328,7 +332,7 @@ class Mirror:
                 raise Contradiction(f"block {block} is given to request {name} twice", request_id, int(block))
             seen.add(slot)
             if not own and not level.are_blank(array("i", [slot])):
-                reason = f"block {block} is given to request {name}, and {self._use_of(slot)}"
+                reason = f"block {block} is given to request {name}, but {self._use_of(slot)}"
                 raise Contradiction(reason, request_id, int(block))
 
     def refuse_taken_below(self, blocks: Blocks, slots: array[int]) -> None:
@@ -343,11 +347,11 @@ class Mirror:
     def _use_of(self, slot: int) -> str:
         """Describe the use of a slot, for a message."""
         if slot in self.ids.copies:
-            return "holds what other blocks hold, too"
+            return "other blocks have the same content"
         for sequence in self._state.sequences.values():
             if slot in sequence.tables[0]:
                 return f"request {shown(sequence.request_id)} holds it"
-        return "is cached: it must be evicted before"
+        return "it is cached and must be evicted first"
 
     def names_at(self, level: int, slots: array[int]) -> bytes:
         """Return the names of consecutive cached blocks."""
@@ -366,11 +370,11 @@ class Mirror:
         if last > len(table) or last * self._size > sequence.num_tokens:
             full = min(len(table), sequence.num_tokens // self._size)
             has = f"{len(table)} blocks and {sequence.num_tokens} tokens, which fill {full} blocks"
-            raise contradiction(sequence, f"has {has}: its first {last} cannot be cached")
+            raise contradiction(sequence, f"has {has}, so its first {last} cannot be cached")
         for slot in table[first:last] if self.group.shared else ():
             if slot in self.group.shared:
                 block = self.ids.id_of(slot)
-                lost = "which lost its name, as when the cache is cleared, and which others hold"
+                lost = "which lost its name (as when the cache is cleared) and is held by others"
                 raise contradiction(sequence, f"cannot name block {block}, {lost}", block)
 
     def cached_already(self, sequence: Sequence, first: int, last: int) -> list[Piece]:
@@ -388,8 +392,9 @@ class Mirror:
     def other_name(self, sequence: Sequence, block: int, slot: int) -> Contradiction:
         """Build the error for a block of a sequence with another name than the one in a slot with the same content."""
         return Contradiction(
-            f"block {block} of request {shown(sequence.request_id)} has the tokens of block {self.ids.id_of(slot)}, "
-            "and another name: what tells them apart must be in the request, as LoRA adapter, salt, items or extra ids",
+            f"block {block} of request {shown(sequence.request_id)} has the tokens of block "
+            f"{self.ids.id_of(slot)}, but another name: pass what distinguishes them with the request, such "
+            "as the LoRA adapter, salt, items or extra ids",
             sequence.request_id,
             self.ids.id_of(slot),
         )
@@ -409,14 +414,14 @@ class Mirror:
         name, count = shown(request.request_id), len(slots) + len(below)
         if external >= request.num_tokens - count * self._size > 0:
             raise Contradiction(
-                f"request {name} reuses {count} blocks of {self._size} tokens, {external} tokens are loaded, and its "
-                f"prompt has {request.num_tokens}: at least the last token is computed",
+                f"request {name} reuses {count} blocks of {self._size} tokens and loads {external} tokens, "
+                f"but its prompt has {request.num_tokens}, and at least the last one must be computed",
                 request.request_id,
             )
         if count * self._size >= request.num_tokens:
             raise Contradiction(
-                f"request {name} reuses {count} blocks of {self._size} tokens, and its prompt has "
-                f"{request.num_tokens}: at least the last token is computed",
+                f"request {name} reuses {count} blocks of {self._size} tokens, but its prompt has "
+                f"{request.num_tokens}, and at least the last one must be computed",
                 request.request_id,
             )
         if count:
@@ -455,7 +460,7 @@ class Mirror:
             # Copied, as two views would be compared number by number.
             if run is not None and run.symbols[: take * size] != request.symbols[begin : begin + take * size]:
                 take = common_bytes(run, request.symbols, begin, begin + take * size) // size
-                reason = "holds other tokens than its prompt has there"
+                reason = "holds other tokens than the prompt has there"
             if take < min(len(slots) - done, len(run.slots) if run is not None else 1):
                 raise self._no_hit(request, level, int(blocks[done + take]), first + done + take, reason)
             node, done = run, done + take

@@ -168,20 +168,22 @@ def open_log(
 def log_directory(log: object) -> Path:
     """Return the directory of a log. Raises `UsageError` if the value names none."""
     if not isinstance(log, str | PathLike):
-        raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
+        raise UsageError(f"log must be the path of a directory or a LogWriter, not {type(log).__name__}")
     try:
         path = Path(log)
         if b"\0" not in os.fsencode(path):
             return path
     except Exception as error:  # noqa: BLE001
-        raise UsageError(f"log names no directory: {type(error).__name__}") from None
-    raise UsageError("log names no directory: a path has no NUL character")
+        raise UsageError(f"log is not a directory name: {type(error).__name__}") from None
+    raise UsageError("log is not a directory name: it contains a NUL character")
 
 
 def _check_sink(sink: object) -> None:
     """Refuse an invalid sink before anything is opened: later it would be a sink that fails for ever."""
     if not isinstance(sink, str | Sink | SinkRunner):
-        raise UsageError(f"a sink must be a URL or derive from sinks.Sink; {type(sink).__name__} does not")
+        raise UsageError(
+            f"a sink must be a URL or a subclass of sinks.Sink; {type(sink).__name__} is neither"
+        )
 
 
 def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:

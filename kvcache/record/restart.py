@@ -36,8 +36,8 @@ class LogOfOtherCache(UsageError):
     path: Path
     what: str
     text = (
-        "{path} is the log of another cache: {what}; give the settings with which it was made, or another log and "
-        "another secondary_path"
+        "{path} is the log of another cache: {what}; use the settings that it was created with, or choose "
+        "another log and another secondary_path"
     )
 
 
@@ -61,15 +61,15 @@ def config_of(state: object) -> KVCacheConfig:
     """Return the settings of a replayed state, to continue with; see `KVCacheManager.resume`, which raises the same."""
     if not isinstance(state, CacheState):
         raise UsageError(
-            f"a state is needed, not {type(state).__name__}: replay.replay(directory).state is one"
+            f"state must be a CacheState, such as replay.replay(directory).state, not {type(state).__name__}"
         )
     if state.created is None or not state.tokens_recorded:
-        instead = "replay a log that records tokens, up to its first batch or beyond"
-        raise Unsupported("going on from this state", instead)
+        instead = "replay a log that records tokens, up to its first batch or later"
+        raise Unsupported("resuming from this state", instead)
     if state.created.engine:
-        what = f"going on with a cache in which {state.created.engine} decided"
+        what = f"resuming a cache that {state.created.engine} managed"
         raise Unsupported(
-            what, "begin with an empty one; `kvcache whatif` shows what this manager would have done"
+            what, "start with an empty one; `kvcache whatif` shows what this manager would have done"
         )
     config = KVCacheConfig.model_validate_json(state.created.config)
     # "auto" was resolved by the recorded cache.
@@ -86,7 +86,7 @@ def reopened(
     """
     file = _file_of(config, pools)
     if log is None:
-        raise UsageError("a log is needed: without it nobody knows what the secondary level holds")
+        raise UsageError("a log is required: only the log knows the content of the secondary level")
     writer = log if isinstance(log, LogWriter) else open_log(log_directory(log), config.log, resume=True)
     try:
         restored = None
@@ -106,12 +106,12 @@ def _file_of(config: KVCacheConfig, pools: Pools | None) -> SecondaryFile | None
     if config.secondary_path is None:
         return None
     if not config.log.record_tokens:
-        instead = "let the log record tokens (log.record_tokens), by which blocks are found"
+        instead = "record tokens in the log (log.record_tokens), which blocks are found by"
         raise Unsupported("a warm restart from a log without tokens", instead)
     if pools is None:
         raise UsageError(
-            "pools are needed, since the blocks lie in a file: give "
-            "Pools(Layout.of(config), secondary_path=config.secondary_path)"
+            "pools are required, since the blocks are in a file: pass Pools(Layout.of(config), "
+            "secondary_path=config.secondary_path)"
         )
     return pools.secondary_file
 
@@ -137,13 +137,13 @@ def _refuse_other(config: KVCacheConfig, directory: Path, state: CacheState) -> 
     there, here = state.created, cache_created(config, served_layout(config), published=True)
     assert there is not None
     if not state.tokens_recorded:
-        instead = "begin a new log that does (log.record_tokens)"
+        instead = "start a new log that records them (log.record_tokens)"
         raise Unsupported("a warm restart from a log without tokens", instead)
     if there.content_id != here.content_id:
-        raise LogOfOtherCache(directory, f"its model differs, or {DEPENDS_ON}")
+        raise LogOfOtherCache(directory, f"it has another model, or {DEPENDS_ON}")
     was, given = ([group.num_blocks[SECONDARY] for group in each.groups] for each in (there, here))
     if given != was:
-        what = f"it has {was} secondary blocks per window, these settings give {given}"
+        what = f"it has {was} secondary blocks per window, but these settings give {given}"
         raise LogOfOtherCache(directory, what)
     policy = KVCacheConfig.model_validate_json(there.config).eviction_policy
     for name, has, wanted in (
@@ -151,4 +151,4 @@ def _refuse_other(config: KVCacheConfig, directory: Path, state: CacheState) -> 
         ("eviction_policy", policy, config.eviction_policy),
     ):
         if has != wanted:
-            raise LogOfOtherCache(directory, f"its {name} is {has}, here it is {wanted}")
+            raise LogOfOtherCache(directory, f"its {name} is {has}, but these settings give {wanted}")

@@ -132,7 +132,7 @@ class FeedBatch(msgspec.Struct, frozen=True):
 
 
 class FeedSnapshot(msgspec.Struct, frozen=True):
-    """All that is visible after the batch `seq` (-1: before the first)."""
+    """Everything visible to routers after the batch `seq` (-1: before the first)."""
 
     seq: int
     ts: float
@@ -182,11 +182,11 @@ class RouterFeed(Sink):
     overflow: Overflow = "drop_newest"
     """Setting of the runner: lost batches are contiguous, and after them the fold waits for the whole state."""
     folds = True
-    """Its `write` may be called before it is open."""
+    """True: `write` may be called before the sink is open."""
     needs_tokens = True
     """Routers find blocks by their tokens."""
     feeds_routers = True
-    """True if readers are to be waited for."""
+    """True if `kvcache run` may wait for readers."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class RouterFeed(Sink):
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
         self._resync_due = True
-        """Routers' copies may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
+        """True if routers' copies may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
         self.resync_after_seq: int | None = None

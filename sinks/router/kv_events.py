@@ -52,7 +52,7 @@ def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: s
     """
     read = _read(config)
     if read.publisher not in (None, "zmq", "null"):
-        raise KVEventsConfigError("publisher is one of zmq, null")
+        raise KVEventsConfigError("publisher must be zmq or null")
     if not read.enable_kv_cache_events or read.publisher == "null":
         return None
     host, port = _parts("endpoint", read.endpoint, rank)
@@ -74,7 +74,8 @@ def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
         raise KVEventsConfigError(f"{error}; known fields: {known}") from None
     except (msgspec.DecodeError, UnicodeError):
         raise KVEventsConfigError(
-            "it is no JSON, as in '{\"enable_kv_cache_events\": true}'; the command line reads a file as @FILE"
+            "not JSON, as in '{\"enable_kv_cache_events\": true}'; to read a file on the command line, write "
+            "@FILE"
         ) from None
 
 
@@ -83,11 +84,10 @@ def _parts(field: str, endpoint: str, rank: int) -> tuple[str, str]:
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None:
         transport = endpoint.partition("://")[0]
-        problem = (
-            f"{transport}:// is not served" if transport in ("ipc", "inproc") else "it has no host and port"
-        )
+        known = transport in ("ipc", "inproc")
+        problem = f"{transport}:// is not supported" if known else "host and port are missing"
         raise KVEventsConfigError(f"{field}: {problem}; write tcp://HOST:PORT, as in tcp://*:5557")
     port = int(found[2]) and int(found[2]) + rank
     if port > _MAX_PORT:
-        raise KVEventsConfigError(f"{field}: port {found[2]} and rank {rank} make {port}, which is no port")
+        raise KVEventsConfigError(f"{field}: port {found[2]} plus rank {rank} is {port}, which exceeds 65535")
     return found[1], str(port)

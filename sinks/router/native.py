@@ -151,11 +151,11 @@ class NativeFeed(RouterFeed):
         """Open like any feed. Raises SinkError if the state cannot be folded."""
         if self._context.fold is None:
             raise SinkError(
-                "format=native needs a cache: give the URL to KVCacheManager or `kvcache publish`"
+                "format=native publishes a cache: give the URL to KVCacheManager or `kvcache publish`"
             )
         if not (self.needs_tokens or self._context.key_bytes):
             raise SinkError(
-                "format=native without tokens needs names of blocks: set block_hash, or add tokens=1"
+                "format=native without tokens requires block names: set block_hash, or add tokens=1"
             )
         super().open()
 

@@ -37,7 +37,7 @@ class FeedNumbers:
 
     def __init__(self, path: Path | None, step: int | None = None, first: int = 0) -> None:
         if path is not None and not path.name:
-            raise SinkError("state= must name a file, not / or .")
+            raise SinkError("state= must be the name of a file, not / or .")
         self._file = None if path is None else _file(path)
         self._step = STEP if step is None else step
         self._reserved = 0
@@ -86,9 +86,11 @@ def _file(path: Path) -> StateFile[int]:
         path,
         _encode,
         _decode,
-        if_damaged="so nobody knows which numbers were used: restore it, or remove it and restart the routers that "
-        "follow this feed",
-        elsewhere="each feed needs its own, name another with state=",
+        if_damaged=(
+            "so the used numbers are unknown: restore it, or remove it and restart the routers that "
+            "follow this feed"
+        ),
+        elsewhere="each feed needs its own, choose another with state=",
     )
 
 

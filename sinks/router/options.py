@@ -99,7 +99,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
     if options.is_native:
         for name in _NOT_NATIVE:
             if name in url.options:
-                reason = "is about other formats: format=native publishes batches as they are, leave it out"
+                reason = "does not apply to format=native, which publishes batches unchanged: omit it"
                 raise SinkURLError(str(url), f"{name}= {reason}")
         codec = NativeCodec("json" if options.format == "native-json" else "msgpack", context.key_bytes)
         encode, join = _encode_native(codec), lambda payloads, rank: codec.join(payloads)
@@ -116,7 +116,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
         is_cut=options.is_native,
         rank=options.rank,
         salts=salts,
-        holds=", ".join(name for name, is_held in secrets.items() if is_held) or "names of blocks",
+        holds=", ".join(name for name, is_held in secrets.items() if is_held) or "block names",
     )
 
 
@@ -188,6 +188,8 @@ def _fold(url: SinkURL, engine: str | None, context: SinkContext) -> Feed | Work
     if context.kind == "feed":
         return WorkerFeed(engine)
     if context.kind == "cache" and engine is not None:
-        reason = "engine= chooses one of the engines in a log of `kvcache tap`, but this is of one cache: leave it out"
+        reason = (
+            "engine= selects an engine in a log of `kvcache tap`, but this is the log of a cache: omit it"
+        )
         raise SinkURLError(str(url), reason)
     return Feed()

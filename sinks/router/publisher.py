@@ -60,7 +60,7 @@ class PeerWarnings:
         self._num_suppressed: dict[str, int] = {}
 
     def warn(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
-        """Log a warning, unless one was logged lately; then count it for the next one.
+        """Log a warning, or count it for the next one if one of its kind was logged recently.
 
         - `endpoint`: the socket's own; `peer`: the peer's address, if known.
         """
@@ -120,7 +120,7 @@ class Peers:
                 self._end(connection)
                 left.append(connection)
             if len(self.connected) > self._most:
-                self.cut_off(connection, "there are too many connections")
+                self.cut_off(connection, "too many connections")
         return left
 
     def cut_off(self, connection: int | None, reason: str) -> None:
@@ -226,11 +226,14 @@ class SocketPlace:
     def _why_not(self, error: zmq.ZMQError) -> str:
         host, port = self.host, self.port
         if self.connects:
-            return f"{host}:{port} cannot be connected to ({error.strerror}): give the router's host and port"
+            return f"cannot connect to {host}:{port} ({error.strerror}): give the router's host and port"
         if error.errno == zmq.EADDRINUSE:
-            remedy = "end the process that has it, or name another port (0: any free one)"
+            remedy = "stop the process that uses it, or choose another port (0: any free one)"
             return f"port {port} on {host} is in use: {remedy}"
-        return f"port {port} on {host} cannot be bound ({error.strerror}): the host must be an address of this machine"
+        return (
+            f"cannot bind port {port} on {host} ({error.strerror}): the host must be an address of this "
+            "machine"
+        )
 
 
 def binds_by_default(host: str) -> bool:
@@ -252,13 +255,13 @@ MAX_PREFIX_BYTES = 256
 MAX_PREFIXES = 64
 """Different subscriptions of one connection, which are kept here and by ZeroMQ; a router has one or two."""
 SNAPSHOTS_AT_ONCE = 4
-"""Different large first messages that may be in flight; further subscribers wait until one has been received."""
+"""Maximum number of different large first messages in flight; further subscribers wait until one has been received."""
 TAKING_SECONDS = 10.0
-"""While others wait, a subscriber that has not received its first message in this time is disconnected."""
+"""Time in seconds after which a subscriber that has not received its first message is disconnected, if others wait."""
 LARGE_BYTES = 64 << 10
 REOPEN_SECONDS, REOPEN_TRIES = 1.0, 100
 CALL_AGAIN_SECONDS = 1.0
-"""Pause before reconnecting after a refusal; ZeroMQ itself gives up for good."""
+"""Pause in seconds before reconnecting after a refusal; ZeroMQ itself gives up for good."""
 
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """Flags of a message's last frame and of the others, as plain numbers: combining flags of the enumeration takes longer
@@ -403,7 +406,7 @@ class FeedSocket:
         word, prefix = text[:1], text[1:]
         self._forget_disconnected()
         if len(prefix) > MAX_PREFIX_BYTES:
-            self.peers.cut_off(connection, "it subscribes to what cannot be a topic")
+            self.peers.cut_off(connection, "it subscribes to a prefix that is too long for a topic")
         elif word == SUBSCRIBE_BYTE:
             self._subscribe(prefix, connection)
         elif word == UNSUBSCRIBE_BYTE and connection is None:
@@ -447,13 +450,13 @@ class FeedSocket:
         if self._backlog_since is None:
             self._backlog_since = now
         elif now - self._backlog_since > BACKLOG_SECONDS:
-            self._reopen("peers say more than can be read")
+            self._reopen("peers send more than can be read")
 
     def _reject_non_subscriber(self, connection: int | None) -> None:
         """Handle a message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
-        self.peers.cut_off(connection, "it sends what is no subscription")
+        self.peers.cut_off(connection, "it sends invalid subscriptions")
         if self._socket.poll(0):
-            self._reopen("a peer sent what is no subscription")
+            self._reopen("a peer sent an invalid subscription")
 
     def _call_again(self) -> None:
         """Reconnect after a refusal: the other end's list of keys may have grown."""
@@ -489,7 +492,7 @@ class FeedSocket:
         now = time.monotonic()
         for message in self.in_flight:
             if now - message.sent_at > TAKING_SECONDS:
-                self.peers.cut_off(message.connection, "it takes nothing of what it is told")
+                self.peers.cut_off(message.connection, "it does not read what it subscribed to")
         return False
 
 

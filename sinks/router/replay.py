@@ -72,7 +72,7 @@ class ReplayRing:
 
 
 MIN_TAIL_BYTES = 1 << 20
-"""However small the state, this many bytes may be sent before it is encoded anew."""
+"""Minimum number of bytes sent before the state is encoded again, however small it is."""
 
 Encode = Callable[[Sequence[AnyChange], float, Sequence[GroupCreated]], bytes]
 """Changes, a time and the groups to a payload."""
@@ -320,7 +320,10 @@ class ReplayServer:
     def _warn_of_higher_numbers(self, asked: int, end: int) -> None:
         if not self._warned:
             self._warned = True
-            reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
+            reason = (
+                "a reader has seen higher sequence numbers than were used here; it may ignore batches "
+                "until they are reached"
+            )
             _log.warning("feed_numbers_went_back", asked=min(asked, 2**64), next=end, reason=reason)
 
     def _from_snapshot(self, snapshot: EncodedState, start: int) -> Iterator[Numbered]:
@@ -417,9 +420,9 @@ class ReplayServer:
         if now - answer.moved_at < self._stall_seconds:
             return True
         self.dropped += 1
-        self._peers.cut_off(answer.connection, "it takes nothing of what it asked for")
+        self._peers.cut_off(answer.connection, "it does not read the replay that it requested")
         return False
 
 
 _END: Numbered = (-1, b"")
-"""Stands for the end marker."""
+"""End marker of an answer."""

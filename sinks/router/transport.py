@@ -50,7 +50,8 @@ class ZMQSettings:
     """Place of the feed."""
     replay: SocketPlace | None = None
     topic: str | None = None
-    """None: the engine's or, for a cache of our own, made of the feed's address and the model."""
+    """Topic of the messages; None: the engine's or, for a cache of our own, one made of the feed's address and the
+    model."""
     model: str = "unknown"
     ring_bytes: int = 64 << 20
     chunk_bytes: int = 1 << 20
@@ -117,7 +118,9 @@ class ZMQTransport:
             self._context.destroy(linger=0)
             raise
         if not next_seq and self.settings.place.port:
-            reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
+            reason = (
+                "routers that followed an earlier feed here may ignore batches for a long time: restart them"
+            )
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
         if self.settings.curve is None and not self.settings.is_near:
             holds = self._writer.holds

@@ -31,11 +31,11 @@ _MAX_PORT = (1 << 16) - 1
 def feed_place(url: SinkURL, options: ZMQOptions) -> SocketPlace:
     """Return the feed's place to bind or connect to; raises SinkURLError."""
     if url.port is None:
-        raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
+        raise SinkURLError(str(url), "a port is required, as in zmq+pub://127.0.0.1:5557")
     host = _spelled(url.host or "127.0.0.1")
     connects = not binds_by_default(host) if options.connect is None else options.connect
     if connects and (not url.port or is_wildcard(host)):
-        reason = "to connect, the router's host and port are needed, as in zmq+pub://router:5557"
+        reason = "to connect, the router's host and port are required, as in zmq+pub://router:5557"
         raise SinkURLError(str(url), reason)
     return SocketPlace(host, url.port, connects)
 
@@ -49,12 +49,15 @@ def replay_place(url: SinkURL, options: ZMQOptions, feed: SocketPlace) -> Socket
         raise SinkURLError(str(url), "bad option: replay must be a port or HOST:PORT")
     host = given["v6"] or given["host"]
     if host is None and feed.connects and not feed.is_near:
-        reason = "the feed connects, but its replay is bound here: say at which address, as in replay=*:5558"
+        reason = (
+            "the feed connects, but its replay is bound on this machine: give its address, as in "
+            "replay=*:5558"
+        )
         raise SinkURLError(str(url), reason)
     place = SocketPlace(_spelled(host or feed.host), int(given["port"]))
     if place.address == feed.address and place.port:
         reason = (
-            f"port {place.port} cannot be both its own and the replay's: name another in replay= (0: any)"
+            f"port {place.port} is used for both the feed and the replay: choose another in replay= (0: any)"
         )
         raise SinkURLError(str(url), reason)
     return place
@@ -76,19 +79,22 @@ def curve_of(
     far = next((each for each in (place, replay) if each is not None and not each.is_near), None)
     if not files and far is not None and not options.insecure:
         reason = (
-            f"what it sends are prompts, and {far.address} lies beyond this machine: encrypt it with "
-            f"{' and '.join(f'{name}=' for name in needed)} (`kvcache docs settings`), or say insecure=1 where the "
-            "network itself keeps others out"
+            f"prompts would be sent unencrypted to {far.address}, outside this machine: encrypt them with "
+            f"{' and '.join(f'{name}=' for name in needed)} (`kvcache docs settings`), or set insecure=1 if "
+            "the network is trusted"
         )
         raise SinkURLError(str(url), reason)
     if not files:
         return None
     if options.insecure:
-        raise SinkURLError(str(url), "it is encrypted, so insecure= would change nothing: leave it out")
+        raise SinkURLError(str(url), "it is encrypted, so insecure= has no effect: omit it")
     if sorted(files) != sorted(needed):
         role = "connects" if place.connects else "binds"
         with_replay = " with a replay" if place.connects and replay is not None else ""
-        reason = f"a feed that {role}{with_replay} is encrypted by {', '.join(needed)}; given is {', '.join(files)}"
+        reason = (
+            f"a feed that {role}{with_replay} is encrypted with {', '.join(needed)}, but "
+            f"{', '.join(files)} was given"
+        )
         raise SinkURLError(str(url), reason)
     try:
         return Curve.read(
@@ -135,7 +141,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
 
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
     if url.path not in ("", "/"):
-        raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
+        raise SinkURLError(str(url), "a path is not allowed; use zmq+pub://127.0.0.1:5557")
     place = feed_place(url, options)
     replay = replay_place(url, options, place)
     writer = writer_of(url, options, context)
@@ -156,15 +162,17 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
 def _refuse_misfits(url: SinkURL, options: ZMQOptions, settings: ZMQSettings) -> None:
     """Refuse an option made useless, or lacking a requirement, by the other options: it would have no effect."""
     if options.is_native and "max_batch" in url.options:
-        raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
+        raise SinkURLError(
+            str(url), "max_batch= does not apply to format=native, which never splits batches: omit it"
+        )
     for name in ("ring", "pad"):
         if name in url.options and settings.replay is None:
-            raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
+            raise SinkURLError(str(url), f"{name}= requires replay=, the port for replays")
     if options.topic is None and "@" in settings.model:
-        cut = "routers cut the topic kv@POD@MODEL at each @"
-        raise SinkURLError(str(url), f"{cut}, so the model must have none: add topic=")
+        cut = "routers split the topic kv@POD@MODEL at each @"
+        raise SinkURLError(str(url), f"{cut}, so the model must not contain one: add topic=")
     if options.topic is None and settings.place.connects and settings.replay is None:
-        needs = "a router that hears many feeds tells them apart by their topics: add topic= or replay="
+        needs = "a router that subscribes to many feeds distinguishes them by topic: add topic= or replay="
         raise SinkURLError(
-            str(url), f"{needs}; if readers are to connect to this address of ours, add connect=0"
+            str(url), f"{needs}; if readers should connect to this address instead, add connect=0"
         )

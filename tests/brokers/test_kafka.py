@@ -80,7 +80,7 @@ def test_lost_records_are_noticed(cluster: MockCluster, monkeypatch: pytest.Monk
     stream = KafkaStream(BrokerAddress("kafka", "127.0.0.1", cluster.port, cluster.stream), "w")
     stream.open()
     stream.append(StreamRecord(1, b""))
-    with pytest.raises(BrokerError, match="lost records of worker w"):
+    with pytest.raises(BrokerError, match="lost acknowledged records of worker w"):
         stream.append(StreamRecord(2, b""))
     assert len(delivered) == 2
     stream.close()

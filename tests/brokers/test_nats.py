@@ -104,7 +104,7 @@ class TestRefused:
             worker.settle()
             worker.store(1)
             wait_until(lambda: worker.runner.stats().errors > 0)
-            assert "is more than it takes in one message" in str(worker.runner.stats().last_error)
+            assert "exceeds the maximum message size" in str(worker.runner.stats().last_error)
 
     def test_no_jetstream(self, tmp_path: Path) -> None:
         """A server without JetStream is told from one that is not there."""

@@ -91,7 +91,7 @@ def test_full(tmp_path: Path) -> None:
     ):
         worker.settle()
         worker.store(60_000)
-        wait_until(lambda: "it refuses: OutOfMemoryError" in str(worker.runner.stats().last_error))
+        wait_until(lambda: "refused: OutOfMemoryError" in str(worker.runner.stats().last_error))
         client.config_set("maxmemory", "100mb")
         wait_until(lambda: worker.runner.state == "running")
         if worker.feed.resync_after_seq is not None:

@@ -95,9 +95,7 @@ def test_a_segment_that_is_a_link(
     path.symlink_to(tmp_path / "elsewhere")
     done = kvcache("log", command[0], log, *command[1:])
     assert done.code == 2
-    assert (
-        f"{path.name} is a symbolic link, which is not followed: put the file itself in its place" in done.err
-    )
+    assert f"{path.name} is a symbolic link, which is not followed: replace it by the file itself" in done.err
     path.unlink()
     (tmp_path / "elsewhere").rename(path)
     shutil.rmtree(tmp_path / "new.salvaging", ignore_errors=True)

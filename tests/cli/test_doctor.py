@@ -277,6 +277,6 @@ class TestEngines:
             assert said(path) == (1, f"{tmp_path / 'file'} is not a directory: choose another one")
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "letters").touch()
-        assert "holds other things than a log" in said(tmp_path / "other")[1]
+        assert "holds something other than a log" in said(tmp_path / "other")[1]
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         assert "no permission to write to" in said(tmp_path / "missing")[1]

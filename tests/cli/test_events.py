@@ -143,7 +143,7 @@ class TestConditions:
         assert kvcache("events", log, "--since", last + 1) == (
             2,
             "",
-            f"kvcache: error: batch {last + 1} is beyond the log's end: the last one is {last}\n",
+            f"kvcache: error: batch {last + 1} is after the end of the log, whose last batch is {last}\n",
         )
 
     def test_request(self, kvcache: Kvcache, log: Path) -> None:

@@ -237,7 +237,7 @@ def test_what_cannot_be_read_is_left_out(
     done = kvcache("audit", fleet, "--jobs", jobs, "--json")
     assert done.code == 0
     assert f"kvcache: warning: skipped {fleet / 'closed'}: Permission denied\n" in done.err
-    link = f"{segment.name} is a symbolic link, which is not followed: put the file itself in its place"
+    link = f"{segment.name} is a symbolic link, which is not followed: replace it by the file itself"
     assert f"skipped {fleet / 'odd'}: {link}\n" in done.err
     found = json.loads(done.out)
     assert found.pop("left_out") == [

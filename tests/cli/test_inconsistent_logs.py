@@ -37,7 +37,7 @@ from tests.support.logs.random_logs import random_log
 from tests.support.seeds import seeds
 
 REFUSALS = (
-    "does not follow from those before it",
+    "does not fit the batches before it",
     "is damaged at",
     "bytes of memory",
     "disagree",
@@ -158,15 +158,15 @@ def test_an_unknown_sequence_is_refused(kvcache: Kvcache, tmp_path: Path, log: L
     replayed = kvcache("-q", "replay", written)
     done = kvcache("-q", *readers(written, log.request, out)[command])
     assert (replayed.code, done.code, done.err) == (1, 1, replayed.err)
-    assert "does not follow from those before it" in done.err
+    assert "does not fit the batches before it" in done.err
 
 
 @pytest.mark.parametrize("command", ["audit", "explain", "export", "curve", "publish"])
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        (BlocksMoved, {"to_slots": b""}, "blocks are not moved one by one"),
-        (BlocksStored, {"priority": 1 << 32}, "there is no such priority"),
+        (BlocksMoved, {"to_slots": b""}, "the numbers of source and target blocks differ"),
+        (BlocksStored, {"priority": 1 << 32}, "priority out of range"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused_by_all(
@@ -216,7 +216,7 @@ def test_publish_ends_where_no_epoch_begins(
     written = log.write(tmp_path / "log", [EventBatch(first.seq, first.ts, kept)])
     (tmp_path / "out").mkdir()
     done = kvcache("-q", *publishing(written, tmp_path / "out", file))
-    assert (done.code, "batch 0 does not follow" in done.err) == (1, True), done
+    assert (done.code, "batch 0 does not fit" in done.err) == (1, True), done
 
 
 def test_publish_once_ends_with_an_empty_log(kvcache: Kvcache, tmp_path: Path, log: Log) -> None:
@@ -247,7 +247,7 @@ def test_sinks_that_do_not_fold_are_kept_from_impossible_events(
     )
     (tmp_path / "out").mkdir()
     done = kvcache("-q", *publishing(written, tmp_path / "out", "lines.jsonl"))
-    assert (done.code, "impossible number of tokens" in done.err) == (1, True), done
+    assert (done.code, "impossible number of reused tokens" in done.err) == (1, True), done
 
 
 def test_an_epoch_that_no_segment_begins_is_refused(kvcache: Kvcache, tmp_path: Path, log: Log) -> None:
@@ -261,7 +261,7 @@ def test_an_epoch_that_no_segment_begins_is_refused(kvcache: Kvcache, tmp_path: 
     written = log.write(tmp_path / "log", [*log.batches[:-1], EventBatch(last.seq, last.ts, events)])
     (tmp_path / "out").mkdir()
     done = kvcache("-q", *publishing(written, tmp_path / "out", "lines.jsonl"))
-    assert (done.code, f"batch {last.seq} does not follow" in done.err) == (1, True), done
+    assert (done.code, f"batch {last.seq} does not fit" in done.err) == (1, True), done
 
 
 @pytest.mark.parametrize("command", ["replay", "audit", "verify"])
@@ -282,7 +282,7 @@ def test_an_unknown_worker_is_refused(kvcache: Kvcache, tmp_path: Path, command:
     log = inconsistent.write_frames(tmp_path / "log", batches, [0])
     commands = {"replay": ("replay", log), "audit": ("audit", log), "verify": ("log", "verify", log)}
     done = kvcache("-q", *commands[command])
-    assert (done.code, "batch 1 does not follow" in done.err) == (1, True), done
+    assert (done.code, "batch 1 does not fit" in done.err) == (1, True), done
 
 
 @pytest.mark.parametrize("more", [b"\x00\x00", b"\x05"])
@@ -299,4 +299,4 @@ def test_further_fields_of_an_engine_that_are_none_are_refused(
     written = log.write(tmp_path / "log", log.with_event(FeedStored, more=more))
     out.mkdir()
     done = kvcache("-q", *publishing(written, out, "lines.jsonl"))
-    assert (done.code, "does not follow from those before it" in done.err) == (1, True), done
+    assert (done.code, "does not fit the batches before it" in done.err) == (1, True), done

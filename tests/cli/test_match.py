@@ -267,8 +267,8 @@ def test_settings_of_the_cache_count(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"config": "{"}, "settings of a cache are no JSON object"),
-        ({"config": "[]"}, "settings of a cache are no JSON object"),
+        ({"config": "{"}, "settings of a cache are not a JSON object"),
+        ({"config": "[]"}, "settings of a cache are not a JSON object"),
         ({"groups": ()}, "a cache has no group"),
         ({"key_bytes": 2**40}, f"keys cannot have {2**40} bytes"),
     ],

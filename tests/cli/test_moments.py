@@ -184,7 +184,7 @@ class TestMeaning:
     @pytest.mark.parametrize(
         ("moment", "error", "text"),
         [
-            ("5", BeyondEnd, "batch 5 is beyond the log's end: the last one is 4"),
+            ("5", BeyondEnd, "batch 5 is after the end of the log, whose last batch is 4"),
             (
                 "+9.1",
                 OutsideLog,

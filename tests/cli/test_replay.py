@@ -86,7 +86,7 @@ class TestSummary:
         last = replay(log).last_seq
         done = kvcache("replay", log, "--at", last + 1)
         assert (done.code, done.out) == (2, "")
-        assert f"batch {last + 1} is beyond the log's end: the last one is {last}" in done.err
+        assert f"batch {last + 1} is after the end of the log, whose last batch is {last}" in done.err
 
 
 class TestTrouble:
@@ -191,7 +191,7 @@ class TestTrouble:
                 writer.append(EventBatch(seq, batch.ts, batch.events))
         done = kvcache("replay", tmp_path / "odd")
         assert done.code == 1
-        assert "does not follow from those before it" in done.err
+        assert "does not fit the batches before it" in done.err
         assert "Traceback" not in done.err
 
     def test_gap(self, kvcache: Kvcache, log: Path, tmp_path: Path) -> None:

@@ -268,9 +268,9 @@ def test_signal_ends_it_with_a_summary(start: Start, publisher: Publisher, numbe
     [
         (["http://127.0.0.1:1"], "http://127.0.0.1:1: "),
         (["tcp://127.0.0.1:1", "--replay", "nonsense"], "nonsense: "),
-        (["tcp://127.0.0.1:99999"], "tcp://127.0.0.1:99999: its port is no number from 1 to 65535"),
+        (["tcp://127.0.0.1:99999"], "tcp://127.0.0.1:99999: its port must be from 1 to 65535"),
         (["tcp://host"], "tcp://host: it has no port"),
-        (["tcp://256.1.1.1:80"], "256.1.1.1 is no IP address"),
+        (["tcp://256.1.1.1:80"], "256.1.1.1 is not an IP address"),
         (["tcp://127.0.0.1:1", "--replay", "tcp://127.0.0.1:0"], "tcp://127.0.0.1:0: its port"),
         (["tcp://a..b:1"], "tcp://a..b:1: the host 'a..b' cannot be found: not a host name"),
         (["tcp://127.0.0.1:1", "--count", "0"], "'0' is not an integer that is at least 1"),

@@ -42,15 +42,15 @@ def test_broker_that_is_not_there(kvcache: Kvcache) -> None:
     ("url", "why"),
     [
         ("nats://example.org", "prompts and passwords would leave this machine unencrypted"),
-        ("nats://u:hidden@127.0.0.1/a.b", "the path names the stream"),
+        ("nats://u:hidden@127.0.0.1/a.b", "the path must name the stream"),
         ("nats://u:hidden@127.0.0.1?speed=1", "unknown option 'speed'; known options: password_file, tls"),
         ("nats://u:hidden@127.0.0.1:port", "not a valid address"),
-        ("nats://u:12/hidden@127.0.0.1", "in a password / is written %2F"),
-        ("rediss://u:hidden@127.0.0.1/s?x=1", "a user or password is not part of an endpoint"),
-        ("NATS://u:hid/hidden@127.0.0.1/s", "a user or password is not part of an endpoint"),
-        ("nats://127.0.0.1?cafile=x", "are for tls=true"),
+        ("nats://u:12/hidden@127.0.0.1", "write / in a password as %2F"),
+        ("rediss://u:hidden@127.0.0.1/s?x=1", "an endpoint has no user or password"),
+        ("NATS://u:hid/hidden@127.0.0.1/s", "an endpoint has no user or password"),
+        ("nats://127.0.0.1?cafile=x", "require tls=true"),
         ("nats://127.0.0.1?worker=a.b", "letters, digits, _ and - only"),
-        ("nats://u:hidden@127.0.0.1?password_file=x", "there are two passwords"),
+        ("nats://u:hidden@127.0.0.1?password_file=x", "give the password either in the address or"),
     ],
 )
 def test_bad_address(kvcache: Kvcache, url: str, why: str) -> None:

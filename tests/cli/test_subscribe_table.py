@@ -590,7 +590,7 @@ HERE, THERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
         ([HERE, "--every", "1"], "--every requires --table"),
         ([HERE, "--table", "--lora-name", "a"], "require --prompt"),
         ([HERE, "--prompt", "missing.json"], "missing.json"),
-        ([HERE, THERE, "tcp://127.0.0.1:99999"], "its port is no number"),
+        ([HERE, THERE, "tcp://127.0.0.1:99999"], "its port must be from"),
     ],
 )
 def test_what_is_refused(kvcache: Kvcache, arguments: list[str], reason: str) -> None:

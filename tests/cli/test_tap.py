@@ -133,18 +133,18 @@ def test_others_refuse(kvcache: Kvcache, log: Path, tmp_path: Path, command: str
     }
     done = kvcache(command, str(log), *map(str, more.get(command, [])))
     assert done.code == 2
-    assert "is a log of kind feed" in done.err
+    assert "is a feed log" in done.err
 
 
 def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
     """Two workers cannot share a feed, and nobody counts a cache that is not there."""
     done = kvcache("publish", str(log), "--once", "--sink", "zmq+pub://127.0.0.1:0")
     assert done.code == 2
-    assert "name it with engine=" in done.err
+    assert "choose it with engine=" in done.err
     sink = "zmq+pub://127.0.0.1:0?engine=tcp://nobody"
     done = kvcache("publish", str(log), "--once", "--sink", sink)
     assert done.code == 2
-    assert "knows of no worker tcp://nobody; there are tcp://127.0.0.1:" in done.err
+    assert "does not contain worker tcp://nobody; it has tcp://127.0.0.1:" in done.err
     assert "up to date" not in done.err
     lines = log.parent / "events.jsonl"
     done = kvcache("publish", str(log), "--once", "--sink", f"file:{lines}?tokens=1")
@@ -168,7 +168,7 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
             ["nats://kv:SECRET@127.0.0.1/s"],
             "nats:…@127.0.0.1/s: tap reads engines and files, not brokers; use `kvcache subscribe`",
         ),
-        (["rediss://kv:SECRET@127.0.0.1/s?x=y"], "rediss:…@127.0.0.1/s: a user or password is not part"),
+        (["rediss://kv:SECRET@127.0.0.1/s?x=y"], "rediss:…@127.0.0.1/s: an endpoint has no user or password"),
         (["file:e.jsonl?format=vllm"], "valid options are format=trtllm"),
     ],
 )

@@ -68,7 +68,7 @@ def test_secondary_has_slots_of_its_own(kvcache: Kvcache, log: Path) -> None:
         (("--slot", 120), "no slot 120 in primary: it has 120 slots, counted from 0"),
         (("--slot", 100, "--level", "secondary"), "no slot 100 in secondary"),
         (("--slot", 1, "--group", 1), "no group 1: the cache has 1 group, counted from 0"),
-        (("--slot", 1, "--at", 10**9), "beyond the log's end"),
+        (("--slot", 1, "--at", 10**9), "after the end of the log"),
         (("--slot", -1), "--slot"),
         ((), "--slot"),
     ],

@@ -121,7 +121,7 @@ def test_the_same_reports_as_without_asyncio(publisher: Publisher, replay: bool)
     assert found == expected
     kinds = [type(report) for report in found]
     assert kinds.count(Restarted) == 1
-    assert Missed(9, 9, False, "the message is no batch of KV events") in found
+    assert Missed(9, 9, False, "the message is not a batch of KV events") in found
     lost = [Missed(5, 5, recovered=True), Missed(6, 6, recovered=False)] if replay else [Missed(5, 6, False)]
     assert [report for report in found if isinstance(report, Missed) and report.first < 9] == lost
     assert [report.seq for report in found if isinstance(report, Received)][-3:] == [0, 1, 2]

@@ -233,7 +233,7 @@ def test_lies_after_valid_checksums_are_damage(tmp_path: Path, lie: str) -> None
 def test_a_window_that_is_too_large_is_refused(tmp_path: Path) -> None:
     """Neither the header nor the stream may ask for more memory."""
     log = put(tmp_path / "a", packed(inner(0)), window=MAX_WINDOW_LOG + 1)
-    with pytest.raises(LogDamaged, match="refers back so far"):
+    with pytest.raises(LogDamaged, match="refers back too far"):
         read_log(log)
     assert damage(log)
     rng = random.Random(3)

@@ -75,7 +75,7 @@ class TestWithoutReplay:
         missed = reports[1]
         assert isinstance(missed, Missed)
         assert (missed.first, missed.last, missed.recovered) == (2, 2, False)
-        assert missed.reason == "the message is no batch of KV events"
+        assert missed.reason == "the message is not a batch of KV events"
 
 
 class TestReplay:

@@ -37,7 +37,7 @@ def test_the_host_is_found(endpoint: str) -> None:
     ("endpoint", "reason"),
     [
         ("tcp://host", "it has no port"),
-        ("tcp://host:", "its port is no number from 1 to 65535"),
+        ("tcp://host:", "its port must be from 1 to 65535"),
         ("tcp://127.0.0.1:0", "its port"),
         ("tcp://127.0.0.1:65536", "its port"),
         ("tcp://127.0.0.1:99999", "its port"),
@@ -50,14 +50,14 @@ def test_the_host_is_found(endpoint: str) -> None:
         ("tcp://:5557", "it has no host"),
         ("tcp://*:5557", "it has no host"),
         ("tcp://127.0.0.1:5557;", "it has no port"),
-        ("tcp://256.1.1.1:80", "256.1.1.1 is no IP address"),
-        ("tcp://1.2.3.4.5:80", "1.2.3.4.5 is no IP address"),
-        ("tcp://[::1:5557", "is no IP address"),
-        ("tcp://[host]:5557", "host is no IP address"),
-        ("tcp://a:b:80", "a:b is no IP address"),
-        ("inproc://feed", "inside one program"),
-        ("nats://host:4222", "not reached that way; write tcp://"),
-        ("host:5557", "not reached that way"),
+        ("tcp://256.1.1.1:80", "256.1.1.1 is not an IP address"),
+        ("tcp://1.2.3.4.5:80", "1.2.3.4.5 is not an IP address"),
+        ("tcp://[::1:5557", "is not an IP address"),
+        ("tcp://[host]:5557", "host is not an IP address"),
+        ("tcp://a:b:80", "a:b is not an IP address"),
+        ("inproc://feed", "inproc addresses cannot be reached"),
+        ("nats://host:4222", "only tcp:// and ipc:// are supported; write tcp://"),
+        ("host:5557", "only tcp:// and ipc:// are supported"),
     ],
 )
 def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
@@ -81,6 +81,6 @@ def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
 )
 def test_passwords_are_not_repeated(endpoint: str) -> None:
     """An endpoint with a user is refused without what stands before the host, whatever its scheme."""
-    with pytest.raises(EndpointError, match="a user or password is not part of an endpoint") as reported:
+    with pytest.raises(EndpointError, match="an endpoint has no user or password") as reported:
         host_of(endpoint)
     assert "SEC" not in str(reported.value) + repr(reported.value)

@@ -31,26 +31,26 @@ PATH = Path("/logs/engine")
 EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (EventDecodeError("no batch"), {"reason": "no batch"}, "no batch"),
     (
-        UnsafeFile(PATH, "others may write it", "chmod o-w it"),
-        {"path": PATH, "reason": "others may write it", "advice": "chmod o-w it"},
-        "is not used: others may write it; chmod o-w it",
+        UnsafeFile(PATH, "others can write it", "chmod o-w it"),
+        {"path": PATH, "reason": "others can write it", "advice": "chmod o-w it"},
+        "is not used: others can write it; chmod o-w it",
     ),
-    (NotARegularFile(PATH), {"path": PATH}, "it is no regular file; remove it"),
+    (NotARegularFile(PATH), {"path": PATH}, "it is not a regular file; remove it"),
     (LogExists(PATH), {"path": PATH}, "resume=True"),
-    (LogBusy(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "process 7 makes"),
+    (LogBusy(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "maintained by process 7"),
     (LogLocked(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "by process 7"),
     (
         NotALog(PATH),
         {"path": PATH, "to_write": False},
-        "not a log directory: give the one that was written to",
+        "not a log directory: give a directory that a log was written to",
     ),
-    (NotALog(PATH, to_write=True), {"path": PATH, "to_write": True}, "give an empty directory"),
+    (NotALog(PATH, to_write=True), {"path": PATH, "to_write": True}, "give an empty or new directory"),
     (
         LogUnavailable(PATH, "Read-only file system"),
         {"path": PATH, "reason": "Read-only file system"},
         "may write to",
     ),
-    (LogOfOtherKind(PATH, "feed"), {"path": PATH, "kind": "feed"}, "records what engines told"),
+    (LogOfOtherKind(PATH, "feed"), {"path": PATH, "kind": "feed"}, "records what engines published"),
     (LogOfOtherKind(PATH, "cache"), {"path": PATH, "kind": "cache"}, "the log of a cache"),
     (ZstdMissing(PATH), {"path": PATH}, "pip install 'kvcache[zstd]'"),
     (LogOutdated(PATH), {"path": PATH}, "kvcache log compress"),
@@ -64,7 +64,7 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (
         LogWriteFailed(PATH, "disk full", 28),
         {"path": PATH, "reason": "disk full", "errno": 28},
-        "disk full; make room",
+        "disk full; free some space",
     ),
     (LogWriteFailed(PATH, "the log is closed"), {"path": PATH, "errno": None}, "closed; open a new log"),
 ]

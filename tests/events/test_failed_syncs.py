@@ -379,8 +379,8 @@ def test_what_was_durable_and_is_damaged_meanwhile(tmp_path: Path, refusing: Cal
             with pytest.raises(LogWriteFailed) as caught:
                 log.flush()
             assert str(caught.value) == (
-                f"{path} cannot be written: what was written to it cannot be read back; make room or mend the disk: "
-                "it is tried again by itself"
+                f"{path} cannot be written: its data cannot be read back; free some space or "
+                "repair the disk; it retries automatically"
             )
         assert (log.stats().state, log.durable_seq) == ("suspended", 4)
         assert path.stat().st_ino == before

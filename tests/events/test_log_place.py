@@ -104,7 +104,7 @@ def test_an_idle_log_notices_within_a_second_of_its_clock(
     assert log.stats().last_error
     for seq in range(8, 20):
         log.append(batch(seq))
-        with pytest.raises(LogWriteFailed, match="put back what was there") as raised:
+        with pytest.raises(LogWriteFailed, match="restore what was there") as raised:
             log.flush()
         assert raised.value.errno == errno.ESTALE
     assert log.durable_seq == durable
@@ -125,7 +125,7 @@ def test_what_is_synced_elsewhere_is_not_durable(
     log.flush()
     change(tmp_path / "log", tmp_path / "aside")
     log.append(batch(1))
-    with pytest.raises(LogWriteFailed, match="put back what was there"):
+    with pytest.raises(LogWriteFailed, match="restore what was there"):
         log.flush()
     assert log.durable_seq == 0
     assert log.stats().state == "suspended"
@@ -220,7 +220,7 @@ def test_what_others_append_is_cut_off(tmp_path: Path) -> None:
         log.append(batch(1))
         settle(log)
     assert [line["event"] for line in said] == ["log_suspended", "log_continues"]
-    assert "its size is not what was written to it" in said[0]["reason"]
+    assert "its size has changed" in said[0]["reason"]
     log.close()
     assert log.durable_seq == 1
     assert read_log(tmp_path)[0] == batches(2)
@@ -255,12 +255,12 @@ def test_another_file_while_the_disk_is_full_is_not_written_to(
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
         log.append(batch(1))
-        with pytest.raises(LogWriteFailed, match="make room"):
+        with pytest.raises(LogWriteFailed, match="free some space"):
             log.flush()
         replace_segment(tmp_path / "log", tmp_path / "aside")
         before = content(tmp_path)
-        wait_until(lambda: "what was written to it is not there" in str(log.stats().last_error))
-    with pytest.raises(LogWriteFailed, match="what was written to it is not there"):
+        wait_until(lambda: "its data is missing" in str(log.stats().last_error))
+    with pytest.raises(LogWriteFailed, match="its data is missing"):
         log.flush()
     assert (log.durable_seq, content(tmp_path)) == (0, before)
     (tmp_path / "aside").rename(segments(tmp_path / "log")[0])

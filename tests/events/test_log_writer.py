@@ -696,7 +696,7 @@ class TestFailingDisk:
                         with pytest.raises(LogWriteFailed, match=os.strerror(errno.EIO)):
                             log.flush()
                         if overflow == "block":
-                            with pytest.raises(LogWriteFailed, match="tried again"):
+                            with pytest.raises(LogWriteFailed, match="retries automatically"):
                                 log.check()
                         else:
                             log.check()

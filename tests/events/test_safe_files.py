@@ -66,12 +66,12 @@ def test_what_others_may_have_is_refused(tmp_path: Path, way: Callable[[Path], i
     path = tmp_path / "file"
     path.write_bytes(b"mine")
     path.chmod(0o646)
-    refused(path, way, "others may write it; chmod o-w it, or name another place")
+    refused(path, way, "others can write it; chmod o-w it, or choose another path")
     path.chmod(0o660)
     os.close(way(path))
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "name").hardlink_to(path)
-    refused(path, way, "it has other names .* remove those")
+    refused(path, way, "it has other names .* remove them")
 
 
 @as_root
@@ -82,7 +82,7 @@ def test_what_another_user_has_planted_is_refused(tmp_path: Path, way: Callable[
     refused(path, way, rf"it belongs to another user \(uid {OTHER}\); run this as that user, chown it")
     (tmp_path / "precious").write_bytes(b"mine")
     link = plant(tmp_path / "link", tmp_path / "precious")
-    refused(link, way, "symbolic link.*name the file itself")
+    refused(link, way, "symbolic link.*give the path of the file itself")
 
 
 @pytest.mark.parametrize("way", [to_write, to_lock, create_file])
@@ -90,7 +90,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, way: Callable[[Path], int]) 
     """A pipe is neither waited for nor removed; it says so."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(NotARegularFile, match="no regular file; remove it, or name another place"):
+    with pytest.raises(NotARegularFile, match="not a regular file; remove it, or choose another path"):
         way(path)
     assert stat.S_ISFIFO(path.lstat().st_mode)
 
@@ -132,7 +132,7 @@ class TestOutput:
             os.close(descriptor)
         assert target.read_bytes() == b"12"
         link.parent.chmod(0o777)
-        with pytest.raises(UnsafeFile, match="others may write it") as raised:
+        with pytest.raises(UnsafeFile, match="others can write it") as raised:
             open_output(link)
         assert raised.value.path == link.parent
         link.parent.chmod(0o1777)
@@ -198,7 +198,7 @@ class TestOutput:
         """A group may, as those who collect logs."""
         path = tmp_path / "file"
         path.touch(0o644)
-        with pytest.raises(UnsafeFile, match="others may read it; chmod 600 it"):
+        with pytest.raises(UnsafeFile, match="others can read it; chmod 600 it"):
             open_output(path, OTHERS)
         os.close(open_output(path))
         path.chmod(0o640)
@@ -258,7 +258,7 @@ def test_file_systems_with_owners_and_modes_of_their_own(
     os.close(to_write(path))
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
     monkeypatch.setattr(safe, "_of_new_file", lambda _: (OTHER, 0o600))
-    with pytest.raises(UnsafeFile, match=r"others may read it and others may write it|another user"):
+    with pytest.raises(UnsafeFile, match=r"others can read it and others can write it|another user"):
         open_own(path, os.O_RDWR, OTHERS)
 
 
@@ -279,7 +279,7 @@ class TestLogs:
         log = tmp_path / "log"
         write_log(log, batches(2))
         log.chmod(0o1777)
-        with pytest.raises(UnsafeFile, match=r"log is not used: others may write it; chmod o-w it"):
+        with pytest.raises(UnsafeFile, match=r"log is not used: others can write it; chmod o-w it"):
             LogWriter(log, resume=True)
         assert read_log(log)[0] == batches(2)
         log.chmod(0o1775)

@@ -155,7 +155,7 @@ class TestLive:
             publisher.wait_subscribed()
             publisher.send(0, b"\xc1")
             publisher.send(1, payload(1))
-            missed = Missed(0, 0, False, "the message is no batch of KV events")
+            missed = Missed(0, 0, False, "the message is not a batch of KV events")
             assert brief(collect(subscriber, up_to(1))) == [missed, (1, False)]
 
     def test_publisher_that_comes_back(self) -> None:
@@ -276,7 +276,7 @@ class TestReplay:
             Subscriber(publisher.endpoint, replay=server.endpoint, start=0) as subscriber,
         ):
             reports = collect(subscriber, up_to(2))
-        missed = Missed(1, 1, False, "the message is no batch of KV events")
+        missed = Missed(1, 1, False, "the message is not a batch of KV events")
         assert brief(reports) == [(0, True), missed, (2, True)]
 
     def test_compacted_answer(self, publisher: Publisher) -> None:

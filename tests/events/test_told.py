@@ -1,4 +1,4 @@
-"""Logs of what engines told: nothing is lost from the wire to the log and back, and the fold has what is resident."""
+"""Logs of engines: nothing is lost on the way to the log and back, and the fold has what is resident."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def test_a_feed_is_of_one_worker() -> None:
     """With two workers the feed has to be told whose it is; then it says nothing of the other one."""
     second = WorkerSeen(worker=1, source="b", topic="", rank=3)
     other = msgspec.structs.replace(store(2), worker=1)
-    with pytest.raises(SeveralWorkers, match="there are a, b#3"):
+    with pytest.raises(SeveralWorkers, match="it has a, b#3"):
         WorkerFeed().fold(log_batch(0, *BEGINNING, second))
     feed = WorkerFeed("b#3")
     [said] = changes(feed, log_batch(0, *BEGINNING, second, store(1), other))

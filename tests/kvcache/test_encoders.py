@@ -219,7 +219,7 @@ def test_pins_hold_inputs() -> None:
     assert manager.pins()[pin].blocks == {16: 2, CROSS_WINDOW: 3}
     manager.remove_sequence("a")
     add(manager, "b", [1] * 6)
-    with pytest.raises(OutOfBlocks, match=r"1 needed, 0 blank or evictable in group 1 \(cross attention\)"):
+    with pytest.raises(OutOfBlocks, match=r"1 needed, 0 free or evictable in group 1 \(cross attention\)"):
         manager.add_sequence("c", [1], encoder_tokens=[2])
     manager.unpin(pin)
     manager.add_sequence("c", [1], encoder_tokens=[2])
@@ -280,14 +280,18 @@ def test_decoding_takes_nothing_for_cross_attention() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        ({}, UsageError, "encoder_tokens are missing"),
-        ({"encoder_tokens": []}, InvalidTokens, "the encoder's input is empty"),
+        ({}, UsageError, "encoder_tokens is missing"),
+        ({"encoder_tokens": []}, InvalidTokens, "the encoder input is empty"),
         (
             {"encoder_tokens": range(13)},
             PromptTooLong,
-            "13 tokens are more than the 12 .* in cross attention",
+            "13 tokens exceed the limit of 12 .*in cross attention",
         ),
-        ({"encoder_tokens": [0] * 13}, PromptTooLong, "13 tokens are more than the 12 .* in cross attention"),
+        (
+            {"encoder_tokens": [0] * 13},
+            PromptTooLong,
+            "13 tokens exceed the limit of 12 .*in cross attention",
+        ),
         ({"encoder_tokens": [55555, -1]}, InvalidTokens, "at position 1"),
         ({"encoder_tokens": "55555"}, InvalidTokens, "text or bytes"),
         ({"encoder_tokens": 55555}, InvalidTokens, "tokens"),
@@ -317,12 +321,12 @@ def test_wrong_inputs_are_refused(given: dict[str, Any], error: type[KVCacheErro
 def test_models_without_an_encoder_take_no_input() -> None:
     """Such a cache refuses inputs, and has no blocks for them."""
     manager = KVCacheManager(strategies.config())
-    with pytest.raises(Unsupported, match="an encoder's input in a cache without cross attention"):
+    with pytest.raises(Unsupported, match="an encoder input in a cache without cross attention"):
         manager.add_sequence("a", [1], encoder_tokens=[1])
     manager.add_sequence("a", [1])
-    with pytest.raises(UsageError, match="request 'a' has no encoder's input"):
+    with pytest.raises(UsageError, match="request 'a' has no encoder input"):
         manager.store_encoder_blocks("a")
-    with pytest.raises(UsageError, match="there is no window of 0 tokens"):
+    with pytest.raises(UsageError, match="no window of 0 tokens"):
         manager.block_table("a", CROSS_WINDOW)
     assert (manager.max_encoder_tokens, cache().max_encoder_tokens) == (0, 12)
 

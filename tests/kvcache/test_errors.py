@@ -170,7 +170,7 @@ def test_config_error_is_a_value_error() -> None:
 def test_out_of_blocks_names_only_the_groups_that_are_short() -> None:
     """The text speaks of the groups that lack blocks, not of those that have enough."""
     text = str(OutOfBlocks(2, (5, 1), (3, 4), (256, 4096)))
-    assert "5 needed, 3 blank or evictable in group 0 (window 256);" in text
+    assert "5 needed, 3 free or evictable in group 0 (window 256);" in text
     assert "group 1" not in text
 
 

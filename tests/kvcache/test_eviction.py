@@ -304,7 +304,7 @@ def test_an_order_that_was_not_reported_is_found_out() -> None:
     run(manager, [1, 1, 1, 2])
     manager.check()
     blocks_of(manager).windows[0].order.cleared()
-    with pytest.raises(InvariantViolated, match="it was missed"):
+    with pytest.raises(InvariantViolated, match="missing from the eviction order"):
         manager.check()
 
 

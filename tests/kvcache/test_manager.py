@@ -35,7 +35,7 @@ from tests.support.engines.inside import sequence_of
 
 Call = Callable[[Any], Any]
 MISTAKES: list[tuple[str, type[KVCacheError], Call]] = [
-    ("running already", DuplicateRequest, lambda m: m.add_sequence("a", [1])),
+    ("already running", DuplicateRequest, lambda m: m.add_sequence("a", [1])),
     ("twice in a batch", DuplicateRequest, lambda m: m.add_sequences([Request("c", [1]), Request("c", [2])])),
     ("no tokens", InvalidTokens, lambda m: m.add_sequence("c", [])),
     ("second prompt bad", InvalidTokens, lambda m: m.add_sequences([Request("c", [1]), Request("d", [-1])])),
@@ -112,36 +112,36 @@ def test_a_call_that_raises_leaves_no_trace(error: type[KVCacheError], call: Cal
     assert manager.fingerprint() == untouched.fingerprint()
 
 
-BEFORE, RAISE = "pass only what comes before entry 1 of the call", "or raise primary_blocks"
+BEFORE, RAISE = "pass only the entries before index 1", "or raise primary_blocks"
 LONGER = "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
 REFUSALS: list[tuple[Call, str]] = [
     (
         lambda m: m.add_sequence("c", [1] * 16),
-        f"too few primary blocks: 8 needed, 3 blank or evictable; remove a sequence, {RAISE}",
+        f"too few primary blocks: 8 needed, 3 free or evictable; remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_sequences([Request("c", [1]), Request("d", [1] * 16)]),
-        f"too few primary blocks: 9 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
+        f"too few primary blocks: 9 needed, 3 free or evictable; {BEFORE}, remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_tokens(["a"], [1] * 9, [9]),
-        f"too few primary blocks: 4 needed, 3 blank or evictable; remove a sequence, {RAISE}",
+        f"too few primary blocks: 4 needed, 3 free or evictable; remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_tokens(["a", "b"], [1] * 11, [6, 5]),
-        f"too few primary blocks: 6 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
+        f"too few primary blocks: 6 needed, 3 free or evictable; {BEFORE}, remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_sequence("c", [1] * 17),
-        "17 tokens are more than the 16 that can be held: pass fewer, end the sequence, or raise primary_blocks",
+        "17 tokens exceed the limit of 16: pass fewer, end the sequence, or raise primary_blocks",
     ),
     (
         lambda m: m.add_tokens(["a"], [1] * 12, [12]),
-        "17 tokens are more than the 16 that can be held: pass fewer, end the sequence, or raise primary_blocks",
+        "17 tokens exceed the limit of 16: pass fewer, end the sequence, or raise primary_blocks",
     ),
     (
         lambda m: m.add_tokens(["a", "b"], range(33)),
-        f"33 tokens are more than the 32 that can be held: pass fewer, end the sequence, {LONGER}",
+        f"33 tokens exceed the limit of 32: pass fewer, end the sequence, {LONGER}",
     ),
 ]
 
@@ -299,8 +299,8 @@ def test_failed_managers_refuse_commands(
 def test_duplicates_are_distinguished() -> None:
     """An id that is twice in one call is not said to be running."""
     for requests, says in (
-        ([Request("a", [1])], "is running already"),
-        ([Request("c", [1]), Request("c", [2])], "is in this call twice"),
+        ([Request("a", [1])], "is already running"),
+        ([Request("c", [1]), Request("c", [2])], "duplicate request"),
     ):
         with pytest.raises(DuplicateRequest, match=says):
             cache().add_sequences(requests)

@@ -321,7 +321,7 @@ def test_check_finds_symbols_that_stand_for_nothing() -> None:
     broken = CacheState()
     assert manager.state.created is not None
     broken.apply(manager.state.created)
-    with pytest.raises(InvariantViolated, match="stand for nothing"):
+    with pytest.raises(InvariantViolated, match="have no meaning"):
         broken.apply(StateExported(exported.groups, exported.sequences, (), 2, 1, 0, 0))
 
 

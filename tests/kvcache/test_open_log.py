@@ -403,9 +403,9 @@ def test_what_cannot_be_read(path: Path, tmp_path: Path) -> None:
     """A directory that is no log is refused at once, one that lies where it does."""
     with pytest.raises(NotALog):
         open_log(tmp_path)
-    with pytest.raises(Unreplayable, match="batch 3 does not follow"):
+    with pytest.raises(Unreplayable, match="batch 3 does not fit"):
         list(tables_of([batch for batch in LogReader(path) if batch.seq not in (0, 1, 2)], "requests"))
-    with pytest.raises(Unreplayable, match="its time is beyond 64 bits"):
+    with pytest.raises(Unreplayable, match="its time exceeds 64 bits"):
         list(tables_of([EventBatch(0, 1 << 63, ())], "steps"))
 
 

@@ -41,7 +41,7 @@ def test_pins_are_refused_beyond_their_share() -> None:
     rig.manager.pin("a", 4, 16)
     before = rig.manager.fingerprint()
     with pytest.raises(
-        PinsExceeded, match="5 blocks would be pinned in the window of 32 tokens, where 4 may be"
+        PinsExceeded, match="5 blocks would be pinned in the window of 32 tokens, but at most 4 may be"
     ):
         rig.manager.pin("a", 0, 20)
     assert rig.manager.fingerprint() == before

@@ -142,26 +142,26 @@ def with_one() -> Recorder:
     [
         (lambda r: r.taken("a", [1], [1], group=1), "request 'a' holds it|holds it"),
         (lambda r: r.taken("a", [1], [3], group=1), "holds it in group 3"),
-        (lambda r: r.taken("a", [0], [4], group=1), "has a block at 0 already"),
+        (lambda r: r.taken("a", [0], [4], group=1), "already has a block at index 0"),
         (lambda r: r.taken("b", [0], [4], group=1, reused=True), "has no name there"),
         (lambda r: r.taken("b", [1], [2], group=1, reused=True), "has no name there"),
         (lambda r: r.taken("b", [0], [2], group=1), "in group 1"),
         (lambda r: r.allocated("b", [3]), "in group 3"),
         (lambda r: r.admitted("c", [1], onboarded=[], onto=[2]), "in group 1"),
-        (lambda r: r.left("a", [1], group=1), "has no block at 1"),
-        (lambda r: r.named("b", [2], KEY, [4], group=1), "which it has not got"),
-        (lambda r: r.named("a", [2], KEY, [4], group=1), "a name that it has"),
+        (lambda r: r.left("a", [1], group=1), "has no block at index 1"),
+        (lambda r: r.named("b", [2], KEY, [4], group=1), "which it does not hold"),
+        (lambda r: r.named("a", [2], KEY, [4], group=1), "a name that it already has"),
         (lambda r: r.named("a", [3], key_of([]), [10], group=3), "has 9 tokens"),
-        (lambda r: r.named("a", [3], key_of([]), [0], group=3), "a name for 0"),
-        (lambda r: r.unnamed([3], KEY, group=3), "that it has not got"),
-        (lambda r: r.unnamed([2, 2], [KEY, KEY], group=1), "that it has not got"),
-        (lambda r: r.taken("a", [1], [9], group=1), "there is no block 9"),
-        (lambda r: r.taken("a", [1], [11], group=4), "there is no block 11"),
+        (lambda r: r.named("a", [3], key_of([]), [0], group=3), "no name for position 0"),
+        (lambda r: r.unnamed([3], KEY, group=3), "does not have the name"),
+        (lambda r: r.unnamed([2, 2], [KEY, KEY], group=1), "does not have the name"),
+        (lambda r: r.taken("a", [1], [9], group=1), "unknown block 9"),
+        (lambda r: r.taken("a", [1], [11], group=4), "unknown block 11"),
         (lambda r: r.taken("b", [0], [2], group=4), "a request holds it in group 4"),
         (lambda r: r.taken("b", [0, 1], [3, 3], group=4), "to request 'b' twice"),
-        (lambda r: r.left("a", [1], group=4), "has no block at 1"),
-        (lambda r: r.named("a", [3], KEY, [4], group=4), "which it has not got"),
-        (lambda r: r.unnamed([2], KEY, group=4), "that it has not got"),
+        (lambda r: r.left("a", [1], group=4), "has no block at index 1"),
+        (lambda r: r.named("a", [3], KEY, [4], group=4), "which it does not hold"),
+        (lambda r: r.unnamed([2], KEY, group=4), "does not have the name"),
     ],
 )
 def test_what_cannot_be_true(call: Any, error: str) -> None:
@@ -225,7 +225,7 @@ def test_uncached_groups_have_no_names() -> None:
     made = recorder(groups=[LayerGroup("uncached", 4)])
     made.admitted("a", [1, 2, 3, 4, 5])
     made.taken("a", [0], [2], group=1)
-    with pytest.raises(UsageError, match="nothing of group 1 is found"):
+    with pytest.raises(UsageError, match="blocks of group 1 have no names"):
         made.named("a", [2], KEY, [4], group=1)
 
 
@@ -290,7 +290,7 @@ def test_names_made_here(tmp_path: Path) -> None:
     made.admitted("b", list(range(9)), [1, 2])
     made.taken("b", [1], [2], group=4, reused=True)
     made.unnamed([1], None, "b", group=4)
-    with pytest.raises(Contradiction, match="that it has not got"):
+    with pytest.raises(Contradiction, match="does not have the name"):
         made.unnamed([1], None, group=4)
     made.check()
     made.close()

@@ -374,13 +374,13 @@ class TestSnapshots:
             with pytest.raises(SnapshotError, match="index"):
                 PrefixIndex.load(path)
             path.write_bytes(content[:at])
-            with pytest.raises(SnapshotError, match=r"index is (no saved prefix index|damaged)"):
+            with pytest.raises(SnapshotError, match=r"index is (not a saved prefix index|damaged)"):
                 PrefixIndex.load(path)
         path.write_bytes(HEADER.pack(b"kvprefix", 2, 0, b""))
         with pytest.raises(SnapshotError, match="version 2"):
             PrefixIndex.load(path)
         path.write_bytes(b"something else")
-        with pytest.raises(SnapshotError, match="no saved prefix index"):
+        with pytest.raises(SnapshotError, match="not a saved prefix index"):
             PrefixIndex.load(path)
 
     @pytest.mark.parametrize("seed", seeds(range(6), quick=1))

@@ -229,7 +229,7 @@ def finish(recorder: Recorder) -> list[AnyEvent]:
 Call = Callable[[Recorder], Any]
 OTHER = [*PROMPT_C[:8], 1]
 WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
-    "admitted twice": (lambda r: r.admitted("a", [1]), DuplicateRequest, "running already"),
+    "admitted twice": (lambda r: r.admitted("a", [1]), DuplicateRequest, "already running"),
     "no prompt": (lambda r: r.admitted("d", []), InvalidTokens, "empty"),
     "a prompt that never fits": (lambda r: r.admitted("d", [1] * 33), PromptTooLong, "33 tokens"),
     "a hit on a free block": (
@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "a hit on all tokens": (
         lambda r: r.admitted("d", PROMPT_C[:8], [8, 9]),
         Contradiction,
-        "reuses 2 blocks of 4 tokens, and its prompt has 8",
+        "reuses 2 blocks of 4 tokens, but its prompt has 8",
     ),
     "a hit in secondary": (
         lambda r: r.admitted("d", OTHER, onboarded=[0], onto=[10]),
@@ -280,7 +280,7 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "onboarded to nowhere": (
         lambda r: r.admitted("d", OTHER, [8], onto=[10]),
         UsageError,
-        "0 blocks are onboarded to 1",
+        "0 onboarded blocks need as many free blocks, but 1",
     ),
     "onboarded to a block in use": (
         lambda r: r.admitted("d", OTHER, [8], onto=[3]),
@@ -290,29 +290,29 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "a block that is none": (
         lambda r: r.admitted("d", OTHER, [11]),
         Contradiction,
-        "there is no block 11: .* 3 to 10",
+        "unknown block 11: .* 3 to 10",
     ),
     "many blocks of which one is none": (
         lambda r: r.allocated("a", list(range(2, 40))),
         Contradiction,
-        "there is no block 2",
+        "unknown block 2",
     ),
     "blocks that are no numbers": (lambda r: r.allocated("a", [10.0]), UsageError, "must be an integer"),
     "blocks that are one number": (
         lambda r: r.allocated("a", np.array(10)),
         UsageError,
-        "one row of integers",
+        "one-dimensional list of integers",
     ),
     "blocks that are floats": (
         lambda r: r.allocated("a", np.array([10.0])),
         UsageError,
-        "one row of integers",
+        "one-dimensional list of integers",
     ),
     "blocks that are nothing": (lambda r: r.allocated("a", None), UsageError, "block ids must be a list"),
     "loaded to the last token": (
         lambda r: r.admitted("d", OTHER, [8], external=5),
         Contradiction,
-        "reuses 1 blocks of 4 tokens, 5 tokens are loaded, and its prompt has 9",
+        "reuses 1 blocks of 4 tokens and loads 5 tokens, but its prompt has 9",
     ),
     "less than nothing is loaded": (
         lambda r: r.admitted("d", OTHER, external=-1),
@@ -322,7 +322,7 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "more is missing than there is": (
         lambda r: r.not_loaded("a", 12),
         Contradiction,
-        "has 12 tokens: 12 cannot be missing",
+        "has 12 tokens, so 12 cannot be missing",
     ),
     "a free block is invalidated": (
         lambda r: r.invalidated([8, 10]),
@@ -331,51 +331,55 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     ),
     "invalidated twice": (lambda r: r.invalidated([8, 8]), UsageError, "names a block twice"),
     "counted less than nothing": (lambda r: r.counted(-1, 0), UsageError, "prompt_tokens"),
-    "refused while it runs": (lambda r: r.refused("a", 1), DuplicateRequest, "running already"),
+    "refused while it runs": (lambda r: r.refused("a", 1), DuplicateRequest, "already running"),
     "refused for less than nothing": (lambda r: r.refused("d", -1), UsageError, "negative"),
-    "allocated to nobody": (lambda r: r.allocated("d", [10]), UnknownRequest, "not running"),
+    "allocated to nobody": (lambda r: r.allocated("d", [10]), UnknownRequest, "unknown request"),
     "allocated though cached": (
         lambda r: r.allocated("a", [10, 8]),
         Contradiction,
-        "block 8 is given to request 'a', and is cached: it must be evicted before",
+        "block 8 is given to request 'a', but it is cached and must be evicted first",
     ),
     "allocated though held": (
         lambda r: r.allocated("b", [5]),
         Contradiction,
-        "block 5 is given to request 'b', and request 'a' holds it",
+        "block 5 is given to request 'b', but request 'a' holds it",
     ),
     "allocated though a copy is held": (
         lambda r: r.allocated("a", [6]),
         Contradiction,
-        "block 6 is given to request 'a', and holds what other blocks hold, too",
+        "block 6 is given to request 'a', but other blocks have the same content",
     ),
     "allocated twice": (
         lambda r: r.allocated("a", [10, 10]),
         Contradiction,
         "block 10 is given to request 'a' twice",
     ),
-    "grown by too few": (lambda r: r.grown(["a", "b"], [10]), UsageError, "1 blocks are given to 2 requests"),
+    "grown by too few": (
+        lambda r: r.grown(["a", "b"], [10]),
+        UsageError,
+        "1 blocks were given for 2 requests",
+    ),
     "grown by what is cached": (
         lambda r: r.grown(["a", "b"], [10, 8]),
         Contradiction,
-        "block 8 is given to request 'b', and is cached",
+        "block 8 is given to request 'b', but it is cached",
     ),
     "grown by one for both": (lambda r: r.grown(["a", "b"], [10, 10]), Contradiction, "to two requests"),
     "computed beyond its tokens": (lambda r: r.computed("a", 13), Contradiction, "13 cannot be computed"),
     "computed beyond its slots": (
         lambda r: [r.admitted("d", [1] * 9), r.allocated("d", [10]), r.computed("d", 5)],
         Contradiction,
-        "has 9 tokens and slots for 4: 5 cannot be computed",
+        "has 9 tokens and slots for 4, so 5 cannot be computed",
     ),
     "computed less than stored": (
         lambda r: r.computed("a", 7),
         Contradiction,
-        "2 blocks cached: more than 7",
+        "2 cached blocks, so more than 7",
     ),
     "stored beyond its blocks": (
         lambda r: r.stored("a", 4),
         Contradiction,
-        "which fill 3 blocks: its first 4",
+        "which fill 3 blocks, so its first 4",
     ),
     "stored before it is full": (
         lambda r: r.stored("b", 3),
@@ -385,31 +389,31 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "named here and there": (
         lambda r: r.stored("a", 3, [b"12345678"]),
         UsageError,
-        "names are given, and made here",
+        "names were given, but the recorder makes them",
     ),
     "filled before it is full": (
         lambda r: r.filled(["a", "b"]),
         Contradiction,
         "its first 3 cannot be cached",
     ),
-    "filled twice": (lambda r: r.filled(["a", "a"]), UsageError, "names a request twice"),
+    "filled twice": (lambda r: r.filled(["a", "a"]), UsageError, "duplicate request id"),
     "replaced by a free block": (
         lambda r: r.replaced("a", 2, [10]),
         Contradiction,
-        "block 10 does not hold what block 2",
+        "block 10 does not have the content of block 2",
     ),
     "replaced by other tokens": (
         lambda r: r.replaced("a", 2, [8]),
         Contradiction,
-        "block 8 does not hold what block 2",
+        "block 8 does not have the content of block 2",
     ),
     "replaced though cached": (
         lambda r: r.replaced("a", 1, [6]),
         Contradiction,
-        "begins there, not with block 1",
+        "is the one after them, not block 1",
     ),
-    "appended to nobody": (lambda r: r.appended(["a", "c"], [1, 1]), UnknownRequest, "'c' is not running"),
-    "appended twice": (lambda r: r.appended(["a", "a"], [1, 1]), UsageError, "names a request twice"),
+    "appended to nobody": (lambda r: r.appended(["a", "c"], [1, 1]), UnknownRequest, "unknown request 'c'"),
+    "appended twice": (lambda r: r.appended(["a", "a"], [1, 1]), UsageError, "duplicate request id"),
     "appended more than there are": (
         lambda r: r.appended(["a", "b"], [1]),
         InvalidTokens,
@@ -418,15 +422,15 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "appended beyond its slots": (
         lambda r: r.appended(["b", "a"], [1, 2, 3], [1, 2]),
         Contradiction,
-        "request 'a' has slots for 12 tokens, 13 count as computed",
+        "request 'a' has slots for 12 tokens, but 13 count as computed",
     ),
     "appended beyond its slots, one by one": (
         lambda r: [r.appended(["a"], [1]), r.appended(["a"], [1])],
         Contradiction,
-        "request 'a' has slots for 12 tokens, 13 count as computed",
+        "request 'a' has slots for 12 tokens, but 13 count as computed",
     ),
     "appended beyond all bounds": (lambda r: r.appended(["a"], [1] * 21, [21]), PromptTooLong, "33 tokens"),
-    "ended twice": (lambda r: r.ended("c"), UnknownRequest, "not running"),
+    "ended twice": (lambda r: r.ended("c"), UnknownRequest, "unknown request"),
     "ended for no reason": (
         lambda r: r.ended("a", "lost"),  # type: ignore[arg-type]
         UsageError,
@@ -445,12 +449,12 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "evicted though a copy is held": (
         lambda r: r.evicted([6]),
         Contradiction,
-        "block 6 is evicted, and a running",
+        "block 6 is evicted, but a running",
     ),
     "evicted though its copy is held": (
         lambda r: r.evicted([9, 4]),
         Contradiction,
-        "block 4 is evicted, and a running",
+        "block 4 is evicted, but a running",
     ),
     "evicted though free": (
         lambda r: r.evicted([9, 10]),
@@ -473,18 +477,22 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
         UsageError,
         "level must be",
     ),
-    "evicted for nobody": (lambda r: r.evicted([9], "c"), UnknownRequest, "not running"),
+    "evicted for nobody": (lambda r: r.evicted([9], "c"), UnknownRequest, "unknown request"),
     "moved though held": (lambda r: r.moved([3], [0]), Contradiction, "block 3 cannot go: it is held"),
     "moved before what continues it": (lambda r: r.moved([8, 9], [0, 1]), Contradiction, "block 8 cannot go"),
     "moved to nowhere": (
         lambda r: r.moved([9], [2]),
         Contradiction,
-        "there is no block 2: ids go from 0 to 1",
+        "unknown block 2: ids are from 0 to 1",
     ),
-    "moved to one for two": (lambda r: r.moved([9, 8], [0]), UsageError, "2 blocks are moved to 1"),
+    "moved to one for two": (
+        lambda r: r.moved([9, 8], [0]),
+        UsageError,
+        "2 moved blocks need as many secondary blocks, but 1",
+    ),
     "moved to one twice": (lambda r: r.moved([9, 8], [1, 1]), Contradiction, "secondary block 1 is not free"),
     "moved though a copy is left": (lambda r: r.moved([6], [0]), Unsupported, "moving block 6"),
-    "moved for nobody": (lambda r: r.moved([9], [0], "c"), UnknownRequest, "not running"),
+    "moved for nobody": (lambda r: r.moved([9], [0], "c"), UnknownRequest, "unknown request"),
 }
 """By what is wrong: a call, its error, and what the error says."""
 REPORTED_BEFORE = {"computed beyond its slots": 2, "appended beyond its slots, one by one": 1}
@@ -521,14 +529,14 @@ def test_one_name_for_one_content() -> None:
     for request, block in (("a", 0), ("b", 1), ("c", 2)):
         recorder.admitted(request, [5, 6, 7])
         recorder.allocated(request, [block])
-    with pytest.raises(UsageError, match="1 names of 8 bytes are needed, not 0"):
+    with pytest.raises(UsageError, match="expected 1 names of 8 bytes each, got 0"):
         recorder.stored("a", 1)
     with pytest.raises(Contradiction, match="block 0 of request 'b' has the tokens of block 1"):
         recorder.filled(["a", "b"], [b"12345678", b"abcdefgh"])
     recorder.filled(["a", "b"], [b"12345678"] * 2)
     for store in (recorder.stored, lambda request, _, names: recorder.filled([request], names)):
         with pytest.raises(
-            Contradiction, match="block 0 of request 'c' has the tokens of block 0, and another name"
+            Contradiction, match="block 0 of request 'c' has the tokens of block 0, but another name"
         ):
             store("c", 1, [b"abcdefgh"])
     recorder.stored("c", 1, b"12345678")
@@ -577,7 +585,7 @@ def test_a_copy_is_invalidated() -> None:
     recorder.ended("b")
     recorder.ended("d")
     recorder.check()
-    with pytest.raises(Contradiction, match="block 6 is evicted, and a running request holds a copy of it"):
+    with pytest.raises(Contradiction, match="block 6 is evicted, but a running request holds a copy of it"):
         recorder.evicted([6])
     recorder.ended("a")
     recorder.evicted([6])
@@ -599,7 +607,7 @@ def test_the_log_says_who_decided(tmp_path: Path) -> None:
     finish(begin(tmp_path / "log"))
     [created] = [event for event in events_of(tmp_path / "log") if type(event) is CacheCreated]
     assert created.engine == "toy 1"
-    with pytest.raises(Unsupported, match="going on with a cache in which toy 1 decided"):
+    with pytest.raises(Unsupported, match="resuming a cache that toy 1 managed"):
         KVCacheManager.resume(replay(tmp_path / "log").state)
 
 
@@ -745,7 +753,7 @@ def test_commands_read_it(tmp_path: Path, kvcache: Kvcache, tokens: bool) -> Non
     prompt = tmp_path / "prompt.json"
     prompt.write_text("[1, 1, 1]")
     matched = kvcache("match", log, "--tokens", prompt)
-    assert (matched.code, "an engine has made the names" in matched.err) == (
+    assert (matched.code, "the engine's own block names" in matched.err) == (
         (0, False) if tokens else (2, True)
     )
 
@@ -756,7 +764,7 @@ def test_wrong_arguments_of_the_constructor() -> None:
     sliding = KVCacheConfig(max_sequence_length=64, primary_blocks=8, max_attention_window=(16, 64))
     with pytest.raises(Unsupported, match="sliding windows"):
         Recorder(sliding, engine="toy")
-    with pytest.raises(UsageError, match="who decides"):
+    with pytest.raises(UsageError, match="makes the decisions"):
         Recorder(config, engine="")
     with pytest.raises(UsageError, match="name_bytes must be one of 8, 16, 32"):
         Recorder(config, engine="toy", name_bytes=7)

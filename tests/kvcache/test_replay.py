@@ -51,7 +51,7 @@ def test_log_without_tokens_and_names_is_refused(tmp_path: Path) -> None:
     ):
         config(block_hash="none", log={"record_tokens": False})
     with LogWriter(tmp_path / "log", record_tokens=False) as log:
-        with pytest.raises(Unsupported, match="a log without tokens and without names"):
+        with pytest.raises(Unsupported, match="a log with neither tokens nor block names"):
             KVCacheManager(config(block_hash="none"), log=log)
         assert log.batches_written == 0
     created = cache_created(config(block_hash="none"), Layout.of(config()), published=False)

@@ -305,15 +305,21 @@ def _same_name(numbers: list[int]) -> None:
 
 
 LIES: dict[str, tuple[Callable[[list[int]], None], str]] = {
-    "no credits": (list.clear, "credits are cut short"),
+    "no credits": (list.clear, "credits are incomplete"),
     "credit below 0": (lambda numbers: numbers.__setitem__(0, -1), "impossible credit"),
     "credit that no release has": (lambda numbers: numbers.__setitem__(0, 2**62), "impossible credit"),
-    "turn below 0": (lambda numbers: numbers.__setitem__(2, -1), "such a turn"),
-    "half a block": (lambda numbers: numbers.append(1), "cut short"),
-    "no uses": (lambda numbers: numbers.__setitem__(4, 0), "impossibly many uses"),
-    "too many uses": (lambda numbers: numbers.__setitem__(4, 5), "impossibly many uses"),
-    "one block twice": (_same_name, "counted twice"),
-    "more than can be": (lambda numbers: numbers.extend(n for i in range(40) for n in (i, 1)), "than can be"),
+    "turn below 0": (
+        lambda numbers: numbers.__setitem__(2, -1),
+        "the turn of the last evicted block is impossible",
+    ),
+    "half a block": (lambda numbers: numbers.append(1), "use counts are incomplete"),
+    "no uses": (lambda numbers: numbers.__setitem__(4, 0), "the use count of a block is impossible"),
+    "too many uses": (lambda numbers: numbers.__setitem__(4, 5), "the use count of a block is impossible"),
+    "one block twice": (_same_name, "duplicate use count"),
+    "more than can be": (
+        lambda numbers: numbers.extend(n for i in range(40) for n in (i, 1)),
+        "too many evicted",
+    ),
 }
 
 
@@ -334,7 +340,11 @@ def test_impossible_uses_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "key_bytes", "message"),
-    [("fifo", 32, "unknown order"), (3, 32, "unknown order"), ("levels", 0, "without names")],
+    [
+        ("fifo", 32, "unknown eviction policy"),
+        (3, 32, "unknown eviction policy"),
+        ("levels", 0, "have no names"),
+    ],
 )
 def test_impossible_policies_are_refused(policy: Any, key_bytes: int, message: str) -> None:
     """A recorded cache with an order that nobody knows, or one that cannot be."""

@@ -472,7 +472,7 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         manager.scheduling.find_in_flight(Request("b", [1] * 17))
     simulation = manager.scheduling.simulate()
     simulation.remove("a")
-    with pytest.raises(UsageError, match="removed from this simulation before"):
+    with pytest.raises(UsageError, match="already been removed from this simulation"):
         simulation.remove("a")
     later = manager.scheduling.simulate()
     manager.add_sequence("b", [1, 2])
@@ -482,5 +482,5 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         lambda: later.has_free({16: 1}),
         lambda: later.free_blocks_per_window,
     ):
-        with pytest.raises(UsageError, match="make another one"):
+        with pytest.raises(UsageError, match="create another one"):
             ask()

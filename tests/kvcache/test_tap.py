@@ -351,7 +351,7 @@ def test_a_disk_that_refuses(
 
 
 class TestKinds:
-    """Logs of caches and of what engines told are not taken for each other."""
+    """Logs of caches and of what engines published are not taken for each other."""
 
     def test_readers_and_writers(self, engine: Engine, tmp_path: Path) -> None:
         """Whoever wants the one is told that it is the other."""

@@ -212,12 +212,15 @@ def test_each_rank_has_a_directory(
 
 WRONG_SETTINGS: dict[str, tuple[object, str]] = {
     "no object": (["log"], "must be an object"),
-    "an unknown key": ({"log": "x", "sink": "y"}, "'sink' is no setting"),
-    "nothing to write to": ({}, '"log" or "sinks" is needed'),
+    "an unknown key": ({"log": "x", "sink": "y"}, "'sink' is not a setting"),
+    "nothing to write to": ({}, '"log" or "sinks" is required'),
     "no directory": ({"log": 7}, '"log" must be a directory'),
     "no URLs": ({"sinks": [7]}, '"sinks" must be a list of URLs'),
     "no settings": ({"log": "x", "settings": 7}, '"settings" must be an object'),
-    "what vLLM decides": ({"log": "x", "settings": {"primary_blocks": 7}}, "vLLM decides 'primary_blocks'"),
+    "what vLLM decides": (
+        {"log": "x", "settings": {"primary_blocks": 7}},
+        "'primary_blocks' is determined by vLLM",
+    ),
     "a wrong setting": ({"log": "x", "settings": {"log": {"fsync": "perhaps"}}}, "log.fsync"),
     "an unknown mode": (
         {"log": "x", "mode": "manages"},
@@ -279,12 +282,12 @@ def _renamed(scheduler: Any) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "partial hits": ({}, _partial, "end inside a block"),
-    "no caching": ({}, _uncached, "caches no prefixes"),
+    "no caching": ({}, _uncached, "without prefix caching"),
     "hashes of larger blocks": ({}, _hashes_of_larger_blocks, "blocks of 4 tokens"),
     "no full attention": (
         {"kinds": (SlidingWindowManager,)},
         lambda _: None,
-        "without layers of full attention",
+        "without full-attention layers",
     ),
     "an unknown inside": ({}, _renamed, "AttributeError"),
 }
@@ -422,7 +425,7 @@ def test_unsuited_requests_end_the_recording(
     assert not methods(scheduler)
     scheduler.shutdown()
     (said,) = warnings()[1:]
-    assert "not recorded any further" in said
+    assert "no longer recorded" in said
     end = replay(tmp_path / "log", verify=True).end
     assert end is not None
     assert (end.kind, end.next_seq) == ("clean", (end.last_seq or 0) + 2)
@@ -683,7 +686,7 @@ def test_an_error_is_reported_without_its_text(
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
     assert len(scheduler.serve(Request("a", PROMPT))) == 3
     assert "KeyError at test_vllm_plugin.py" in warnings()[1]
-    assert "is not complete" in warnings()[2]
+    assert "is incomplete" in warnings()[2]
     assert "12345" not in " ".join(warnings())
     with LogWriter(tmp_path / "log", resume=True):
         """It is closed all the same."""

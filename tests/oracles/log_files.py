@@ -83,7 +83,7 @@ class Frame(NamedTuple):
     def refusal(self) -> str | None:
         """Why no writer makes such a one; None: one may."""
         too_large = self.bytes > MAX_PAYLOAD or (self.flags & COMPRESSED and self.events > MAX_EXPANDED)
-        return "the frame is larger than any that is written" if too_large else None
+        return "the frame exceeds the maximum size" if too_large else None
 
 
 def parse_frame(data: bytes | memoryview, seed: int) -> Frame | None:
@@ -129,9 +129,7 @@ class File:
         except OSError as error:
             if not path.is_symlink():
                 raise
-            advice = (
-                f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
-            )
+            advice = f"{path.name} is a symbolic link, which is not followed: replace it by the file itself"
             raise OSError(error.errno, advice, str(path)) from None
         if stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path.suffix != OUTDATED:
             return
@@ -305,7 +303,7 @@ def read_snapshot(path: Path) -> RawSnapshot:
             payloads.append(payload)
             offset, crc = offset + FRAME_HEADER_BYTES + frame.bytes, frame.crc
         if offset != file.size():
-            raise LogDamaged(path, offset, header.first, "something follows the state")
+            raise LogDamaged(path, offset, header.first, "data follows the state")
     try:
         alongside = msgspec.msgpack.decode(payloads[0], type=Alongside)
         batch = msgspec.msgpack.decode(payloads[1], type=EventBatch)

@@ -21,7 +21,7 @@ from events.types import FORMAT_VERSION, CacheCreated, EventBatch
 from tests.oracles import log_files as raw
 from tests.oracles.log_files import RawSnapshot, usable_snapshots
 
-_NOT_EXPANDED = "a compressed frame does not hold what was written"
+_NOT_EXPANDED = "the content of a compressed frame is not intact"
 _SHORT = "the segment header is cut short"
 _TIMES_LOOKED_AT = 16
 """Behind damage, payloads are looked at that together have so many times the bytes of their segment, and no more."""
@@ -199,17 +199,17 @@ class Scan:
     def _why_not(self, file: raw.File, header: raw.Header) -> str | None:
         """Why this cannot be the next segment."""
         if header.epoch > raw.MAX_EPOCH:
-            return "no log has so many epochs"
+            return "its epoch number is out of range"
         if header.window > raw.MAX_WINDOW:
-            return "no log refers back so far"
+            return "it refers back too far"
         if not self._is_named(file, header):
-            return "the file name is not that of this segment"
+            return "the file name does not match the segment"
         if header.number != self._number:
             return f"segment {self._number} is missing"
         if self._log_id not in (None, header.log_id):
             return "the segment belongs to another log"
         if header.epoch < self._epoch or (self._closed and header.epoch == self._epoch):
-            return "the segment's epoch is over"
+            return "the segment belongs to an epoch that has ended"
         if self._crc not in (None, header.before) or header.first < self.seq:
             return "frames are missing before this segment"
         return None
@@ -308,7 +308,7 @@ class Scan:
         if self._closed:
             return "a frame follows the end of its epoch"
         if self._crc not in (None, frame.before):
-            return "the frame does not continue the one before"
+            return "the frame does not continue the previous one"
         if frame.seq != self.seq and not (frame.flags & raw.AFTER_LOSS and frame.seq > self.seq):
             return f"the frame is of batch {frame.seq}"
         return frame.refusal
@@ -352,7 +352,7 @@ class Scan:
         try:
             batch = msgspec.msgpack.decode(payload, type=EventBatch)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return "no event batch"  # SECURITY: what msgspec says may quote it.
+            return "not an event batch"  # SECURITY: what msgspec says may quote it.
         if (batch.seq, len(batch.events)) != (frame.seq, frame.events):
             return "header and payload disagree"
         for event in batch.events:

@@ -277,7 +277,7 @@ def test_a_pipe_is_no_file_of_numbers(path: Path, unfinished: bool) -> None:
 def test_a_link_is_no_file_of_numbers(path: Path) -> None:
     """It would be replaced by the first reservation, and a feed that opens what it points to would begin again."""
     path.symlink_to(path.with_name("elsewhere"))
-    with pytest.raises(UnsafeFile, match="symbolic link; name the file itself"):
+    with pytest.raises(UnsafeFile, match="symbolic link; give the path of the file itself"):
         opened(path)
 
 
@@ -324,7 +324,7 @@ def test_a_forked_child_does_not_keep_the_file_locked(path: Path, run_python: Ru
 def test_a_lock_that_is_no_file_is_refused(path: Path) -> None:
     """A pipe in the place of the lock is named."""
     os.mkfifo(path.with_name("feed.numbers.lock"))
-    with pytest.raises(SinkError, match=r"feed\.numbers\.lock is no regular file: .*state="):
+    with pytest.raises(SinkError, match=r"feed\.numbers\.lock is not a regular file: .*state="):
         opened(path)
 
 

@@ -52,7 +52,7 @@ def test_keeps_whole_batches_with_tokens(tmp_path: Path) -> None:
 def test_what_is_no_name_of_a_file_is_refused(path: str) -> None:
     """A path that no system has is told with the URL, not when it is opened, and so is that of a feed's numbers."""
     for url in (f"file:{path}", f"zmq+pub://127.0.0.1:5557?state={path}"):
-        with pytest.raises(SinkURLError, match="a file's path"):
+        with pytest.raises(SinkURLError, match=r"the path (is not valid Unicode|contains a NUL)"):
             open_sink(url, CONTEXT)
 
 
@@ -102,7 +102,7 @@ def test_a_file_has_one_writer(tmp_path: Path, other: str) -> None:
     first = opened(path)
     (tmp_path / "link").symlink_to(path)
     second = open_sink(f"file:{other.format(path)}?append=1", CONTEXT)
-    with pytest.raises(SinkError, match="another sink writes to it"):
+    with pytest.raises(SinkError, match="another sink writes to this file"):
         second.open()
     first.write(make_batch(0))
     assert isinstance(first, FileSink)
@@ -144,7 +144,7 @@ def test_a_file_that_others_may_read_gets_no_tokens(tmp_path: Path) -> None:
     write(path, make_batch(0))
     path.chmod(0o644)
     opened(path, "?append=1").close()
-    with pytest.raises(UnsafeFile, match="others may read it; chmod 600 it"):
+    with pytest.raises(UnsafeFile, match="others can read it; chmod 600 it"):
         opened(path, "?append=1&tokens=1")
     (tmp_path / "hard").hardlink_to(path)
     with pytest.raises(UnsafeFile, match="hard links"):
@@ -158,7 +158,7 @@ def test_rotated_files_have_one_writer_too(tmp_path: Path) -> None:
     first = opened(path, "?max_bytes=100B&keep=1")
     for seq in range(5):
         first.write(make_batch(seq))
-    with pytest.raises(SinkError, match="another sink writes to it"):
+    with pytest.raises(SinkError, match="another sink writes to this file"):
         opened(path, "?append=1")
     opened(tmp_path / "e.jsonl.1", "?append=1").close()
     first.close()
@@ -249,7 +249,7 @@ def test_a_missing_directory_is_known_at_start(tmp_path: Path) -> None:
     runner = SinkRunner(open_sink(f"file://{path}", CONTEXT), "file")
     with pytest.raises(SinkOpenError) as caught:
         runner.start()
-    assert str(caught.value) == f"sink file could not be opened: no such directory: {path.parent}"
+    assert str(caught.value) == f"sink file could not be opened: directory {path.parent} does not exist"
     runner.close()
 
 

@@ -123,7 +123,7 @@ def test_batches_of_arrays_keep_their_bound(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("format=avro", "format is one of vllm, vllm-array, sglang"),
+        ("format=avro", "format must be one of vllm, vllm-array, sglang"),
         ("style=array", "unknown option"),
     ],
 )

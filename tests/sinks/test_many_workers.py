@@ -245,7 +245,7 @@ def test_binding_beyond_loopback_needs_keys(endpoint: str, keys: Keys) -> None:
 
 def test_binding_encrypted_needs_a_list(keys: Keys) -> None:
     """Without one, nobody would be let in, silently."""
-    with pytest.raises(EndpointError, match="keys of those that may connect"):
+    with pytest.raises(EndpointError, match="the keys of the allowed clients"):
         FanInSubscriber("tcp://127.0.0.1:0", curve=Curve.read(keys.secret("router")))
 
 

@@ -285,24 +285,26 @@ class TestURLs:
     @pytest.mark.parametrize("option", ["salts=plain", "coalesce=1s", "pad=1", "max_batch=1KiB", "engine=e"])
     def test_options_of_other_formats(self, option: str) -> None:
         """They would do nothing, and whoever gave them expects something."""
-        with pytest.raises(SinkURLError, match=rf"{option.partition('=')[0]}= is about other formats"):
+        with pytest.raises(
+            SinkURLError, match=rf"{option.partition('=')[0]}= does not apply to format=native"
+        ):
             open_sink(f"{URL}&{option}", CONTEXT)
 
     @pytest.mark.parametrize("scheme", ["zmq+pub", "nats", "kafka", "redis"])
     def test_unknown_format(self, scheme: str) -> None:
         """Names those that there are."""
-        with pytest.raises(SinkURLError, match="format is one of vllm, vllm-array, sglang, native"):
+        with pytest.raises(SinkURLError, match="format must be one of vllm, vllm-array, sglang, native"):
             open_sink(f"{scheme}://127.0.0.1?format=avro", CONTEXT)
 
     def test_without_a_cache(self) -> None:
         """Nobody can tell its state."""
         runner = SinkRunner(open_sink(URL, SinkContext(32, 4)), "native")
-        with pytest.raises(SinkOpenError, match="format=native needs a cache"):
+        with pytest.raises(SinkOpenError, match="format=native publishes a cache"):
             runner.start()
 
     def test_neither_tokens_nor_names(self) -> None:
         """Blocks could not be told apart."""
-        with pytest.raises(SinkOpenError, match="needs names of blocks"):
+        with pytest.raises(SinkOpenError, match="requires block names"):
             Cache(URL, block_hash="none")
 
 
@@ -389,7 +391,7 @@ def test_what_is_no_batch_is_missed() -> None:
     continuity.live(sent.states[-1])
     reader.take(continuity.take())
     reasons = [report.reason for report in reader.others if isinstance(report, Missed)]
-    assert reasons == ["it is JSON: readers of this software take format=native"]
+    assert reasons == ["it is JSON: readers of this software require format=native"]
     assert reader.replayed.fingerprint == cache.fingerprint
 
 

@@ -314,7 +314,7 @@ def test_what_is_refused_is_sent_later() -> None:
         with KVCacheManager(cache(), sinks=[collector.url]) as manager:
             serve_some(manager, 5)
             wait_until(lambda: manager.sink_stats()[0].errors)
-            assert "nobody takes spans" in str(manager.sink_stats()[0].last_error)
+            assert "spans are not collected" in str(manager.sink_stats()[0].last_error)
             assert collector.spans == []
             collector.refuses = False
             assert len(collector.wait(5)) == 5
@@ -366,9 +366,9 @@ def test_what_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("otel:///v1/traces", "it has no host"),
+        ("otel:///v1/traces", "a host is missing"),
         ("otel://c:4318?interval=3", "known options: tls, request_ids"),
-        ("otel://user:secret@c:4318", "takes no login"),
+        ("otel://user:secret@c:4318", "this sink has no authentication"),
     ],
 )
 def test_urls_that_say_something_else_are_refused(url: str, reason: str) -> None:

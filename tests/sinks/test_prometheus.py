@@ -314,14 +314,14 @@ def test_without_a_manager_it_serves_what_events_say() -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("prometheus://:9090/metrics2", "host and port only"),
-        ("prometheus://:9090?certfile=a", "belong together"),
-        ("prometheus://:9090?client_cafile=a", "certfile and keyfile as well"),
+        ("prometheus://:9090/metrics2", "only host and port"),
+        ("prometheus://:9090?certfile=a", "must be given together"),
+        ("prometheus://:9090?client_cafile=a", "requires certfile and keyfile"),
         (
             "prometheus://:9090?interval=3",
             "known options: certfile, keyfile, client_cafile, label, label_values",
         ),
-        ("prometheus://user:secret@:9090", "leave them out"),
+        ("prometheus://user:secret@:9090", "remove the user and password"),
     ],
 )
 def test_urls_that_say_something_else_are_refused(url: str, reason: str) -> None:

@@ -108,7 +108,7 @@ class TestGoodSink:
         """A second thread on the same sink is refused."""
         runner = SinkRunner(RecordingSink(), "good")
         runner.start()
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="already been started"):
             runner.start()
         runner.close()
 

@@ -319,7 +319,7 @@ class TestSidecar:
         settings = config(None, log={"record_tokens": False})
         with KVCacheManager(settings, log=tmp_path / "log", copier=NoBytes()) as manager:
             work(manager, 1, 20)
-        with pytest.raises(NoTokens, match="holds no token ids"):
+        with pytest.raises(NoTokens, match="contains no token ids"):
             Publisher(tmp_path / "log", [f"file:{tmp_path}/e?format=trtllm"], until="closed").run()
 
 
@@ -351,9 +351,9 @@ def test_rotation_keeps_files_small(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("file:/x?format=avro", "format is one of jsonl, msgpack, trtllm"),
-        ("stdout:?format=avro", "format is one of text, jsonl, trtllm"),
-        ("file:/x?format=trtllm&tokens=0", "dicts hold token ids"),
+        ("file:/x?format=avro", "format must be one of jsonl, msgpack, trtllm"),
+        ("stdout:?format=avro", "format must be one of text, jsonl, trtllm"),
+        ("file:/x?format=trtllm&tokens=0", "dicts always contain token ids"),
     ],
 )
 def test_unknown_formats_are_refused(url: str, reason: str) -> None:
@@ -364,13 +364,13 @@ def test_unknown_formats_are_refused(url: str, reason: str) -> None:
 
 def test_refuses_what_engines_reported() -> None:
     """A log of kind `feed` knows no cache."""
-    with pytest.raises(SinkURLError, match="what engines told"):
+    with pytest.raises(SinkURLError, match="what engines published"):
         open_sink("stdout:?format=trtllm", SinkContext(0, 1, kind="feed"))
 
 
 def test_refuses_blocks_without_names() -> None:
     """Nothing could be said of them."""
-    with pytest.raises(SinkOpenError, match="have no names: set block_hash"):
+    with pytest.raises(SinkOpenError, match="require block names: set block_hash"):
         KVCacheManager(config(None, block_hash="none"), sinks=["stdout:?format=trtllm"])
 
 

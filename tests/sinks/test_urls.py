@@ -42,11 +42,11 @@ class TestParse:
     @pytest.mark.parametrize(
         ("url", "why"),
         [
-            ("file://me:hidden@localhost/tmp/e.jsonl", "takes no login"),
-            ("file://hidden@localhost/tmp/e.jsonl", "takes no login"),
-            ("stdout://me:hidden@", "takes no login"),
-            ("stdout://:hidden@", "takes no login"),
-            ("zmq+pub://me:hidden@127.0.0.1:5557", "takes no login"),
+            ("file://me:hidden@localhost/tmp/e.jsonl", "this sink has no authentication"),
+            ("file://hidden@localhost/tmp/e.jsonl", "this sink has no authentication"),
+            ("stdout://me:hidden@", "this sink has no authentication"),
+            ("stdout://:hidden@", "this sink has no authentication"),
+            ("zmq+pub://me:hidden@127.0.0.1:5557", "this sink has no authentication"),
             ("file:me:hidden@host/e.jsonl", "follow //"),
             ("stdout:me:hidden@", "follow //"),
             ("zmq+pub:me:hidden@127.0.0.1:5557", "follow //"),
@@ -97,7 +97,7 @@ class TestParse:
     @pytest.mark.parametrize("url", ["zmq+pub://127.0.0.1:5557", "nats:", "redis:"])
     def test_state_must_be_a_file(self, url: str, path: str) -> None:
         """A path that names none is refused when the sink is made."""
-        with pytest.raises(SinkError, match="state= must name a file"):
+        with pytest.raises(SinkError, match="state= must be the name of a file"):
             open_sink(f"{url}?state={path}", CONTEXT)
 
     @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ class TestParse:
         """A port that there is not is said to be that, with the URL as far as it can hold no secret."""
         with pytest.raises(SinkURLError) as caught:
             SinkURL.parse(url)
-        assert str(caught.value) == f"sink {named!r}: its port is no number from 0 to 65535"
+        assert str(caught.value) == f"sink {named!r}: its port must be from 0 to 65535"
 
     def test_a_trailing_separator_is_no_option(self) -> None:
         """Options may end with a separator, as programs write them; an empty one between others is refused."""
@@ -200,10 +200,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("url", "says"),
         [
-            ("stdout:?format=xml", r"\$\.format`; format is one of text, jsonl, trtllm; known options"),
+            ("stdout:?format=xml", r"\$\.format`; format must be one of text, jsonl, trtllm; known options"),
             (
                 "zmq+pub://127.0.0.1:5557?salts=foo",
-                r"\$\.salts`; salts is one of digest, plain; known options",
+                r"\$\.salts`; salts must be one of digest, plain; known options",
             ),
         ],
     )
@@ -261,7 +261,7 @@ class TestRegistry:
     def test_a_login_that_a_sink_does_not_take_is_refused(self, plugin: str) -> None:
         """Unless the sink, of another package, says that it takes one."""
         for login in ("me:hidden@", "hidden@", ":hidden@"):
-            with pytest.raises(SinkURLError, match="would be ignored") as caught:
+            with pytest.raises(SinkURLError, match="has no authentication") as caught:
                 open_sink(f"{plugin}://{login}somewhere", CONTEXT)
             assert "hidden" not in str(caught.value)
             made: object = open_sink(f"asking://{login}somewhere", CONTEXT)
@@ -275,5 +275,5 @@ class TestRegistry:
     @pytest.mark.usefixtures("plugin")
     def test_a_broken_entry_point_says_what_provides_it(self) -> None:
         """A plugin whose requirement is missing is reported by name."""
-        with pytest.raises(SinkURLError, match=r"missing_module:make provides it but cannot be imported"):
+        with pytest.raises(SinkURLError, match=r"provided by missing_module:make, which cannot be imported"):
             open_sink("needy:", CONTEXT)

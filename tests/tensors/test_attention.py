@@ -93,9 +93,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="1 slots, 3 keys and 3 values"):
         write(kv, torch.arange(1), tokens, tokens)
     assert not kv.key.any()
-    with pytest.raises(ValueError, match="at most lengths"):
+    with pytest.raises(ValueError, match="must not exceed lengths"):
         attend(tokens, kv, tables, [2], [3])
-    with pytest.raises(ValueError, match="a window at least 1"):
+    with pytest.raises(ValueError, match="window must be at least 1"):
         attend(tokens, kv, tables, [3], [3], window=0)
 
 

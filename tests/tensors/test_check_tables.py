@@ -146,7 +146,7 @@ def test_buffers_and_rows_of_tables_are_known() -> None:
 def test_what_was_not_given_out_is_refused(table: Any) -> None:
     """A copy on a device, or anything else, cannot be checked: the error says what can."""
     manager = cache()
-    with pytest.raises(UsageError, match="not given out by this manager: pass tables as they were"):
+    with pytest.raises(UsageError, match="not returned by this manager: pass tables as they were"):
         manager.tables.check(table)
 
 

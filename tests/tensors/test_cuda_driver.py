@@ -109,7 +109,7 @@ def test_a_driver_that_refuses_batches_at_the_start_copies_one_by_one(libcuda: S
         driver, SimulatedGpu(0), torch.zeros(8192, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
     )
     assert found.memcpy is driver
-    assert found.why == f"copies one by one by cuMemcpyAsync: this driver refuses batches (CUDA error {code})"
+    assert found.why == f"single copies by cuMemcpyAsync: the driver refuses batches (CUDA error {code})"
     assert libcuda["singles"] == 8
 
 

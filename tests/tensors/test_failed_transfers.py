@@ -112,7 +112,7 @@ class Refuses:
         (ValueError("slot 7"), "ValueError"),
         (CopyFailed("no device"), "no device"),
         (ManagerBusy(), "ManagerBusy"),
-        (None, "submit returned no ticket but NoneType"),
+        (None, "submit must return a ticket, not NoneType"),
     ],
 )
 def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception | None, reason: str) -> None:

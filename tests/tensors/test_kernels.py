@@ -110,7 +110,7 @@ def test_a_kernel_is_tried_before_it_is_used() -> None:
     found = with_kernel(Probed(SimulatedGpu(0), "lists"), host, there)
     if INTERPRETED:
         assert found.kernel is not None
-        assert found.why == "lists; a kernel by Triton inside the GPU"
+        assert found.why == "lists; Triton kernel inside the GPU"
     else:
         assert found.kernel is None
-        assert found.why.startswith("lists; no kernel by Triton (")
+        assert found.why.startswith("lists; no Triton kernel (")

@@ -120,11 +120,11 @@ BLOCK_SIZES = "tokens_per_block, num_layers, num_kv_heads, head_dim"
     [
         (
             {"primary_blocks": None, "max_tokens": 2**62},
-            f"max_tokens: given room for {2**60} blocks; accepted: at most 2147483647",
+            f"max_tokens: given space for {2**60} blocks; accepted: at most 2147483647",
         ),
         (
             {"host_cache_size": 2**62, "head_dim": 1},
-            f"host_cache_size: given room for {2**56} blocks; accepted: at most 2147483647",
+            f"host_cache_size: given space for {2**56} blocks; accepted: at most 2147483647",
         ),
         (
             {"head_dim": 2**30, "num_kv_heads": 2**30},

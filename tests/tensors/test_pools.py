@@ -166,7 +166,7 @@ def test_pools_of_another_layout_are_refused() -> None:
     """Slots of the config's numbers would lie outside of these tensors."""
     config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8, secondary_blocks=8)
     other = config.model_copy(update={"primary_blocks": 4})
-    with pytest.raises(UsageError, match="another layout than the config"):
+    with pytest.raises(UsageError, match="do not match the layout of config"):
         KVCacheManager(config, pools=Pools(Layout.of(other), device="cpu"))
 
 
@@ -199,7 +199,7 @@ class TestOneManagerAtATime:
         second = KVCacheManager(config, pools=pools)
         first.close()
         pools.release(first)
-        with pytest.raises(UsageError, match="not closed"):
+        with pytest.raises(UsageError, match="still belong to another manager"):
             KVCacheManager(config, pools=pools)
         second.close()
 
@@ -222,7 +222,7 @@ class TestOneManagerAtATime:
             others.append(KVCacheManager(config, pools=pools))
             return 0
 
-        with pytest.raises(UsageError, match="not closed"):
+        with pytest.raises(UsageError, match="still belong to another manager"):
             KVCacheManager(
                 config, pools=pools, log=tmp_path / "log", substitutes=Substitutes(wall_ns=make_another)
             )
@@ -254,7 +254,7 @@ class TestOneManagerAtATime:
         monkeypatch.setattr(blocks_of(manager).housekeeping, "clear", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             manager.clear()
-        with pytest.raises(UsageError, match="not closed"):
+        with pytest.raises(UsageError, match="still belong to another manager"):
             KVCacheManager(config, pools=pools)
         manager.close()
         assert not copier.waiting

@@ -468,7 +468,7 @@ class TestLog:
         (tmp_path / "thesis.tex").write_text("")
         done = kvcache("run", *SMALL, "--log", tmp_path, *more)
         assert done.code == 2
-        assert "holds other things than a log: give an empty directory" in done.err
+        assert "holds something other than a log: give an empty" in done.err
 
     def test_file_instead_of_a_directory(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """A file cannot be a log; the error says what is needed."""
@@ -498,7 +498,7 @@ class TestLog:
         """If a sink cannot be opened, the log's directory can be used by the next attempt."""
         done = kvcache("run", *SMALL, "--log", tmp_path / "log", "--sink", "file:/nowhere/e.jsonl")
         assert done.code == 2
-        assert "could not be opened: no such directory: /nowhere\n" in done.err
+        assert "could not be opened: directory /nowhere does not exist\n" in done.err
         assert kvcache("run", *SMALL, "--log", tmp_path / "log").code == 0
         assert kvcache("run", *SMALL, "--sink", "gopher:x").code == 2
         assert list(temporary.iterdir()) == []
@@ -532,7 +532,7 @@ def test_log_that_cannot_be_written(kvcache: Kvcache, tmp_path: Path, overflow: 
     assert found["replay_fingerprint"] is None
     assert done.err.splitlines() == [
         f"kvcache: warning: log_suspended: File too large (log={log})",
-        f"kvcache: error: {log} could not be written to its end: File too large; what is there can be read",
+        f"kvcache: error: the end of {log} could not be written: File too large; everything before it can be read",
     ]
     shutil.rmtree(log)
     with small_files():
@@ -569,7 +569,7 @@ class TestSinks:
         (tmp_path / "e.jsonl").write_text("{}\n")
         url = f"file://{tmp_path}/e.jsonl"
         err = kvcache("run", *SMALL, "--sink", url).err
-        says = f"{tmp_path}/e.jsonl is not empty: remove it, choose another, or add ?append=1"
+        says = f"{tmp_path}/e.jsonl is not empty: remove it, choose another path, or add ?append=1"
         assert err.splitlines()[-1] == f"kvcache: error: sink {url} could not be opened: {says}"
 
     def test_unknown_scheme(self, kvcache: Kvcache) -> None:
@@ -665,7 +665,7 @@ class TestKVEventsConfig:
         [
             (["--kv-events-config", '{"format": 1}'], "unknown field `format`; known fields: enable"),
             (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-options insecure=1"),
-            (["--kv-events-config", "events.json"], "reads a file as @FILE"),
+            (["--kv-events-config", "events.json"], "to read a file on the command line, write @FILE"),
             (["--kv-events-config", "@/no/events.json"], "/no/events.json cannot be read: No such file"),
             (["--kv-events-rank", "1"], "require --kv-events-config JSON"),
             (["--kv-events-options", "insecure=1"], "require --kv-events-config JSON"),

@@ -81,4 +81,4 @@ def test_without_pools_nothing_can_lie_in_a_file(kvcache: Kvcache, tmp_path: Pat
     """Bookkeeping alone has no bytes to find again, and says so."""
     done = kvcache(*arguments(tmp_path, "--no-pools"))
     assert done.code == 2
-    assert "pools are needed" in done.err
+    assert "pools are required" in done.err

@@ -192,15 +192,15 @@ def test_what_is_left_of_a_file_that_was_being_made_is_no_obstacle(tmp_path: Pat
 
 def test_what_the_system_refuses_is_said(tmp_path: Path) -> None:
     """A directory, a missing one, a link and a pipe are no place for it."""
-    with pytest.raises(SecondaryFileError, match="is no file of a cache"):
+    with pytest.raises(SecondaryFileError, match="is not a file of a secondary level"):
         pools(tmp_path)
     with pytest.raises(SecondaryFileError, match="No such file"):
         pools(tmp_path / "missing" / "s")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UnsafeFile, match="symbolic link; name the file itself"):
+    with pytest.raises(UnsafeFile, match="symbolic link; give the path of the file itself"):
         pools(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SecondaryFileError, match="is no file of a cache"):
+    with pytest.raises(SecondaryFileError, match="is not a file of a secondary level"):
         pools(tmp_path / "pipe")
 
 
@@ -256,7 +256,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s"
     data = made(path)
     path.chmod(0o666)
-    with pytest.raises(UnsafeFile, match="others may write it; chmod o-w it"):
+    with pytest.raises(UnsafeFile, match="others can write it; chmod o-w it"):
         pools(path)
     path.chmod(0o600)
     (tmp_path / "other name").hardlink_to(path)

@@ -89,7 +89,7 @@ class TestWindowShares:
         line = refusal(primary_bytes=4 * BLOCK - 1, window_shares=(1, 3))
         assert line == (
             f"primary_bytes: given {4 * BLOCK - 1}; accepted: at least {4 * BLOCK} bytes, "
-            f"since one block of window 64 has {BLOCK} (windows are cut to what their blocks hold)"
+            f"since one block of window 64 has {BLOCK} (windows are cut to the capacity of their blocks)"
         )
         assert counts(primary_bytes=4 * BLOCK, window_shares=(1, 3))[0] == (1, 0)
         line = refusal(primary_blocks=16, host_cache_size=5 * BLOCK, num_kv_heads=(1, 3))
@@ -135,7 +135,7 @@ class TestFreeMemory:
             (
                 "free_gpu_memory_fraction: given 0.01, which is 1024 of 102400 free bytes; "
                 "accepted: at least 2048 bytes, since one block of window 256 has 1024 "
-                "(windows are cut to what their blocks hold)"
+                "(windows are cut to the capacity of their blocks)"
             ),
         )
 

@@ -146,11 +146,11 @@ def test_buffers_that_do_not_fit_are_refused(out: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda m: m.tables.slot_mapping(["b"], stops=[13]), "slots for 12 tokens"),
+        (lambda m: m.tables.slot_mapping(["b"], stops=[13]), "slots for only 12 tokens"),
         (lambda m: m.tables.slot_mapping(["b"], stops=[-1]), "stops must not be negative"),
-        (lambda m: m.tables.slot_mapping(["b"], stops=[1, 2]), "stops must have a number for each of 1"),
-        (lambda m: m.tables.slot_mapping(["b"], starts=[]), "starts must have a number for each of 1"),
-        (lambda m: m.tables.slot_mapping(["b"], starts=[5], stops=[4]), "starts must not be beyond stops"),
+        (lambda m: m.tables.slot_mapping(["b"], stops=[1, 2]), "stops must have one number for each of 1"),
+        (lambda m: m.tables.slot_mapping(["b"], starts=[]), "starts must have one number for each of 1"),
+        (lambda m: m.tables.slot_mapping(["b"], starts=[5], stops=[4]), "starts must not exceed stops"),
         (lambda m: m.tables.paged(["b"], stops=["4"]), "stops must be an integer"),
         (lambda m: m.tables.padded(["b"], filler=-1), "filler must not be negative"),
         (lambda m: m.tables.padded("b"), "request_ids must be a list"),
@@ -171,7 +171,7 @@ def test_nothing_can_be_written_after_a_window() -> None:
     manager = cache(max_attention_window=4)
     manager.add_sequence("a", range(11))
     manager.store_context_blocks("a", 11)
-    with pytest.raises(UsageError, match="token 2 is behind the sliding window"):
+    with pytest.raises(UsageError, match="token 2 has left the sliding window"):
         manager.tables.slot_mapping(["a"], starts=[2])
 
 

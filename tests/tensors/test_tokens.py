@@ -131,12 +131,15 @@ class OnGPU(torch.Tensor):
     [
         (
             torch.tensor([SECRET], dtype=torch.bfloat16),
-            "not a tensor of torch.bfloat16 on cpu, which rounds them: keep them as integers, and pass tokens.cpu()",
+            (
+                "not a tensor of torch.bfloat16 on cpu, which may have rounded them: "
+                "keep them as integers and pass tokens.cpu()"
+            ),
         ),
         (torch.tensor([float(SECRET)]), "token ids must be integers, not float32"),
         (
             torch.zeros(3, dtype=torch.int64, device="meta"),
-            "a tensor of torch.int64 on meta has no values: pass the token ids themselves",
+            "a tensor of torch.int64 on meta has no values: pass a tensor with the token ids",
         ),
         (
             torch.tensor([SECRET]).as_subclass(OnGPU),

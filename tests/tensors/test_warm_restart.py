@@ -367,9 +367,9 @@ def test_a_log_without_tokens_is_refused(tmp_path: Path) -> None:
     pools = Pools(Layout.of(silent), "cpu", silent.secondary_path)
     with pytest.raises(Unsupported, match="without tokens"):
         KVCacheManager.open(silent, tmp_path / "log", pools=pools)
-    with pytest.raises(UsageError, match="pools are needed"):
+    with pytest.raises(UsageError, match="pools are required"):
         KVCacheManager.open(config, tmp_path / "log")
-    with pytest.raises(UsageError, match="a log is needed"):
+    with pytest.raises(UsageError, match="a log is required"):
         KVCacheManager.open(config, None, pools=pools)
 
 

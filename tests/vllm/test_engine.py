@@ -67,7 +67,7 @@ def test_an_engine_goes_on_without_its_recorder(stock: Any, tmp_path: Path) -> N
     done = in_vllm(GENERATE, tmp_path / "model", path=both, KVCACHE_LOG=str(log), FAULTY="allocated")
     assert reported(done) == stock
     said = done.stdout + done.stderr
-    assert said.count("The KV cache is not recorded any further: RuntimeError") == 1
+    assert said.count("The KV cache is no longer recorded: RuntimeError") == 1
     assert "12345" not in said
     end = replay(log, verify=True).end
     assert end is not None

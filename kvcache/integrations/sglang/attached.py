@@ -36,7 +36,7 @@ def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], 
     try:
         version = str(importlib.import_module("sglang").__version__)
         if version not in KNOWN:
-            raise Unsupported(f"SGLang {version}", f"known are {', '.join(KNOWN)}")
+            raise Unsupported(f"SGLang {version}", f"supported releases: {', '.join(KNOWN)}")
         parallel: Any = importlib.import_module("sglang.srt.runtime_context").get_parallel()
         if parallel.attn_tp_rank or parallel.attn_cp_rank or parallel.pp_rank:
             return None  # the first rank decides the same
@@ -55,19 +55,19 @@ def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], 
 def _refuse(scheduler: Any) -> None:
     """Raise `Unsupported` for an engine that cannot be recorded."""
     context: Any = importlib.import_module("sglang.srt.runtime_context")
-    cache, other = scheduler.tree_cache, "there is no other way yet"
+    cache, other = scheduler.tree_cache, "there is no workaround yet"
     linker = getattr(cache, "linker", None)
     if scheduler.disable_radix_cache:
-        raise Unsupported("an engine that caches no prefixes", "leave out --disable-radix-cache")
+        raise Unsupported("an engine without prefix caching", "omit --disable-radix-cache")
     if type(cache).__name__ != "UnifiedRadixCache" or linker is not None:
-        raise Unsupported(f"a cache as {type(cache).__name__}, or one linked to another", other)
+        raise Unsupported(f"a cache of type {type(cache).__name__}, or one linked to another", other)
     _refuse_layers(scheduler)
     if cache.tree_core.is_eagle:
-        raise Unsupported("a tree of pairs of tokens, as for EAGLE", "record without it")
+        raise Unsupported("a radix tree of token pairs, as for EAGLE", "disable EAGLE to record")
     if cache.host_memory_mode != "cache":
-        raise Unsupported("host memory as a buffer", "set --hicache-host-memory-mode cache")
+        raise Unsupported("host memory used as a buffer", "set --hicache-host-memory-mode cache")
     if context.get_disagg().disaggregation_mode != "null":
-        raise Unsupported("prefill or decode alone", other)
+        raise Unsupported("prefill/decode disaggregation", other)
     if context.get_serving().enable_streaming_session:
         raise Unsupported("sessions that keep their rows", "leave out --enable-streaming-session")
     if scheduler.enable_hisparse or scheduler.dllm_config is not None or context.get_parallel().dcp_enabled:
@@ -79,7 +79,7 @@ def _refuse_layers(scheduler: Any) -> None:
     cache, allocator, other = (
         scheduler.tree_cache,
         scheduler.token_to_kv_pool_allocator,
-        "there is no other way yet",
+        "there is no workaround yet",
     )
     kinds = set(map(int, cache.components))
     if type(allocator).__name__ not in _ALLOCATORS.get(frozenset(kinds), ()):

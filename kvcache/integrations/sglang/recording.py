@@ -36,7 +36,7 @@ class _SGLangRequest:
     def __init__(self, req: Any, name: str, pages: list[int]) -> None:
         self.req, self.name = req, name
         self.pages, self.stored = pages, len(pages)
-        """Its pages, and the number of cached ones."""
+        """Pages of the request, and the number of cached ones."""
         self.recorded = len(req.output_ids)
         """Number of recorded sampled tokens."""
         self.prompt = len(req.origin_input_ids) + self.recorded
@@ -51,7 +51,7 @@ class SGLangRecording:
         self._cache, self._size = cache, recorder.config.tokens_per_block
         self._rows = cache.req_to_token_pool
         self._cached = bytearray(recorder.state.groups[0].levels[PRIMARY].size + 1)
-        """By page on the device, 1 if it is recorded as cached."""
+        """Flag for each page on the device: 1 if it is recorded as cached."""
         self._below: set[int] = set()
         """Pages in host memory that are recorded as cached."""
         self._running: dict[str, _SGLangRequest] = {}
@@ -71,7 +71,7 @@ class SGLangRecording:
     def extended(self, _: None, req: Any) -> None:
         """`maybe_hand_to_session` has returned, the last call for each request of a batch of prompts."""
         if req.beam_group is not None:
-            raise Unsupported("beam search", "record without it")
+            raise Unsupported("beam search", "disable it to record")
         running = self._running.get(req.rid)
         if running is None:
             self._admit(req)

@@ -15,9 +15,7 @@ from kvcache.errors import Unsupported, UsageError
 try:
     import transformers
 except ImportError as error:
-    raise UsageError(
-        "this cache is for Transformers, which is missing: pip install 'kvcache[transformers]'"
-    ) from error
+    raise UsageError("this cache requires Transformers: pip install 'kvcache[transformers]'") from error
 
 OLDEST = (4, 56)
 """First release with a `Cache` of custom layers."""

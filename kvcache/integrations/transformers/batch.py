@@ -108,18 +108,18 @@ class Batch:
         _refuse_other_inputs(arguments)
         if arguments.get("use_cache") is False:
             raise UsageError(
-                "use_cache is False, in the call or in the model's generation_config, and a forward pass would compute "
-                "all columns once more: pass use_cache=True, or no request"
+                "use_cache is False, in the call or in the model's generation_config, so a forward pass "
+                "would recompute all columns: pass use_cache=True, or no request"
             )
         fed = arguments.get("input_ids")
         if not isinstance(fed, torch.Tensor) or fed.ndim != 2:
             raise Unsupported(
-                "a forward pass without input_ids", "give the token ids, by which K and V are found"
+                "a forward pass without input_ids", "pass the token ids, which K and V are found by"
             )
         if len(fed) != len(self.names):
             raise UsageError(
-                f"the batch has {len(fed)} rows, and the request {len(self.names)}: for num_beams or "
-                "num_return_sequences say so, as in cache.request(..., copies=num_beams)"
+                f"the batch has {len(fed)} rows, but the request {len(self.names)}: for num_beams or "
+                "num_return_sequences pass copies, as in cache.request(..., copies=num_beams)"
             )
         stop = self.past + fed.shape[1]
         columns: list[list[int]] = fed.tolist()
@@ -151,7 +151,7 @@ class Batch:
         """Return the forward pass in progress. Raises `UsageError` if there is none."""
         if self.step is None:
             raise UsageError(
-                "a forward pass began that the cache did not hear of: call the very model that the cache was made for, "
+                "a forward pass bypassed the cache: call the model that the cache was created for, "
                 "not a part of it and not its forward() (as generate(prefill_chunk_size=...) does in Transformers 4)"
             )
         return self.step
@@ -211,7 +211,7 @@ class Batch:
 
     def _refuse_ended(self) -> None:
         if self.closed:
-            raise UsageError("this request has ended: make a new one with cache.request()")
+            raise UsageError("this request has ended: create a new one with cache.request()")
 
     def refuse_other_prompts(self, ids: Any, mask: Any) -> None:
         """Raise `UsageError` if ``generate`` is about to begin with other tokens than the rows have.
@@ -225,8 +225,8 @@ class Batch:
         stop = max(ids.shape[1], mask.shape[1]) if whole else ids.shape[1]
         if stop <= self.past >= self.rows.width:
             raise UsageError(
-                f"this request was used before: it has {self.past} columns, and generate was given {stop}; make one "
-                "for each call with cache.request(), or go on with all that was answered and more"
+                f"this request was used before: it has {self.past} columns, and generate was given {stop}; "
+                "create one per call with cache.request(), or pass all previous output and more tokens"
             )
         if stop < self.rows.width:
             self._refuse_tokens()
@@ -245,8 +245,8 @@ class Batch:
 
     def _refuse_tokens(self) -> NoReturn:
         raise UsageError(
-            "the model was given other tokens than the request: call cache.request() with the very input_ids "
-            "and attention_mask that generate gets"
+            "the tokens passed to the model differ from those of the request: call cache.request() with the "
+            "same input_ids and attention_mask as generate"
         )
 
     def _refuse_other_places(self, arguments: Mapping[str, Any], stop: int) -> None:
@@ -255,8 +255,8 @@ class Batch:
         whole = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == stop
         if (mask is None and padded) or (mask is not None and not (whole and self.rows.agree(mask))):
             raise UsageError(
-                f"the model was given another attention_mask than the request: it must be 2D, of all {stop} columns, "
-                f"{self.past} of which are there already, and hide padding on the left alone"
+                "the attention_mask passed to the model differs from that of the request: it must be 2D, "
+                f"cover all {stop} columns, {self.past} of which are cached, and mask only padding on the left"
             )
         expected = self.rows.positions(self.past, stop)
         real = expected >= 0
@@ -267,16 +267,16 @@ class Batch:
             wrong = not fits or bool((positions.cpu().expand_as(expected)[real] != expected[real]).any())
         if wrong:
             raise UsageError(
-                f"position_ids must count the tokens of each row from 0 on, without padding, here up to column {stop}; "
-                "if generate made them, the request is of other or more tokens: make one for each call. Prompts of "
-                "unequal length cannot be one batch with a model that takes no position_ids"
+                "position_ids must count the tokens of each row from 0, without padding, here up to column "
+                f"{stop}; if generate made them, the request has other or more tokens: create one per call. "
+                "Prompts of unequal length cannot share a batch with a model that takes no position_ids"
             )
 
 
 def _refuse_gradients() -> None:
     if torch.is_grad_enabled():
         raise UsageError(
-            "a cache keeps no gradients: run the model in torch.no_grad() or torch.inference_mode()"
+            "the cache does not support gradients: run the model in torch.no_grad() or torch.inference_mode()"
         )
 
 
@@ -287,5 +287,5 @@ def _refuse_other_inputs(arguments: Mapping[str, Any]) -> None:
     if others:
         raise Unsupported(
             f"a forward pass with {', '.join(others)}",
-            "K and V must depend on token ids alone, by which they are found",
+            "K and V are found by token ids, so they must not depend on anything else",
         )

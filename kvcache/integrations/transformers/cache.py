@@ -40,7 +40,7 @@ class PagedCache:
         shape.refuse_other(manager.config)
         shape.refuse_cut(manager.layout)
         if pools.layout != manager.layout:
-            raise UsageError("pools must be those that the manager was made with")
+            raise UsageError("pools must be those that the manager was created with")
         self._model, self.manager, self._pools = model, manager, pools
         self._windows = shape.windows
         self._copies = Copies(manager)
@@ -90,7 +90,7 @@ class PagedCache:
         """
         self._sweep()
         if options.get("reserve_tokens") is not None:
-            raise UsageError("leave reserve_tokens out: a request has slots for its whole prompt")
+            raise UsageError("omit reserve_tokens: a request has slots for its whole prompt")
         rows = Rows(input_ids, attention_mask)
         number = checked_natural(copies, "copies")
         if not number:
@@ -98,7 +98,7 @@ class PagedCache:
         blocks = min(group.num_blocks[PRIMARY] for group in self.manager.layout.groups)
         if number * len(rows.columns) > blocks:
             raise UsageError(
-                f"each answer needs a block of its own, and the cache has {blocks:,}: give fewer copies"
+                f"each answer needs a block of its own, and the cache has only {blocks:,}: pass fewer copies"
             )
         rows.select([row for row in range(len(rows.columns)) for _ in range(number)])
         # The last token of an answer is sampled, but never computed.
@@ -127,7 +127,8 @@ class PagedCache:
         def __getattr__(self, name: str) -> NoReturn:
             # First attribute that `generate` reads, if it is given this instead of a request.
             raise AttributeError(
-                f"PagedCache has no {name}: generate takes past_key_values=cache.request(input_ids, attention_mask)"
+                f"PagedCache has no {name}: pass past_key_values=cache.request(input_ids, attention_mask) to "
+                "generate"
             )
 
     def __enter__(self) -> Self:

@@ -67,7 +67,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     get_max_cache_shape = get_max_length  # its name in Transformers 4
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Unsupported(what, "make a new request, or use the cache that Transformers makes")
+        raise Unsupported(what, "create a new request, or use the default cache of Transformers")
 
     def crop(self, tokens: int) -> None:
         """Raise `Unsupported`: nothing is taken back."""
@@ -122,7 +122,7 @@ class PagedRequest(Cache):
     def __copy__(self) -> NoReturn:
         """Raise `Unsupported`."""
         raise Unsupported(
-            "copying a request", "make another one of the same tokens: it reuses what is computed"
+            "copying a request", "create another request with the same tokens: it reuses what is computed"
         )
 
     def __deepcopy__(self, _: Any) -> NoReturn:
@@ -227,7 +227,7 @@ def _begin(batch: Batch) -> Any:
             return
         if model.training:
             raise UsageError(
-                "the model is in training mode, where K and V may depend on chance: call model.eval()"
+                "the model is in training mode, in which K and V may be random: call model.eval()"
             )
         batch.begin(arguments)
 

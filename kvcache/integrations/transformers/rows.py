@@ -25,10 +25,10 @@ class Rows:
         self.pads: list[int] = (self.width - (mask != 0).sum(1)).tolist()
         if not self.agree(mask):
             raise UsageError(
-                "attention_mask must hide columns on the left alone: tokenize with padding_side='left'"
+                "attention_mask may mask columns on the left only: tokenize with padding_side='left'"
             )
         if max(self.pads) == self.width:
-            raise UsageError("a prompt has no token: attention_mask hides all of a row")
+            raise UsageError("a prompt is empty: attention_mask masks its whole row")
 
     def prompts(self) -> list[list[int]]:
         """Tokens of each row."""
@@ -65,5 +65,5 @@ def _matrix(values: Any, what: str) -> torch.Tensor:
         or values.is_floating_point()
         or not values.numel()
     ):
-        raise UsageError(f"{what} must be a tensor of integers, [rows, columns], as a tokenizer returns it")
+        raise UsageError(f"{what} must be a tensor of integers [rows, columns], as returned by a tokenizer")
     return values.cpu()

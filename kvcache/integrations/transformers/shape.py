@@ -12,7 +12,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.errors import ConfigError, Unsupported, UsageError
 from kvcache.layout import Layout
 
-INSTEAD = "use the cache that Transformers makes for this model"
+INSTEAD = "use the default cache of Transformers for this model"
 SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype", "max_attention_window")
 """Settings that the model decides."""
 DTYPES = ("float16", "bfloat16", "float32")
@@ -38,7 +38,7 @@ class ModelShape(NamedTuple):
         alike.
         """
         if not isinstance(model, PreTrainedModel):
-            raise UsageError(f"model must be a model of Transformers, not {type(model).__name__}")
+            raise UsageError(f"model must be a Transformers model, not {type(model).__name__}")
         if model.config.is_encoder_decoder:
             raise Unsupported("a model with an encoder", INSTEAD)
         config: Any = model.config.get_text_config(decoder=True)
@@ -49,7 +49,7 @@ class ModelShape(NamedTuple):
             raise Unsupported(f"a model in {dtype}", f"load it in one of {', '.join(DTYPES)}")
         heads = _of_all_layers(config, "num_attention_heads")
         if not heads or not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
-            raise Unsupported("a model that keeps something else than K and V of its tokens", INSTEAD)
+            raise Unsupported("a model that caches something other than K and V per token", INSTEAD)
         head_dim = _of_all_layers(config, "head_dim") or config.hidden_size // heads
         longest, steady = getattr(config, "max_position_embeddings", None), _steady_length(config)
         return cls(
@@ -65,7 +65,7 @@ class ModelShape(NamedTuple):
     def settings(self, given: dict[str, Any]) -> KVCacheConfig:
         """Build the settings of a cache for it from those of a caller. Raises `ConfigError`."""
         if twice := [name for name in SHAPE if name in given]:
-            raise ConfigError([f"{name}: the model decides it; leave it out" for name in twice])
+            raise ConfigError([f"{name}: determined by the model; omit it" for name in twice])
         longest = given.get("max_sequence_length", self.longest)
         shape = {
             "num_layers": len(self.windows),
@@ -86,10 +86,12 @@ class ModelShape(NamedTuple):
         has = (config.num_layers, config.head_dim, config.kv_factor, config.dtype)
         if has != (len(own), self.head_dim, 2, self.dtype) or heads not in (self.num_kv_heads, tuple(own)):
             needed = f"num_layers {len(own)}, num_kv_heads {self.num_kv_heads}, head_dim {self.head_dim}"
-            raise ConfigError([f"the model needs {needed}, kv_factor 2, dtype {self.dtype}; accepted: these"])
+            raise ConfigError(
+                [(f"the model needs {needed}, kv_factor 2, dtype {self.dtype}; accepted: only these")]
+            )
         given = config.max_sequence_length
         if self.steady is not None and given > self.steady:
-            reason = "since beyond the model's rotary embedding depends on how long the longest row is"
+            reason = "since its rotary embedding depends on the length of the longest row beyond that"
             raise ConfigError(
                 [f"max_sequence_length: given {given}; accepted: at most {self.steady}, {reason}"]
             )
@@ -101,7 +103,7 @@ class ModelShape(NamedTuple):
             widest = None if None in wide else max(window or 0 for window in wide)
             if group.kind == "sliding" and (widest is None or group.window < widest):
                 seen = "all" if widest is None else widest
-                problem = f"primary_bytes: room for {group.window} tokens of layers that attend to {seen}"
+                problem = f"primary_bytes: space for {group.window} tokens in layers that attend to {seen}"
                 raise ConfigError([f"{problem}; accepted: more, or a smaller max_sequence_length"])
 
 
@@ -141,9 +143,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
             raise Unsupported(f"a model whose layers keep a {type(layer).__name__}", INSTEAD)
     windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
     if any(window is not None and window < 1 for window in windows):
-        raise Unsupported(
-            "a sliding window of no token", "give the model's config a sliding_window of 1 or more"
-        )
+        raise Unsupported("an empty sliding window", "set sliding_window in the model's config to 1 or more")
     return windows
 
 
@@ -171,5 +171,5 @@ def _steady_length(config: Any) -> int | None:
 def _device(model: PreTrainedModel) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
-        raise Unsupported("a model on several devices", "load it on one")
+        raise Unsupported("a model on several devices", "load it on one device")
     return devices.pop()

@@ -95,19 +95,19 @@ class Step:
 
     def _refuse_other_shape(self, layer: int, kv: PagedKV, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self._layers:
-            raise UsageError(f"layer {layer} gave K and V twice in one forward pass")
+            raise UsageError(f"layer {layer} passed K and V twice in one forward pass")
         heads, dim = kv.tokens(kv.key).shape[2:]
         expected = (len(self._names), heads, self.span.stop - self.span.start, dim)
         if tuple(key.shape) != expected or value.shape != key.shape:
             raise Unsupported(
-                f"a layer whose K and V are {list(key.shape)} and {list(value.shape)}, not {list(expected)}",
-                "use the cache that Transformers makes for this model",
+                f"a layer with K and V of shape {list(key.shape)} and {list(value.shape)}, not {list(expected)}",
+                "use the default cache of Transformers for this model",
             )
 
     def refuse_incomplete(self, num_layers: int) -> None:
         """Raise `UsageError` if a layer has written nothing."""
         if len(self._layers) != num_layers:
             raise UsageError(
-                f"only {len(self._layers)} of {num_layers} layers gave K and V: nothing of this forward pass is kept; "
-                "run all layers"
+                f"only {len(self._layers)} of {num_layers} layers passed K and V, so this forward pass is not "
+                "cached: run all layers"
             )

@@ -47,7 +47,7 @@ def known_version() -> str:
     version = str(importlib.import_module("vllm").__version__)
     numbers = re.match(r"\d+\.\d+", version)
     if numbers is None or numbers[0] not in KNOWN:
-        raise Unsupported(f"vLLM {version}", f"known are {', '.join(KNOWN)}")
+        raise Unsupported(f"vLLM {version}", f"supported releases: {', '.join(KNOWN)}")
     return version
 
 
@@ -65,15 +65,15 @@ def _recorded_group(manager: Any) -> int:
     kinds = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     full = [at for at, each in enumerate(managers) if type(each) is kinds.FullAttentionManager]
     if not full:
-        raise Unsupported("a model without layers of full attention", "there is no other way yet")
+        raise Unsupported("a model without full-attention layers", "there is no workaround yet")
     if getattr(manager.coordinator, "enable_partial_hash_hits", False):
         raise Unsupported("hits that end inside a block", "set --prefix-match-unit to the block size")
     if not manager.enable_caching:
-        raise Unsupported("an engine that caches no prefixes", "leave out --no-enable-prefix-caching")
+        raise Unsupported("an engine without prefix caching", "omit --no-enable-prefix-caching")
     size, unit = managers[full[0]].block_size, manager.block_pool.hash_block_size
     if size % unit:
         raise Unsupported(
-            f"blocks of {size} tokens, of which vLLM hashes {unit}", "there is no other way yet"
+            f"blocks of {size} tokens with hashes of {unit} tokens", "there is no workaround yet"
         )
     return int(full[0])
 
@@ -83,7 +83,9 @@ def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> N
     config, names = config_of(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
     others = layer_groups(scheduler, group)
     if others and names is None:
-        raise Unsupported("layers of several kinds with such hashes", "set --prefix-caching-hash-algo sha256")
+        raise Unsupported(
+            "layers of several kinds with this hash algorithm", "set --prefix-caching-hash-algo sha256"
+        )
     log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
     with ExitStack() as failed:
         if log is not None:

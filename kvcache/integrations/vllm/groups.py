@@ -21,7 +21,7 @@ def layer_groups(scheduler: Any, full: int) -> list[LayerGroup]:
     """Return the groups other than number `full`, in vLLM's order. Raises `Unsupported`."""
     manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
     if len(groups) > 1 and getattr(scheduler, "connector", None) is not None:
-        raise Unsupported("a KV connector for layers of several kinds", "go without the connector")
+        raise Unsupported("a KV connector for layers of several kinds", "disable the connector")
     return [
         _layer_group(each, manager.block_pool, len(groups[at].layer_names))
         for at, each in enumerate(manager.coordinator.single_type_managers)
@@ -44,7 +44,7 @@ def _layer_group(each: Any, pool: Any, layers: int) -> LayerGroup:
     elif isinstance(each, kinds.FullAttentionManager):
         kind = "full"
     if kind is None or each.block_pool is not pool:
-        raise Unsupported(f"layers as those of {type(each).__name__}", "there is no other way yet")
+        raise Unsupported(f"layers such as those of {type(each).__name__}", "there is no workaround yet")
     return LayerGroup(kind, each.block_size, window, layers)
 
 

@@ -43,7 +43,7 @@ class _RecordedRequest:
     def __init__(self, request: Any, prompt: int, table: list[int], computed: int, external: int) -> None:
         self.request, self.id = request, request.request_id
         self.name = request_name(request.request_id)
-        """Its id in the log."""
+        """Id of the request in the log."""
         self.prompt = prompt
         """Tokens at its admission."""
         self.table, self.computed = table, computed
@@ -69,7 +69,7 @@ class Recording:
         self._size: int = blocks.block_size
         self._hashes_per_block: int = self._size // self._pool.hash_block_size if named else 0
         self._cached = bytearray(self._pool.num_gpu_blocks)
-        """By block id, 1 if it is recorded as cached."""
+        """Flag for each block id: 1 if it is recorded as cached."""
         self._evicted: list[int] = []
         """Blocks evicted by the allocation in progress."""
         self._evictions: list[tuple[list[int], str]] = []
@@ -299,7 +299,7 @@ class Recording:
         if group is None:
             return
         if self._naming is None or num_tokens is None:
-            raise Unsupported("names that are given to nobody's blocks", "there is no other way yet")
+            raise Unsupported("naming blocks that no request holds", "there is no workaround yet")
         name = group.number, block.block_id, bytes(key[:-HASH_END])
         if name not in self._given:  # vLLM may give it again
             self._given.add(name)

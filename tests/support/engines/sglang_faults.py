@@ -101,7 +101,7 @@ def main(seed: int, model: str) -> None:
                 attached.close()
             assert place or to_the_end, messages.texts
             assert found == stock, f"{place} changes what SGLang decides"
-            warned = [text for text in messages.texts if "not recorded any further" in text]
+            warned = [text for text in messages.texts if "no longer recorded" in text]
             assert SECRET not in " ".join(messages.texts)
             end = replay(log, verify=True).end
             assert end is not None

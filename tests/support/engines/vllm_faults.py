@@ -75,7 +75,7 @@ def main(first: int, last: int) -> None:
             with broken(place, 1 if place[1] in RARE else rng.randrange(1, 40)):
                 found, to_the_end = decisions(seed, recorded=True, hybrid=hybrid)
             assert found == stock, f"seed {seed}: {place} changes what vLLM decides"
-            warned = [text for text in messages.texts if "not recorded any further" in text]
+            warned = [text for text in messages.texts if "no longer recorded" in text]
             assert len(warned) == (not to_the_end), (seed, place, messages.texts)
             assert SECRET not in " ".join(messages.texts)
             seen[place[1]] += not to_the_end
