@@ -199,9 +199,7 @@ class Recorder(EventSourcedCache):
         self._mirror.refuse_other_path(request, blocks, slots, lower, below, loaded)
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
-            raise UsageError(
-                f"{len(below)} onboarded blocks need as many free blocks, but {len(free)} were given"
-            )
+            raise UsageError(f"{len(below)} onboarded blocks need as many free blocks, not {len(free)}")
         pages = self._housekeeping.missing_pages([request.rich] if request.rich is not None else [])
         self._warn_of_no_flush()
         handle = Handle(self.state.next_handle)

@@ -280,7 +280,7 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
     "onboarded to nowhere": (
         lambda r: r.admitted("d", OTHER, [8], onto=[10]),
         UsageError,
-        "0 onboarded blocks need as many free blocks, but 1",
+        "0 onboarded blocks need as many free blocks, not 1",
     ),
     "onboarded to a block in use": (
         lambda r: r.admitted("d", OTHER, [8], onto=[3]),
