@@ -266,9 +266,8 @@ def refuse_impossible(event: AnyEvent) -> None:
     if kind is SequenceAdded:
         _refuse_reuse(event)  # type: ignore[arg-type]
     elif kind is BlocksMoved:
-        invariant(
-            len(event.from_slots) == len(event.to_slots), "the numbers of source and target blocks differ"
-        )  # type: ignore[union-attr]
+        source, target = event.from_slots, event.to_slots  # type: ignore[union-attr]
+        invariant(len(source) == len(target), "the numbers of source and target blocks differ")
     elif kind in _COUNTED and event.counts:  # type: ignore[union-attr]
         counts, handles = len(event.counts) // COUNT_BYTES, len(event.handles) // HANDLE_BYTES  # type: ignore[union-attr]
         invariant(counts == handles, "the number of counts differs from the number of sequences")

@@ -44,7 +44,7 @@ class EngineRecording(Protocol):
 
     @property
     def recorder(self) -> EventSourcedCache:
-        """What writes the log."""
+        """Writer of the log."""
 
     def stepped(self, *_: Any) -> None:
         """Record the rest of a step, at its end."""

@@ -22,7 +22,7 @@ from typing import Any
 VARIABLE = "KVCACHE_LOG"
 """Directory of the log."""
 MODE = "KVCACHE_MODE"
-"""Whether vLLM's manager is recorded, by default, or replaced."""
+"""Mode: vLLM's manager is recorded (the default) or replaced."""
 KEY = "kvcache"
 """Key in vLLM's `--additional-config`: a dict of settings, or false."""
 _SCHEDULER = "vllm.v1.core.sched.scheduler"

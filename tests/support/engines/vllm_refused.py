@@ -30,7 +30,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 def main() -> dict[str, str]:
     """Make each, and serve the request by one that can be made."""
     register()
-    said, managed = dict[str, str](), {"additional": {"kvcache": {"mode": "manager"}}}
+    said = dict[str, str]()
+    managed: dict[str, Any] = {"additional": {"kvcache": {"mode": "manager"}}}
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory))
         for name, shape in ENGINES.items():
