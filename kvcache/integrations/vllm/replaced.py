@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -92,7 +93,22 @@ def _replace(scheduler: Any, asked: RecorderSettings) -> Attachment:
         failed.pop_all()
     scheduler.kv_cache_manager = adapter
     _refuse_sessions(scheduler)
+    for name in ("schedule", "update_from_output", "finish_requests"):
+        attachment.wrap(scheduler, name, _closing(attachment, getattr(scheduler, name)))
     return attachment
+
+
+def _closing(attachment: Attachment, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Close the log as soon as a method raises: the engine ends, and its process may be killed."""
+
+    def closing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            attachment.close()
+            raise
+
+    return closing
 
 
 def _refuse_sessions(scheduler: Any) -> None:
