@@ -584,9 +584,7 @@ class BlocksUnpinned(Event, frozen=True):
 
 
 class PoolShared(Event, frozen=True):
-    """Further groups take slots of the first group's primary pool, or have their own. Follows each `StateExported` of
-    such a cache.
-    """
+    """Further groups, with slots of the first group's primary pool or their own. Follows each `StateExported`."""
 
     groups: tuple[SharingGroup, ...]
     """They are numbered on from the groups of `CacheCreated`."""

@@ -258,7 +258,7 @@ class TestVerdict:
         verdict = verdict_on(audit_batches((batch, True) for batch in LogReader(log)), 0)
         assert verdict is not None
         assert verdict.size == "unknown"
-        assert "no tokens" in verdict.in_words()[0]
+        assert "does not record tokens" in verdict.in_words()[0]
 
 
 def test_prefixes_stand_in_order_with_names(kvcache: Kvcache, log: Path) -> None:

@@ -292,7 +292,7 @@ class TestOpening:
             with pytest.raises(LogWriteFailed):
                 log.flush()
         for seq in (2, 3):
-            with pytest.raises(LogWriteFailed, match="the log's directory was moved or removed; put back"):
+            with pytest.raises(LogWriteFailed, match="the log's directory was moved or removed; restore"):
                 log.flush()
             log.append(batch(seq))
         assert {path: path.read_bytes() for path in place.glob("*.kvlog*")} == before
@@ -334,7 +334,7 @@ class TestOpening:
         with LogWriter(tmp_path) as log:
             log.append(batch(0))
             for seq in (0, 2):
-                with pytest.raises(ValueError, match="the next one is 1"):
+                with pytest.raises(ValueError, match="batch 1 was expected"):
                     log.append(batch(seq))
             log.append(batch(1))
         assert read_log(tmp_path)[0] == batches(2)

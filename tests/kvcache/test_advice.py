@@ -412,7 +412,7 @@ class TestTooShort:
     def test_few_requests(self, tmp_path: Path) -> None:
         """Nothing is said, but how many it takes."""
         with pytest.raises(
-            TooFewRequests, match=r"has only 40 requests in 39 s: .* 100 or more: 98 s at this rate"
+            TooFewRequests, match=r"has only 40 requests in 39 s; .* at least 100: 98 s at this rate"
         ):
             Reported(tmp_path, round_robin(40, 5), primary_blocks=20)
 

@@ -394,7 +394,7 @@ class TestSinksThatFail:
         with Running(log, "x:a"):
             wait_until(lambda: "a" in sinks and len(sinks["a"].seqs) > 3, "nothing is told")
             with pytest.raises(
-                SinkError, match="is in use by another sink of this process: give another --state"
+                SinkError, match="is in use by another sink of this process: choose another --state"
             ):
                 once(log, "x:a")
 

@@ -337,10 +337,10 @@ class TestChunks:
         manager, events = cache()
         manager.add_sequence("a", range(20), reserve_tokens=1)
         events.clear()
-        with pytest.raises(UsageError, match="slots for 4 of its 20 tokens"):
+        with pytest.raises(UsageError, match="slots for only 4 of its 20 tokens"):
             manager.store_context_blocks("a", 5)
         for counts, draft in ((None, False), ([1], False), ([1], True)):
-            with pytest.raises(UsageError, match="slots for 4 of its 20 tokens"):
+            with pytest.raises(UsageError, match="slots for only 4 of its 20 tokens"):
                 manager.add_tokens(["a"], [1], counts, draft=draft)
         assert events == []
 

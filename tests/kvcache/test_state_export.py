@@ -126,7 +126,7 @@ def test_export_needs_a_cache_to_install_it_in() -> None:
     with pytest.raises(InvariantViolated, match="before the cache was created"):
         CacheState().apply(event)
     other = StateExported((), (), (), 1, 1, 0, 0)
-    with pytest.raises(InvariantViolated, match="other groups"):
+    with pytest.raises(InvariantViolated, match="different groups"):
         manager.state.apply(other)
 
 

@@ -260,7 +260,7 @@ def test_a_managers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked.config(tokens_per_block=16, primary_blocks=10, max_sequence_length=64)
     assert (asked.log, config.primary_blocks, config.log.fsync) == (None, 10, "never")
     assert (config.evict_ahead, config.enable_partial_reuse, config.eviction_policy) == (1, True, "levels")
-    with pytest.raises(ConfigError, match="vLLM decides 'secondary_blocks'"):
+    with pytest.raises(ConfigError, match="'secondary_blocks' is determined by vLLM"):
         recorder_settings({"settings": {"secondary_blocks": 5}}, None, None, manages=True)
 
 

@@ -356,7 +356,7 @@ def test_what_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sink.open()
     for batch in batches.stream:
         sink.write(batch)
-    with pytest.raises(SinkError, match="5 wait"):
+    with pytest.raises(SinkError, match="5 are waiting"):
         sink.tick()
     exporter.refuses = False
     sink.close()
