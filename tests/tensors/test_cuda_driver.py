@@ -128,7 +128,7 @@ def test_what_is_refused_later_is_a_bug_that_is_said(libcuda: StandIn) -> None:
     driver = Driver(libcuda.library)
     source, target = bytes_of(1, 2, 3, 4), bytes_of(0, 0, 0, 0)
     wrong = pieces((target[:2], source[:2]), (target[1:3], source[2:]))
-    with pytest.raises(DriverError, match=r"refuses copy 0 of 2, 2 bytes from 0x[0-9a-f]+ .* bug.*error 1"):
+    with pytest.raises(DriverError, match=r"refused copy 0 of 2, 2 bytes from 0x[0-9a-f]+ .* bug.*error 1"):
         driver.copy(wrong, SimulatedGpu(0).new_stream())
     assert target.tolist() == [0, 0, 0, 0]
     libcuda["refuses_batches"] = 700

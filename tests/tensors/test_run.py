@@ -691,7 +691,7 @@ class TestWaitingForSubscribers:
         )
 
     @pytest.mark.parametrize(
-        ("readers", "said"), [pytest.param(1, "1 reader ", marks=pytest.mark.long), (2, "2 readers ")]
+        ("readers", "said"), [pytest.param(1, "1 subscriber ", marks=pytest.mark.long), (2, "2 subscribers ")]
     )
     def test_run_begins_with_the_readers(self, start: Start, readers: int, said: str) -> None:
         """It waits for readers of each such sink, and for none of the feed that the run checks itself."""

@@ -125,7 +125,7 @@ def test_what_is_no_file_of_this_cache_is_refused_and_stays(tmp_path: Path, wron
     change, problem = WRONG[wrong]
     data = change(made(path))
     path.write_bytes(data)
-    with pytest.raises(SecondaryFileError, match=r"remove|give|upgrade") as refused:
+    with pytest.raises(SecondaryFileError, match=r"remove|choose|upgrade") as refused:
         pools(path)
     assert path.read_bytes() == data
     assert (refused.value.path, refused.value.problem) == (path, problem)

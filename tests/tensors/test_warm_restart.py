@@ -376,10 +376,10 @@ def test_a_log_without_tokens_is_refused(tmp_path: Path) -> None:
 def test_pools_elsewhere_than_the_settings_say_are_refused(tmp_path: Path) -> None:
     """A file that the settings do not name is not served, and one that they name is not left out."""
     config = strategies.config(**_plain(tmp_path))
-    with pytest.raises(UsageError, match="elsewhere"):
+    with pytest.raises(UsageError, match="disagree about the secondary level"):
         KVCacheManager.open(config, tmp_path / "log", pools=Pools(Layout.of(config), "cpu"))
     other = Pools(Layout.of(config), "cpu", tmp_path / "other")
-    with pytest.raises(UsageError, match="elsewhere"):
+    with pytest.raises(UsageError, match="disagree about the secondary level"):
         KVCacheManager(config, pools=other)
 
 

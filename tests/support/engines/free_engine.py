@@ -28,7 +28,7 @@ WINDOWS = ((LONGEST,),) * 4 + ((1,), (3,), (4, LONGEST), (2, 5))
 COMMANDS: tuple[tuple[str, int], ...] = (
     ("add", 5),
     ("compute", 10),
-    ("tell", 2),
+    ("report", 2),
     ("append", 5),
     ("step", 8),
     ("draft", 4),
