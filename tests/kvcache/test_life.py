@@ -20,6 +20,7 @@ from events.types import (
 )
 from kvcache.errors import InvariantViolated
 from kvcache.fold.full_group import FullGroup
+from kvcache.fold.sequence import ONBOARDING
 from kvcache.fold.slot_states import SlotState
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -124,6 +125,10 @@ def contradict(state: CacheState, what: str) -> None:
             secondary.blank.pop()
         case "held and cached":
             state.sequences[4].tables[0][-1] = 4
+        case "held twice by one":
+            state.sequences[4].tables[0][-1] = state.sequences[4].tables[0][0]
+        case "no slot":
+            state.sequences[4].tables[0][-1] = ONBOARDING
         case "owner":
             primary.run_ids[4] = offloaded.id
         case "level":
@@ -152,6 +157,8 @@ def contradict(state: CacheState, what: str) -> None:
         ("free and cached", "a slot is in two places or in none"),
         ("neither free nor cached", "a slot is in two places or in none"),
         ("held and cached", "a slot is in two places or in none"),
+        ("held twice by one", "a block table has a duplicate or missing slot"),
+        ("no slot", "a block table has a duplicate or missing slot"),
         ("owner", "the owner of a slot is recorded wrongly"),
         ("level", "a slot is in two places or in none"),
         ("references", "reference counts differ"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from events.types import (
     TransferLanded,
 )
 from kvcache import replay as module
+from kvcache.errors import InvariantViolated
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
@@ -335,6 +337,40 @@ def test_what_happens_to_nothing_takes_nothing(
     assert [level.blank for level in state.groups[0].levels] == [
         level.blank for level in manager.state.groups[0].levels
     ]
+
+
+@pytest.mark.parametrize("level", [-1, 2])
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (
+            BlocksMoved(
+                GroupIndex(0),
+                bytes(8),
+                LevelIndex(0),
+                slots(1),
+                LevelIndex(1),
+                slots(0),
+                MoveReason.OFFLOAD,
+                1,
+            ),
+            "to_level",
+        ),
+        (BlocksRemoved(GroupIndex(0), LevelIndex(0), slots(1), bytes(8), RemoveReason.CAPACITY), "level"),
+        (BlocksUpdated(GroupIndex(0), LevelIndex(0), slots(1), bytes(8), 35, 50), "level"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_states_know_two_levels(
+    created: CacheCreated, exported: StateExported, event: Event, name: str, level: int
+) -> None:
+    """A state refuses an event with another one by itself, too, and not only where a log is read."""
+    for change in ({}, {name: LevelIndex(level)}):
+        state = CacheState()
+        state.apply(created)
+        state.apply(exported)
+        with pytest.raises(InvariantViolated, match="unknown level") if change else nullcontext():
+            state.apply(replace(event, **change))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from events import types as ev
 from events.codec import decode_batch, encode_batch
+from events.ids import GroupIndex, Handle
 from events.log import LogReader, LogWriter
 from kvcache import KVCacheConfig, LayerGroup, Recorder
 from kvcache.audit.tables import occupancy
@@ -271,6 +272,23 @@ def test_exported_states_are_checked() -> None:
     ):
         with pytest.raises((InvariantViolated, ValueError)):
             lied(lambda shared, changes=changes: of_group(shared, 0, **changes))
+
+
+@pytest.mark.parametrize("positions", [[], [4], [4, 8], [4, 8, 8]])
+def test_names_have_a_position_each(positions: list[int]) -> None:
+    """An event with more or fewer of them than names is refused."""
+    state = with_one().state
+    (group, *_), handle = state.positional, Handle(state.handles["a"])
+    slot = group.tables[handle][0]
+    keys = key_of([5]), key_of([6])
+    columns = array("i", [slot, slot]).tobytes(), b"".join(keys), array("I", positions).tobytes()
+    event = ev.SlotsNamed(handle, GroupIndex(1), *columns)
+    if len(positions) == len(keys):
+        state.apply(event)
+        assert group.names[slot] == {KEY: 4, keys[0]: 4, keys[1]: 8}
+    else:
+        with pytest.raises((InvariantViolated, ValueError)):
+            state.apply(event)
 
 
 def test_names_made_here(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from events.log import LogReader
+from events.log.segments import first_seq
 from kvcache.cli.publish import _line, to_json
+from kvcache.maintenance.prune import make_snapshot
 from tests.support.feeds.publishing import Collector, FoldingCollector, Running, sinks, write
 from tests.support.logs.logs import plain
 from tests.support.waiting import wait_until
@@ -45,6 +47,22 @@ def test_from_the_middle(tmp_path: Path) -> None:
     next(iter(reader))
     assert 0 < reader.bytes_left() < size_of(log) / 2
     assert reader.bytes_read < 2000
+
+
+def test_snapshots_are_read_too(tmp_path: Path) -> None:
+    """From a snapshot on: its bytes are read before those of the segments after it."""
+    log = tmp_path / "log"
+    write(log, 30, segment_bytes=2000)
+    *_, last = sorted(log.glob("*.kvlog"))
+    snapshot = make_snapshot(log, first_seq(last))
+    assert snapshot is not None
+    reader = LogReader(log, state_at=snapshot.seq)
+    whole = snapshot.path.stat().st_size + last.stat().st_size
+    batches = iter(reader)
+    assert next(batches).seq == snapshot.seq
+    assert reader.bytes_read == snapshot.path.stat().st_size
+    assert [*batches]
+    assert (reader.bytes_left(), reader.bytes_read) == (0, whole)
 
 
 def test_removed_segments_are_not_left(tmp_path: Path) -> None:

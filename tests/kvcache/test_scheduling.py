@@ -307,6 +307,25 @@ def test_nothing_takes_more_than_its_demand_up_to_completion(
         assert taken[group.window] == most if group.kind == "full" else taken[group.window] <= most
 
 
+@pytest.mark.parametrize(("window", "shared", "decoded", "new"), [(4, 4, 1, 2), (4, 5, 0, 2), (6, 4, 4, 4)])
+def test_demand_counts_blocks_of_others_only_once_a_window_has_left_them(
+    window: int, shared: int, decoded: int, new: int
+) -> None:
+    """A reused block that a running sequence holds as well takes room in addition after the window has left it. Up to
+    completion the window still sees one here, so the bound is exactly what the request takes.
+    """
+    manager = cache(primary_blocks=20, max_attention_window=window)
+    run(manager, "other", [1] * shared + [2])
+    for token in range(decoded):
+        manager.add_tokens(["other"], [3 + token])
+    prompt = [1] * 5
+    demand = manager.scheduling.estimate_demand(Request("a", prompt), new)
+    had = manager.num_free_blocks_per_window()
+    run(manager, "a", prompt)
+    assert demand.reused_tokens == 4
+    assert grown(manager, "a", new, had) == demand.to_completion
+
+
 class Promised:
     """A small cache in which others hold some blocks, and one request that has as many as it was promised."""
 

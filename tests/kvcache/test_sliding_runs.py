@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from events.types import PRIMARY, RemoveReason
+from events.types import PRIMARY, BlocksFilled, BlocksStored, RemoveReason
 from kvcache.decide.sliding_window import SlidingWindowManager
 from kvcache.errors import InvariantViolated
 from kvcache.fold.sliding_group import SlidingGroup
@@ -96,6 +96,23 @@ def test_spared_blocks_are_passed_over() -> None:
         order.check()
     assert order.next(PRIMARY) is None
     assert not order.lowest(PRIMARY, 9)
+
+
+def test_blocks_filled_in_one_step_are_stored_by_one_event() -> None:
+    """Whatever the slot of the block before: slot 0 is one like all others."""
+    manager = KVCacheManager(strategies.config(primary_blocks=8, max_attention_window=4, num_layers=1))
+    for number in range(2):
+        manager.add_sequence(number, [number, 7])
+        manager.store_context_blocks(number, 2)
+    assert manager.block_table(0, 4)[0] == 0
+    events: list[BlocksFilled | BlocksStored] = []
+    manager.bus.subscribe(events.append, BlocksFilled, BlocksStored)
+    for token in range(3):
+        manager.add_tokens([0, 1], [token, token])
+    [event] = events
+    assert isinstance(event, BlocksFilled)
+    assert event.handles == array("q", [manager.state.handles[number] for number in range(2)]).tobytes()
+    assert event.blocks == array("I", [1, 1]).tobytes()
 
 
 def test_slots_that_a_level_has_not_are_refused() -> None:

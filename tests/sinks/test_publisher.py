@@ -6,7 +6,11 @@ import contextlib
 import itertools
 import socket as sockets
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -15,11 +19,19 @@ from structlog.testing import capture_logs
 
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.publisher import MAX_PREFIXES, SNAPSHOTS_AT_ONCE, SocketPlace
+from sinks.router.publisher import (
+    CALL_AGAIN_SECONDS,
+    MAX_PREFIXES,
+    READ_SECONDS,
+    SNAPSHOTS_AT_ONCE,
+    FeedSocket,
+    SocketPlace,
+)
 from sinks.router.replay import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source, State
 from tests.support.feeds.workers import Router, Worker, churn, last_seq, read_answer
+from tests.support.ports import free_port
 from tests.support.waiting import WAIT, WAIT_MS, Clock, wait_until
 
 PLACE = SocketPlace("127.0.0.1", 0)
@@ -305,6 +317,70 @@ class TestHarm:
             assert router.receive()
 
 
+class TestFeedSocket:
+    """The socket alone, in the test's thread, with a clock that the test sets."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        clock = Clock()
+        monkeypatch.setattr("sinks.router.publisher.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+        return clock
+
+    @pytest.mark.parametrize("connects", [False, True])
+    @pytest.mark.parametrize("turned_away", [False, True])
+    def test_only_a_refused_caller_calls_again(
+        self, router: Router, clock: Clock, connects: bool, turned_away: bool
+    ) -> None:
+        """A second after the refusal. A bound socket that has refused somebody stays, as one that is connected does."""
+        place = SocketPlace("127.0.0.1", free_port(), connects)
+        with opened(router, place) as (publisher, made):
+            publisher.peers.turned_away = turned_away
+            for seconds in (0, CALL_AGAIN_SECONDS / 2):
+                clock.now += seconds
+                publisher.poll_connections()
+                assert len(made) == 1
+            clock.now += CALL_AGAIN_SECONDS
+            publisher.poll_connections()
+            assert len(made) == 1 + (connects and turned_away)
+
+    def test_reading_ends_when_its_time_is_over(self, router: Router, clock: Clock) -> None:
+        """Subscribers' messages that are left are read in the next round."""
+        with opened(router, PLACE) as (publisher, [socket]):
+            publisher.topic = b"kv@"
+            subscriber = router.socket(zmq.SUB)
+            socket.bind("inproc://feed")  # where a message has arrived once it is sent
+            subscriber.connect("inproc://feed")
+            for number in range(5):
+                subscriber.subscribe(b"x%d" % number)
+            receive, slow = socket.recv, []
+
+            def receive_slowly(*args: Any, **options: Any) -> Any:
+                message = receive(*args, **options)
+                slow.append(message.bytes)
+                clock.now += READ_SECONDS / 2
+                return message
+
+            with patch.object(socket, "recv", receive_slowly):
+                assert not publisher.has_pending_subscriber()
+            assert slow == [b"\x01x0", b"\x01x1", b"\x01x2"]
+            assert not publisher.has_pending_subscriber()
+            assert not socket.poll(0)
+
+
+@contextlib.contextmanager
+def opened(router: Router, place: SocketPlace) -> Iterator[tuple[FeedSocket, list[zmq.Socket[bytes]]]]:
+    """A feed's socket, and all that were made for it so far."""
+    made: list[zmq.Socket[bytes]] = []
+
+    def make() -> zmq.Socket[bytes]:
+        made.append(router.socket(zmq.XPUB))
+        made[-1].linger = 0
+        return made[-1]
+
+    with contextlib.closing(FeedSocket(make, place)) as publisher:
+        yield publisher, made
+
+
 class TestReplayFlood:
     def test_requests_without_end_cost_next_to_nothing(self, router: Router) -> None:
         """Thousands that nobody reads leave one answer and one request for it; an honest reader is answered."""
@@ -319,6 +395,19 @@ class TestReplayFlood:
             assert len(state_of(worker)) == 3 * len(worker.source.slots)
             assert len(server.answers) + len(server.line) <= 3  # its own may not have been taken wholly yet
         assert "feed_numbers_went_back" not in {log["event"] for log in logs}
+
+    def test_numbers_that_went_back_are_reported_once(self, router: Router) -> None:
+        """A reader that asks for batches which are still to come has seen another feed's: it gets none, and a warning
+        says so, however many such readers there are.
+        """
+        with Worker("coalesce=0") as worker, capture_logs() as logs:
+            churn(worker, 3)
+            worker.settle()
+            for ahead in (1, 1000, 2, 1000):
+                start = last_seq(worker) + ahead
+                assert router.ask(worker, start.to_bytes(8, "big")) == []
+        [warning] = [log for log in logs if log["event"] == "feed_numbers_went_back"]
+        assert (warning["asked"], warning["next"]) == (last_seq(worker) + 1000, last_seq(worker) + 1)
 
     def test_who_must_wait_gets_no_empty_answer(self, router: Router) -> None:
         """With all places taken by readers that take nothing, the next one waits, and then gets all of it."""
