@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import socket as sockets
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -323,7 +322,7 @@ class TestFeedSocket:
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         clock = Clock()
-        monkeypatch.setattr("sinks.router.publisher.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+        monkeypatch.setattr("sinks.router.publisher.time", SimpleNamespace(monotonic=clock))
         return clock
 
     @pytest.mark.parametrize("connects", [False, True])
