@@ -15,6 +15,15 @@ from kvcache.cli.options import option
 from kvcache.cli.output import Output
 
 _PACKAGE = Path(kvcache.__file__).parent
+_PARTS = {
+    "tutorials": "tutorials",
+    "how-to": "how-to guides",
+    "reference": "reference",
+    "explanation": "explanation",
+    "decisions": "design decisions",
+    "docs": "about",
+}
+"""Headings of the list of pages, by directory."""
 _LINK = re.compile(r"!?\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)[^)]*\)")
 
 
@@ -39,10 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print a page, or the list of pages with their titles."""
     if args.page is None:
-        out.facts(
-            (name, page.read_text(encoding="utf-8").split("\n", 1)[0].strip("# "))
-            for name, page in pages().items()
-        )
+        out.line("kvcache docs PAGE prints a page; begin with the tour.")
+        for part, titles in _PARTS.items():
+            of = {name: page for name, page in pages().items() if page.parent.name == part}
+            if of:
+                out.line()
+                out.heading(titles)
+                out.facts(
+                    (name, page.read_text(encoding="utf-8").split("\n", 1)[0].strip("# "))
+                    for name, page in of.items()
+                )
     else:
         page = pages()[args.page]
         out.line(_readable(page.read_text(encoding="utf-8").rstrip("\n"), page.parent))

@@ -220,8 +220,9 @@ class TestCosts:
         log = serve(tmp_path / "log", round_robin(120, 20), primary_blocks=100, num_layers=8)
         of = said(kvcache, log)
         assert of["bytes_per_block"] == 8 * 2 * 2 * 8 * 2 * SIZE
-        assert f"the current 100 blocks (1,600 tokens, {100 * of['bytes_per_block'] / 1024:,.1f} KiB)" in flat(
-            kvcache("advise", log).out
+        assert (
+            f"the current 100 blocks (1,600 tokens, {100 * of['bytes_per_block'] / 1024:,.1f} KiB)"
+            in flat(kvcache("advise", log).out)
         )
 
     def test_commands_have_the_same_options(self, kvcache: Kvcache, small: Path, tmp_path: Path) -> None:
