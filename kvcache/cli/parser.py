@@ -100,8 +100,8 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = Parser(
         prog="kvcache",
         description="Run an event-sourced KV cache, record other engines' caches, and analyse the logs.",
-        epilog="With a log: `kvcache audit LOG`. With a trace: `kvcache advise TRACE`. With neither: `kvcache run`, which "
-        "plays generated chats for about 20 seconds. `kvcache docs tour` shows it all once.",
+        epilog="With a log: `kvcache audit LOG`. With a trace: `kvcache advise TRACE`. With neither: `kvcache run`, "
+        "which plays generated chats for about 20 seconds. `kvcache docs tour` shows it all once.",
     )
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     _add_common(parser, default=False)
