@@ -35,6 +35,7 @@ from events.types import (
     EpochStarted,
     EventBatch,
     Gap,
+    MoveReason,
     PoolShared,
     SequenceAdded,
     StateExported,
@@ -266,11 +267,17 @@ def refuse_impossible(event: AnyEvent) -> None:
     if kind is SequenceAdded:
         _refuse_reuse(event)  # type: ignore[arg-type]
     elif kind is BlocksMoved:
-        source, target = event.from_slots, event.to_slots  # type: ignore[union-attr]
-        invariant(len(source) == len(target), "the numbers of source and target blocks differ")
+        _refuse_move(event)  # type: ignore[arg-type]
     elif kind in _COUNTED and event.counts:  # type: ignore[union-attr]
         counts, handles = len(event.counts) // COUNT_BYTES, len(event.handles) // HANDLE_BYTES  # type: ignore[union-attr]
         invariant(counts == handles, "the number of counts differs from the number of sequences")
+
+
+def _refuse_move(event: BlocksMoved) -> None:
+    down = event.why == MoveReason.OFFLOAD
+    levels = (PRIMARY, SECONDARY) if down else (SECONDARY, PRIMARY)
+    invariant((event.from_level, event.to_level) == levels, "the levels of a move do not match its reason")
+    invariant(len(event.from_slots) == len(event.to_slots), "the numbers of source and target blocks differ")
 
 
 def _refuse_reuse(event: SequenceAdded) -> None:

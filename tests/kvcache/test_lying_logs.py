@@ -373,6 +373,19 @@ def test_states_know_two_levels(
             state.apply(replace(event, **change))
 
 
+@pytest.mark.parametrize("levels", [(1, 0), (0, 0), (1, 1)])
+def test_moves_go_where_their_reason_says(created: CacheCreated, levels: tuple[int, int]) -> None:
+    """What is offloaded goes from primary to secondary: readers that look at the levels see what the state does."""
+    allocated = BlocksAllocated(ONE, slots(3), GroupIndex(0), slots(0, 1, 2), AllocateReason.PROMPT)
+    stored = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), b"", bytes(64), slots(0, 1), LevelIndex(0), 35, 2
+    )
+    source, target = map(LevelIndex, levels)
+    moved = BlocksMoved(GroupIndex(0), b"", source, b"", target, b"", MoveReason.OFFLOAD, 0)
+    with pytest.raises(Unreplayable, match="levels of a move"):
+        folded(created, added(5, FIVE), allocated, ContextComputed(Handle(1), 4), stored, moved)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
