@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -171,10 +172,11 @@ class VLLMCacheManager:
         reused = idle = 0
         if self._stock.prefix_cache_lookup_enabled(request):
             asked = Request(request_name(request.request_id), found.tokens, **found.arguments)
-            demand = self._manager.scheduling.estimate_demand(asked)
-            reused = demand.reused_tokens
-            ((window, reusable),) = demand.reusable.items()
-            idle = reusable - demand.held[window]
+            with suppress(PromptTooLong):  # `allocate_slots` has no room for it
+                demand = self._manager.scheduling.estimate_demand(asked)
+                reused = demand.reused_tokens
+                ((window, reusable),) = demand.reusable.items()
+                idle = reusable - demand.held[window]
         self._found = found._replace(reused=reused, idle=idle)
         return self.empty_kv_cache_blocks, reused, 0
 

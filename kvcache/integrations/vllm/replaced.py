@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -121,6 +122,7 @@ def _refuse_sessions(scheduler: Any) -> None:
         method(request)
         if refused:
             _log.warning("A request with streaming input is refused: %s", _INSTEAD)
+            request.streaming_queue = deque()  # for further input that comes before it has ended
             # VLLM ends these at the next step, with an error for the client.
             scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
 

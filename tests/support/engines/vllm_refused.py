@@ -42,6 +42,7 @@ def main() -> dict[str, str]:
         engine = StockVLLM(model, 50, **managed)
         engine.add("session", [1, 2, 3], 2, resumable=True)
         request = engine.scheduler.requests["session"]
+        engine.add("session", [0], 1)  # the end of its input
         while engine.step(random.Random(0)):
             pass
         said["session"] = request.status.name
