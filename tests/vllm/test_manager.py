@@ -56,6 +56,14 @@ def test_a_trace_is_served_as_by_vllm(blocks: int, scheduling: tuple[str, ...]) 
     assert stock["hits"] > 0
 
 
+def test_a_watermark_keeps_as_many_blocks_free() -> None:
+    """New requests leave the room that vLLM's manager leaves to running ones, so none is preempted."""
+    plain = reported(in_vllm("tests.support.engines.vllm_beside", 60, 5, 600))
+    found = reported(in_vllm("tests.support.engines.vllm_beside", 60, 5, 600, "--watermark"))
+    assert found["ours"] == found["stock"]
+    assert found["ours"]["steps"] > plain["ours"]["steps"]
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What vLLM gives without the plugin."""

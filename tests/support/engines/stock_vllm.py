@@ -160,6 +160,7 @@ class StockVLLM:
         eagle: bool = False,
         steps_in_flight: int = 0,
         factors: Sequence[int] = (1,),
+        watermark: float = 0.0,
     ) -> None:
         scheduling = SchedulerConfig(
             max_num_seqs=in_flight,
@@ -170,6 +171,7 @@ class StockVLLM:
             async_scheduling=False,
             scheduler_reserve_full_isl=reserve_all,
             policy="priority" if by_priority else "fcfs",
+            watermark=watermark,
         )
         self.config = _config(
             model, longest, scheduling, block_size, hashing, drafts, publishes_events, additional, on_failure

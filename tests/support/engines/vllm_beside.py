@@ -1,6 +1,6 @@
 """Chats as a trace has them for two of vLLM's schedulers, one with its own manager and one with ours.
 
-    python -m tests.support.engines.vllm_beside REQUESTS SEED BLOCKS [--async] [--partial]
+    python -m tests.support.engines.vllm_beside REQUESTS SEED BLOCKS [--async] [--partial] [--watermark]
 
 prints what each has done, as a line of JSON. Runs where vLLM is installed.
 """
@@ -25,7 +25,9 @@ from tests.support.engines.vllm_chats import IN_FLIGHT, TOKENS_PER_STEP, served
 from tests.support.engines.vllm_model import write_model
 
 
-def serve(requests: list[Any], blocks: int, kvcache: Any, directory: Path, *, ahead: bool) -> dict[str, int]:
+def serve(
+    requests: list[Any], blocks: int, kvcache: Any, directory: Path, *, ahead: bool, watermark: float
+) -> dict[str, int]:
     """What one has done."""
     engine = StockVLLM(
         write_model(directory / "model"),
@@ -35,6 +37,7 @@ def serve(requests: list[Any], blocks: int, kvcache: Any, directory: Path, *, ah
         tokens_per_step=TOKENS_PER_STEP,
         longest=1 + max(len(prompt) + len(output) for prompt, output in requests),
         additional={"kvcache": kvcache},
+        watermark=watermark,
     )
     seen = Counter[str]()
     preempt = engine.scheduler._preempt_request
@@ -50,7 +53,9 @@ def serve(requests: list[Any], blocks: int, kvcache: Any, directory: Path, *, ah
     return {**seen, "hits": engine.hits, "queries": engine.queries}
 
 
-def main(count: int, seed: int, blocks: int, *, ahead: bool, partial: bool) -> dict[str, dict[str, int]]:
+def main(
+    count: int, seed: int, blocks: int, *, ahead: bool, partial: bool, watermark: float
+) -> dict[str, dict[str, int]]:
     """Serve so many requests in caches of so many blocks of 16 tokens."""
     register()
     requests = served(islice(generate_chats(count, seed), count))
@@ -58,7 +63,7 @@ def main(count: int, seed: int, blocks: int, *, ahead: bool, partial: bool) -> d
         log = Path(directory) / "log"
         ours = {"mode": "manager", "log": str(log), "settings": {"enable_partial_reuse": partial}}
         found = {
-            name: serve(requests, blocks, kvcache, Path(directory), ahead=ahead)
+            name: serve(requests, blocks, kvcache, Path(directory), ahead=ahead, watermark=watermark)
             for name, kvcache in (("stock", False), ("ours", ours))
         }
         replayed = replay(log, verify=True)
@@ -71,4 +76,6 @@ def main(count: int, seed: int, blocks: int, *, ahead: bool, partial: bool) -> d
 
 if __name__ == "__main__":
     count, seed, blocks = map(int, sys.argv[1:4])
-    print(json.dumps(main(count, seed, blocks, ahead="--async" in sys.argv, partial="--partial" in sys.argv)))
+    watermark = 0.15 if "--watermark" in sys.argv else 0.0
+    chosen = {"ahead": "--async" in sys.argv, "partial": "--partial" in sys.argv}
+    print(json.dumps(main(count, seed, blocks, **chosen, watermark=watermark)))
