@@ -184,13 +184,10 @@ class StockVLLM:
             # Of the model that makes such drafts the scheduler knows no more than that.
             self.config.speculative_config.method = "eagle"
         made = AsyncScheduler if runs_ahead else Scheduler
+        groups = _groups([factor * block_size for factor in factors], window, others, drafts)
         self.scheduler = made(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=_groups([factor * block_size for factor in factors], window, others, drafts),
-            ),
+            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size * lcm(*factors),
             hash_block_size=block_size,
