@@ -93,7 +93,7 @@ def _hook(module: ModuleType) -> None:
 
 def _hook_core(module: ModuleType) -> None:
     """Warn in an engine with a scheduler that is not derived from vLLM's, and so is not recorded; hash no blocks for
-    a manager of ours.
+    a kvcache manager.
     """
     core: Any = getattr(module, "EngineCore", None)
     if core is None or getattr(core.__init__, "kvcache", False):

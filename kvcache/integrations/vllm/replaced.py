@@ -1,4 +1,4 @@
-"""A manager of ours in place of the KV cache manager of a vLLM scheduler, for models that it can serve.
+"""A kvcache manager in place of the KV cache manager of a vLLM scheduler, for models that it can serve.
 
 Unlike a recorder it is part of the engine: what it cannot serve is refused when the engine starts, and its errors are
 the engine's. The log is closed in order all the same.
@@ -27,7 +27,7 @@ _log = logging.getLogger("vllm.kvcache")
 
 
 def replace_manager(scheduler: Any, given: object, directory: str | None) -> None:
-    """Let a new scheduler ask a manager of ours from now on. Raises `Unsupported`, ConfigError and the errors of a log
+    """Give a new scheduler a kvcache manager. Raises `Unsupported`, ConfigError and the errors of a log
     or sinks that cannot be opened.
     """
     known_version()
