@@ -57,8 +57,10 @@ class Blocks:
         """Rows of blocks per group, pool and level: uint8 [blocks, rows, tokens, bytes]."""
         self.sizes = [[tensor.shape[0] for tensor in pools[0]] for pools in self.groups]
         """Numbers of slots, per group and level."""
-        tensors = [tensor for pools in groups for pool in pools for tensor in pool.levels]
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        tensors = (tensor for pools in groups for pool in pools for tensor in pool.levels)
+        self.on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        """The pools' tensors on a GPU."""
+        devices = {tensor.device for tensor in self.on_gpu}
         if len(devices) > 1:
             raise ValueError("a copier serves one GPU only")
         self.device = devices.pop() if devices else None
@@ -79,9 +81,7 @@ class Blocks:
                             "slots"
                         )
                 if copy.num_tokens is not None and not 0 < copy.num_tokens <= levels[0].shape[2]:
-                    raise ValueError(
-                        f"{copy.num_tokens} tokens exceed the block size of {levels[0].shape[2]}"
-                    )
+                    raise ValueError(f"num_tokens={copy.num_tokens}: accepted: 1 to {levels[0].shape[2]}")
 
 
 def byte_rows(tensor: torch.Tensor, token_dim: int) -> torch.Tensor:
@@ -92,9 +92,9 @@ def byte_rows(tensor: torch.Tensor, token_dim: int) -> torch.Tensor:
 
 
 def merge(copies: Sequence[Copy]) -> list[Copy]:
-    """Merge all copies that go the same way, so that adjacent slots of different ones meet."""
+    """Merge all copies that go the same way, so that adjacent slots of different ones meet; drop those in place."""
     alike: dict[tuple[int, int, int, int | None], list[Copy]] = {}
-    for copy in copies:
+    for copy in (each for each in copies if not each.moves_nothing):
         key = (copy.group, copy.source_level, copy.target_level, copy.num_tokens)
         alike.setdefault(key, []).append(copy)
     return [

@@ -73,7 +73,7 @@ class DmaCopier:
         """
         self._blocks = Blocks(groups)
         self._memcpy, self._limits, self._kernel = memcpy, limits or CopyLimits(), kernel
-        self._streams = CopyStreams(gpu, self._blocks.sizes)
+        self._streams = CopyStreams(gpu, self._blocks.sizes, self._blocks.on_gpu)
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Start a batch; see `cuda_ops.copier.Copier`."""

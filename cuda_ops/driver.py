@@ -8,7 +8,8 @@ no source before that.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ INVALID_VALUE = 1
 NOT_SUPPORTED = 801
 _FOUND = 0
 _IN_STREAM_ORDER = 1
-_PORTABLE = 1
+_PORTABLE, _MAPPED = 1, 2
 
 
 class _Location(ctypes.Structure):
@@ -61,6 +62,11 @@ _ONE = _Symbol("cuMemcpyAsync", 4000, (c_uint64, c_uint64, c_size_t, c_void_p))
 _REGISTER = _Symbol("cuMemHostRegister", 6050, (c_void_p, c_size_t, c_uint))
 _UNREGISTER = _Symbol("cuMemHostUnregister", 4000, (c_void_p,))
 _SYNCHRONIZE = _Symbol("cuCtxSynchronize", 2000, ())
+_DEVICE = _Symbol("cuDeviceGet", 2000, (POINTER(c_int), c_int))
+_RETAIN = _Symbol("cuDevicePrimaryCtxRetain", 7000, (POINTER(c_void_p), c_int))
+_PUSH = _Symbol("cuCtxPushCurrent", 4000, (c_void_p,))
+_POP = _Symbol("cuCtxPopCurrent", 4000, (POINTER(c_void_p),))
+_NEEDED = (_ONE, _REGISTER, _UNREGISTER, _SYNCHRONIZE, _DEVICE, _RETAIN, _PUSH, _POP)
 
 
 class DriverError(RuntimeError):
@@ -82,11 +88,10 @@ class Driver:
             raise OSError("the driver is older than CUDA 12 (no cuGetProcAddress_v2)") from None
         self._look_up.argtypes = (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int))
         self._batch = self._find(_BATCH)
-        needed = (_ONE, _REGISTER, _UNREGISTER, _SYNCHRONIZE)
-        found = [self._find(each) for each in needed]
-        if missing := [symbol.name for symbol, each in zip(needed, found, strict=True) if each is None]:
+        self._calls = {symbol.name: self._find(symbol) for symbol in _NEEDED}
+        """Functions by name."""
+        if missing := [name for name, found in self._calls.items() if found is None]:
             raise OSError(f"the driver lacks {', '.join(missing)}")
-        self._one, self._register, self._unregister, self._synchronize = found
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = c_size_t(0)
         self.why_single = "" if self._batch else "the driver is older than CUDA 12.8"
@@ -143,19 +148,51 @@ class Driver:
 
     def _copy_singly(self, pieces: CopyPieces, stream: Any) -> None:
         for index, (target, source, size) in enumerate(zip(*(each.tolist() for each in pieces), strict=True)):
-            code = self._one(target, source, size, stream.cuda_stream)
+            code = self._calls[_ONE.name](target, source, size, stream.cuda_stream)
             if code:
                 raise DriverError(f"cuMemcpyAsync refused {_described(pieces, index)}", code)
 
+    def locker(self, device: int) -> GpuLocker:
+        """Return the page-locker of host memory for a GPU, by its number. Raises DriverError without its context."""
+        return GpuLocker(self._calls, device)
+
+
+class GpuLocker:
+    """Page-locks host memory for a GPU; see `cuda_ops.host_memory.PageLocker`.
+
+    Both calls need a context. Memory is released by any thread, which may have none, or that of another GPU; so the
+    one of this GPU, which is also torch's, is made current for them.
+    """
+
+    def __init__(self, calls: Mapping[str, Any], device: int) -> None:
+        """`calls`: the driver's functions by name."""
+        self._calls, handle, self._context = calls, c_int(), c_void_p()
+        code = calls[_DEVICE.name](ctypes.byref(handle), device)
+        code = code or calls[_RETAIN.name](ctypes.byref(self._context), handle)
+        if code:
+            raise DriverError(f"cuDevicePrimaryCtxRetain of GPU {device}", code)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        if code := self._calls[_PUSH.name](self._context):
+            raise DriverError("cuCtxPushCurrent", code)
+        try:
+            yield
+        finally:
+            self._calls[_POP.name](ctypes.byref(c_void_p()))
+
     def register(self, address: int, num_bytes: int) -> None:
-        """Page-lock host memory, for all contexts. Raises DriverError."""
-        code = self._register(address, num_bytes, _PORTABLE)
+        """Page-lock host memory, for copies and kernels of any GPU. Raises DriverError."""
+        with self._current():
+            code = self._calls[_REGISTER.name](address, num_bytes, _PORTABLE | _MAPPED)
         if code:
             raise DriverError(f"cuMemHostRegister of {num_bytes:,} bytes", code)
 
     def unregister(self, addresses: Sequence[int]) -> None:
-        """Undo `register`, once all work submitted to the device has ended. Raises DriverError."""
-        codes = [self._synchronize(), *(self._unregister(address) for address in addresses)]
+        """Undo `register`, once all work submitted to the GPU has ended. Raises DriverError."""
+        with self._current():
+            codes = [self._calls[_SYNCHRONIZE.name]()]
+            codes += [self._calls[_UNREGISTER.name](address) for address in addresses]
         if code := next(filter(None, codes), 0):
             raise DriverError("cuMemHostUnregister", code)
 

@@ -7,7 +7,6 @@ slot: a table of addresses would halve the width of each access.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +21,24 @@ _PROGRAMS_OVER_PCIE, _PROGRAMS = 12, 64
 """About the number that keeps a link busy, and the number that a model can spare for a moment."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tiles", "rows", "tiles_of_row"])  # type: ignore[untyped-decorator]
 def _copy(
-    source: Any,
-    target: Any,
-    pairs: Any,
-    tiles: Any,
-    rows: Any,
-    tiles_of_row: Any,
-    block: Any,
-    row: Any,
-    part: Any,
+    source: tl.tensor,
+    target: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    rows: tl.tensor,
+    tiles_of_row: tl.tensor,
+    block: tl.tensor,
+    row: tl.tensor,
+    part: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
-    """Copy a tile. Sizes are in words: of a block, of a row, and of the beginning of each row that is copied."""
+    """Copy a tile. Sizes are in words: of a block, of a row, and of the beginning of each row that is copied.
+
+    It is not compiled again for other numbers of tiles and rows, which would hold up a step. Triton compiles
+    annotations, too, so they are its own types.
+    """
     lanes = tl.arange(0, tile)
     at = tl.program_id(0)
     while at < tiles:
@@ -56,10 +59,10 @@ def copy_blocks(
     pairs: npt.NDArray[np.int32],
     num_tokens: int | None,
 ) -> None:
-    """Copy blocks seen as byte rows (`cuda_ops.blocks`), or their first tokens, on the current stream.
+    """Copy blocks seen as byte rows (`cuda_ops.blocks`), or their first tokens, on the current stream of their GPU.
 
-    `pairs`: slots to read and to write, [n, 2]. One tensor is on a GPU, the other one there as well, or in page-locked
-    memory of the host. Raises RuntimeError if the kernel cannot be compiled.
+    `pairs`: slots to read and to write, [n, 2]. `target` is on a GPU, `source` there as well, or in page-locked memory
+    of the host. Raises RuntimeError if the kernel cannot be compiled.
     """
     _, rows, tokens, width = source.shape
     if num_tokens is None or num_tokens == tokens:
@@ -77,4 +80,6 @@ def copy_blocks(
         numbers = numbers.pin_memory().to(target.device, non_blocking=True)
     most = _PROGRAMS if source.device == target.device else _PROGRAMS_OVER_PCIE
     flat = [each.reshape(-1).view(_WORDS[word]) for each in (source, target)]
-    _copy[(min(tiles, most),)](*flat, numbers, tiles, rows, tiles_of_row, *sizes, tile=_TILE)
+    # Triton launches on the current GPU.
+    with torch.cuda.device_of(target):  # type: ignore[no-untyped-call]
+        _copy[(min(tiles, most),)](*flat, numbers, tiles, rows, tiles_of_row, *sizes, tile=_TILE)

@@ -11,6 +11,7 @@ import torch
 from cuda_ops.copier import first_line
 from cuda_ops.dma import CopyPieces, Kernel, Memcpy
 from cuda_ops.driver import Driver, load
+from cuda_ops.host_memory import host_zeros
 from cuda_ops.streams import Gpu, TorchGpu
 
 _BYTES = 4096
@@ -31,11 +32,11 @@ def probed(device: torch.device) -> Probed:
     """Try the driver of this machine on a GPU, once in the life of a process."""
     try:
         driver = load()
-        host = torch.zeros(2 * _BYTES, dtype=torch.uint8).pin_memory()
         there = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+        host = host_zeros(2 * _BYTES, _BYTES, driver.locker(there.device.index))  # as that of pools
         found = probe(driver, TorchGpu(device), host, there)
         return found if found.memcpy is None else with_kernel(found, host, there)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         return Probed(None, f"no driver for DMA copies ({error})")
 
 

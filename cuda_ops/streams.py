@@ -15,9 +15,9 @@ else would have to wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -112,11 +112,17 @@ Job = tuple[Copy, Callable[[GpuStream], None]]
 class CopyStreams:
     """The streams of one GPU on which copies run."""
 
-    def __init__(self, gpu: Gpu, sizes: Sequence[Sequence[int]]) -> None:
-        """`sizes`: the number of slots, per group and level."""
+    def __init__(self, gpu: Gpu, sizes: Sequence[Sequence[int]], on_gpu: Iterable[torch.Tensor] = ()) -> None:
+        """`sizes`: the number of slots, per group and level; `on_gpu`: the tensors there.
+
+        When these are freed, torch reuses their memory after the copies that were submitted.
+        """
         self._gpu = gpu
         lanes = max((len(levels) for levels in sizes), default=0)
         self._lanes = [gpu.new_stream() for _ in range(lanes)]
+        for tensor in on_gpu:
+            for lane in self._lanes:
+                tensor.record_stream(cast("torch.Stream", lane))
         self._order = SlotOrder(sizes)
         self._numbers = [0] * lanes
         """Number of the last batch on each lane."""
@@ -155,11 +161,8 @@ class CopyStreams:
         stream = self._lanes[lane]
         stream.wait_stream(self._gpu.current_stream())
         for other, number in self._order.before(copies).items():
-            events = self._events[other]
-            while events and events[0][1].query():
-                events.popleft()
             # Events are recorded in order, so the first one that is late enough is that of the batch with this number.
-            event = next((event for each, event in events if each >= number), None)
+            event = next((event for each, event in self._outstanding(other) if each >= number), None)
             if event is not None:
                 stream.wait_event(event)
 
@@ -169,8 +172,15 @@ class CopyStreams:
             self._order.note(copy, self._numbers[lane])
         event = self._gpu.new_event()
         self._lanes[lane].record_event(event)
-        self._events[lane].append((self._numbers[lane], event))
+        self._outstanding(lane).append((self._numbers[lane], event))
         return event
+
+    def _outstanding(self, lane: int) -> deque[tuple[int, GpuEvent]]:
+        """Drop the events of a lane that have happened, and return the others."""
+        events = self._events[lane]
+        while events and events[0][1].query():
+            events.popleft()
+        return events
 
 
 class EventTicket:

@@ -29,7 +29,9 @@ class TorchCopier:
         """Take the pools per group. Pools on several GPUs are refused with ValueError."""
         self._blocks = Blocks(groups)
         device = self._blocks.device
-        self._streams = None if device is None else CopyStreams(TorchGpu(device), self._blocks.sizes)
+        self._streams = (
+            None if device is None else CopyStreams(TorchGpu(device), self._blocks.sizes, self._blocks.on_gpu)
+        )
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Carry out a batch; see `cuda_ops.copier.Copier`."""

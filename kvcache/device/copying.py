@@ -9,7 +9,7 @@ import torch
 from cuda_ops.blocks import BlockStorage
 from cuda_ops.copier import Copier
 from cuda_ops.dma import CopyLimits, DmaCopier
-from cuda_ops.driver import load
+from cuda_ops.driver import DriverError, load
 from cuda_ops.host_memory import PageLocker, Placement
 from cuda_ops.probe import Probed, probed
 from cuda_ops.streams import TorchGpu
@@ -53,8 +53,8 @@ def locker_for(device: torch.device) -> PageLocker | None:
     if device.type != "cuda":
         return None
     try:
-        return load()
-    except OSError as error:
+        return load().locker(device.index)
+    except (OSError, DriverError) as error:
         raise MemoryError(f"cannot page-lock host memory: {error}") from error
 
 

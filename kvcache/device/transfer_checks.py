@@ -106,11 +106,6 @@ class TransferChecks:
         self._failed, self._lost = [], {}
         return result
 
-    @property
-    def certain(self) -> bool:
-        """True if nothing can be refused; checked at every step."""
-        return not self._lost and not self._stuck and (self._transfers is None or not self._transfers.pending)
-
     def refuse_unreadable(self, sequences: Items[Sequence]) -> None:
         """Raise `ComputationLost` or `TransfersPending` if block tables must not be used yet."""
         self._refuse_lost(sequences)
@@ -121,7 +116,8 @@ class TransferChecks:
         """Raise if one of these sequences lacks what it is computed from: as `refuse_lost`, and `TransfersPending`
         where a copy into its blocks has not been started.
         """
-        self.refuse_lost(sequences)
+        if self._lost or self._stuck:  # not called for nothing: this runs at every step
+            self.refuse_lost(sequences)
         if self._transfers is None or not self._transfers.pending:
             return
         for group in range(len(sequences[0].tables) if sequences else 0):

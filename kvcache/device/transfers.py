@@ -14,11 +14,11 @@ ticket of each `start`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +45,6 @@ _Transfer = tuple[int, Copy]
 
 class _Batch:
     """Submitted copies. The ticket's outcome is kept here, since it may not be available twice."""
-
-    __slots__ = ("_ticket", "outcome", "transfers")
 
     def __init__(self, transfers: tuple[int, ...], ticket: Ticket) -> None:
         self.transfers = transfers
@@ -78,13 +76,6 @@ class _Batch:
                 self.outcome = _reason(failure)
 
 
-class Fillable(Protocol):
-    """Pools with blocks that can be overwritten."""
-
-    def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
-        """Overwrite primary blocks."""
-
-
 @dataclass(slots=True)
 class _Blank:
     """Blocks that were allocated after the first `after` of the noted copies."""
@@ -97,14 +88,17 @@ class _Blank:
 class TransferEngine:
     """Carries out the copies that events request. Each event has a transfer id of its own, higher than those before.
 
-    With `pools` it also overwrites allocated blocks, between the copies requested before and after that.
+    `fill_blank` overwrites primary blocks of a group, if allocated ones are to be, between the copies requested before
+    and after that.
     """
 
-    def __init__(self, copier: Copier, pools: Fillable | None = None) -> None:
-        self.copier, self._pools = copier, pools
+    def __init__(
+        self, copier: Copier, fill_blank: Callable[[int, npt.NDArray[np.int32]], None] | None = None
+    ) -> None:
+        self.copier, self._fill_blank = copier, fill_blank
         self.events: list[type[Event]] = [BlocksMoved, BlocksCopied]
         """Events that `on_event` subscribes to."""
-        if pools is not None:
+        if fill_blank is not None:
             self.events.append(BlocksAllocated)
         self._pending: list[_Transfer] = []
         self._blank: list[_Blank] = []
@@ -151,8 +145,8 @@ class TransferEngine:
             tickets.append(ticket)
             with suppress(Exception):  # the returned ticket raises it again
                 ticket.wait_on()
-            assert self._pools is not None
-            self._pools.fill_blank(each.group, each.slots)
+            assert self._fill_blank is not None
+            self._fill_blank(each.group, each.slots)
         last = self._start(noted[begin:])
         return JoinedTicket([*tickets, last]) if tickets else last
 
@@ -296,4 +290,5 @@ def engine_for(
         raise UsageError(f"a copier must have a method submit; {type(copier).__name__} does not")
     if pools is not None and pools.secondary_file is not None and config.verify_secondary:
         copier = CheckingCopier(copier, pools.secondary_file)
-    return TransferEngine(copier, pools if config.debug_fill_blank else None)
+    fills = pools is not None and config.debug_fill_blank
+    return TransferEngine(copier, pools.fill_blank if fills else None)

@@ -17,7 +17,7 @@ typedef struct {
 } CUmemcpyAttributes;
 _Static_assert(sizeof(CUmemcpyAttributes) == 24, "as in cuda.h");
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, ALREADY_REGISTERED = 712,
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_FOUND = 500, ALREADY_REGISTERED = 712,
        NOT_REGISTERED = 713, NOT_SUPPORTED = 801 };
 enum { FOUND = 0, SYMBOL_NOT_FOUND = 1, VERSION_NOT_SUFFICIENT = 2 };
 
@@ -26,7 +26,10 @@ int standin_version = 13000;        /* of the driver */
 int standin_refuses_batches = 0;    /* an error for each */
 size_t standin_batches = 0, standin_singles = 0, standin_largest = 0, standin_lockable = SIZE_MAX;
 struct { uintptr_t begin; size_t size; } standin_registered[64];
-size_t standin_num_registered = 0, standin_synchronized = 0;
+size_t standin_num_registered = 0, standin_synchronized[2] = {0, 0}; /* the latter per GPU */
+unsigned standin_flags = 0;         /* of the last registration */
+static _Thread_local uintptr_t contexts[8];
+static _Thread_local size_t depth = 0;
 
 static int in_one_registration(CUdeviceptr at, size_t size) {
     for (size_t i = 0; i < standin_num_registered; i++) {
@@ -81,7 +84,32 @@ static CUresult single(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream s
     return SUCCESS;
 }
 
+static CUresult device_get(int *device, int ordinal) {
+    if (ordinal < 0 || ordinal > 1) return INVALID_DEVICE;
+    *device = ordinal;
+    return SUCCESS;
+}
+
+static CUresult retain(void **context, int device) {
+    *context = (void *)(uintptr_t)(device + 1);
+    return SUCCESS;
+}
+
+static CUresult push(void *context) {
+    if (!context || depth == 8) return INVALID_CONTEXT;
+    contexts[depth++] = (uintptr_t)context;
+    return SUCCESS;
+}
+
+static CUresult pop(void **context) {
+    if (!depth) return INVALID_CONTEXT;
+    *context = (void *)contexts[--depth];
+    return SUCCESS;
+}
+
 static CUresult host_register(void *p, size_t size, unsigned flags) {
+    if (!depth) return INVALID_CONTEXT;
+    standin_flags = flags;
     if (!p || !size || flags > 15 || (uintptr_t)p % 4096) return INVALID_VALUE;
     size_t sum = size;
     for (size_t i = 0; i < standin_num_registered; i++) {
@@ -95,11 +123,13 @@ static CUresult host_register(void *p, size_t size, unsigned flags) {
 }
 
 static CUresult synchronize(void) {
-    standin_synchronized++;
+    if (!depth) return INVALID_CONTEXT;
+    standin_synchronized[contexts[depth - 1] - 1]++;
     return SUCCESS;
 }
 
 static CUresult host_unregister(void *p) {
+    if (!depth) return INVALID_CONTEXT;
     for (size_t i = 0; i < standin_num_registered; i++)
         if (standin_registered[i].begin == (uintptr_t)p) {
             standin_registered[i] = standin_registered[--standin_num_registered];
@@ -113,6 +143,8 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int version, cuuint
         {"cuMemcpyBatchAsync", 13000, (void *)batch_v2},  {"cuMemcpyBatchAsync", 12080, (void *)batch},
         {"cuMemcpyAsync", 4000, (void *)single},          {"cuMemHostRegister", 6050, (void *)host_register},
         {"cuMemHostUnregister", 4000, (void *)host_unregister}, {"cuCtxSynchronize", 2000, (void *)synchronize},
+        {"cuDeviceGet", 2000, (void *)device_get},        {"cuDevicePrimaryCtxRetain", 7000, (void *)retain},
+        {"cuCtxPushCurrent", 4000, (void *)push},         {"cuCtxPopCurrent", 4000, (void *)pop},
     };
     (void)flags;
     *status = SYMBOL_NOT_FOUND;

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import random
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,13 @@ class StandIn:
     def __setitem__(self, name: str, value: int) -> None:
         self._variable(name).value = value
 
+    @property
+    def synchronized(self) -> list[int]:
+        """How often, per GPU."""
+        return list((ctypes.c_size_t * 2).in_dll(self.library, "standin_synchronized"))
+
     def _variable(self, name: str) -> Any:
-        kind = ctypes.c_int if name in ("version", "refuses_batches") else ctypes.c_size_t
+        kind = ctypes.c_int if name in ("version", "refuses_batches", "flags") else ctypes.c_size_t
         return kind.in_dll(self.library, f"standin_{name}")
 
 
@@ -138,6 +144,15 @@ def test_what_is_refused_later_is_a_bug_that_is_said(libcuda: StandIn) -> None:
     assert libcuda["singles"] == 0
 
 
+def test_blocks_copied_onto_themselves_are_left_alone(libcuda: StandIn) -> None:
+    """A driver refuses such a copy, of which there is nothing to do."""
+    copier = DmaCopier([[storage(1, "NHD")]], Driver(libcuda.library), SimulatedGpu(0))
+    copier.submit([pair(0, 0, (0, 0)), pair(1, 1, (0, 1))]).wait()
+    assert libcuda["batches"] == 1
+    copier.submit([pair(0, 0, (0, 0), 2)]).wait()
+    assert libcuda["batches"] == 1
+
+
 @pytest.mark.parametrize("version", [13000, 12000])
 def test_the_default_stream_is_refused(libcuda: StandIn, version: int) -> None:
     """Everything would wait for it."""
@@ -163,21 +178,36 @@ def test_host_memory_is_locked_and_unlocked_by_the_driver(
 ) -> None:
     """In chunks, as far as it lets; all goes back when what was given to the device has ended."""
     monkeypatch.setattr(host_memory, "CHUNK_BYTES", 8192)
-    driver = Driver(libcuda.library)
-    tensor = host_memory.host_zeros(20_000, 512, driver)
-    assert libcuda["num_registered"] == 3
+    locker = Driver(libcuda.library).locker(1)
+    tensor = host_memory.host_zeros(20_000, 512, locker)
+    assert (libcuda["num_registered"], libcuda["flags"]) == (3, 1 | 2)  # of all contexts, and seen by kernels
     libcuda["lockable"] = 40_000
     with pytest.raises(
         MemoryError, match=r"after 16,384 of 40,960 \(cuMemHostRegister of 8,192 bytes: CUDA error 2"
     ):
-        host_memory.host_zeros(40_960, 512, driver)
+        host_memory.host_zeros(40_960, 512, locker)
     gc.collect()
-    assert (libcuda["num_registered"], libcuda["synchronized"]) == (3, 1)
+    assert (libcuda["num_registered"], *libcuda.synchronized) == (3, 0, 1)
     del tensor
     gc.collect()
-    assert (libcuda["num_registered"], libcuda["synchronized"]) == (0, 2)
+    assert (libcuda["num_registered"], *libcuda.synchronized) == (0, 0, 2)
     with pytest.raises(DriverError, match="cuMemHostUnregister: CUDA error 713"):
-        driver.unregister([4096])
+        locker.unregister([4096])
+
+
+def test_a_thread_without_a_context_frees_host_memory(libcuda: StandIn) -> None:
+    """The last view may go in any thread: the right GPU is waited for, and nothing stays registered."""
+    views = [host_memory.host_zeros(4096, 512, Driver(libcuda.library).locker(1))]
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    assert (libcuda["num_registered"], *libcuda.synchronized) == (0, 0, 1)
+
+
+def test_a_gpu_without_a_context_locks_nothing(libcuda: StandIn) -> None:
+    """It says which."""
+    with pytest.raises(DriverError, match="cuDevicePrimaryCtxRetain of GPU 7: CUDA error 101"):
+        Driver(libcuda.library).locker(7)
 
 
 def test_no_copy_crosses_an_edge_of_registered_memory(
@@ -190,7 +220,7 @@ def test_no_copy_crosses_an_edge_of_registered_memory(
     region = torch.randint(0, 256, (64 * 512 + 4096,), dtype=torch.uint8)
     secondary = region[-region.data_ptr() % 4096 :][: 64 * 512].view(shape)
     for begin in range(0, 64, 16):
-        driver.register(secondary[begin].data_ptr(), 8192)
+        driver.locker(0).register(secondary[begin].data_ptr(), 8192)
     primary = torch.zeros(shape, dtype=torch.uint8)
     copier = DmaCopier([[Storage((primary, secondary), 2)]], driver, SimulatedGpu(0))
     numbers = np.arange(64, dtype=np.int32)

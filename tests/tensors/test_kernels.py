@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from tests.support.places import ROOT
 from tests.support.releases import TRITON
 
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+OUTER = ("test_all_with_triton", "test_it_compiles_for_a_gpu")
+"""Tests that start a process with Triton."""
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed")
 
 
@@ -41,13 +45,33 @@ def test_all_with_triton() -> None:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-        | {"PYTEST_ADDOPTS": "--deselect tests/tensors/test_kernels.py::test_all_with_triton"},
+        | {"PYTEST_ADDOPTS": " ".join(f"--deselect tests/tensors/test_kernels.py::{each}" for each in OUTER)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"^[4-9] passed", done.stdout, re.MULTILINE), done.stdout[-1000:]
+
+
+@pytest.mark.needs(f"triton-{TRITON}")
+@pytest.mark.timeout(300)
+def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """Once for any number of blocks and tokens, to accesses as wide as a GPU has; it runs on that of the tensors."""
+    release, ptxas = program(f"triton-{TRITON}"), tmp_path / "ptxas"
+    shutil.copy(Path(release) / "triton" / "backends" / "nvidia" / "bin" / "ptxas", ptxas)
+    ptxas.chmod(0o755)  # which pip forgets
+    places = {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernel_for_gpu"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), release])} | places,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["1", "1", "ld.global.b32", "ld.global.v2.b64", "st.global.v2.b64"]
 
 
 def copies_into_primary(dice: random.Random) -> list[Copy]:

@@ -24,13 +24,15 @@ from cuda_ops.copier import Copier, Copy, CopyFailed, Ticket
 from cuda_ops.dma import CopyLimits
 from cuda_ops.hazards import schedule
 from cuda_ops.probe import probed
-from cuda_ops.simulated import SimulatedGpu
+from cuda_ops.simulated import SimulatedGpu, SimulatedStream
 from cuda_ops.streams import CopyStreams, EventTicket, TorchGpu
 from cuda_ops.torch_copier import TorchCopier
 from tests.support.engines.storage import Storage, pair
 from tests.support.seeds import seeds
 
 SLOTS, ROWS, TOKENS, WIDTH = 4, 2, 3, 2
+GROUPS = (0, 0, 1)
+"""The group of each pool."""
 Levels = list[npt.NDArray[np.uint8]]
 
 
@@ -41,13 +43,15 @@ class Program:
         self.dice = random.Random(f"program {seed}")
         chosen = {number for number in range(100) if failing and self.dice.random() < 0.15}
         self.gpu = SimulatedGpu(seed, chosen)
+        self.compute, self.other = self.gpu.current_stream(), self.gpu.new_stream()
         pools = []
-        for _ in range(2):  # of one group
+        for _ in GROUPS:
             raw = self.dice.randbytes(2 * SLOTS * ROWS * TOKENS * WIDTH)
             both = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, SLOTS, ROWS, TOKENS, WIDTH)
             pools.append(Storage((both[0], both[1]), 2))
         limits = CopyLimits(self.dice.choice([1, 3, 256]), self.dice.choice([5, 12, 1 << 20]))
-        self.copier = dma.DmaCopier([pools], self.gpu, self.gpu, limits)
+        kernel = self.kernel if self.dice.random() < 0.5 else None
+        self.copier = dma.DmaCopier([pools[:2], pools[2:]], self.gpu, self.gpu, limits, kernel)
         self.memory: list[Levels] = [[level.numpy() for level in pool.levels] for pool in pools]
         self.expected: list[Levels] = [[level.copy() for level in levels] for levels in self.memory]
         self.seen: list[bytes] = []
@@ -57,18 +61,17 @@ class Program:
         self.failures = 0
 
     def run(self, steps: int) -> None:
-        compute = self.gpu.current_stream()
         for _ in range(steps):
             copies = [self.copy() for _ in range(self.dice.randrange(10))]
             for indices in schedule(copies):
                 self.submit([copies[index] for index in indices])
                 self.poll()
             for ticket, _ in self.in_flight:
-                ticket.wait_on()
+                self.wait_on(ticket)
             for slot in range(SLOTS):
-                compute.do(partial(self.read, self.memory, 0, slot, self.seen))
+                self.compute.do(partial(self.read, self.memory, 0, slot, self.seen))
                 self.read(self.expected, 0, slot, self.should_see)
-            self.overwrite(0, self.dice.randrange(SLOTS))
+            self.overwrite(self.dice.choice(GROUPS), 0, self.dice.randrange(SLOTS))
             self.gpu.run_some()
         if self.dice.random() < 0.5:
             for ticket, _ in self.in_flight:
@@ -83,17 +86,42 @@ class Program:
             for level in range(2):
                 np.testing.assert_array_equal(found[level], right[level])
 
+    def wait_on(self, ticket: Ticket) -> None:
+        """Make the model wait, which may have another stream than the current one for that."""
+        if self.dice.random() < 0.5:
+            ticket.wait_on()
+        else:
+            with self.gpu.on(self.other):
+                ticket.wait_on(self.compute)
+
     def copy(self) -> Copy:
         levels = self.dice.choice([(0, 1), (1, 0), (0, 0)])
         number = self.dice.randrange(1, 3)
         slots = self.dice.sample(range(SLOTS), 2 * number)
         pairs = np.array(slots, np.int32).reshape(2, number)
-        return Copy(*levels, pairs[0], pairs[1], self.dice.choice([None, None, 1, 2, TOKENS]))
+        tokens = self.dice.choice([None, None, 1, 2, TOKENS])
+        return Copy(*levels, pairs[0], pairs[1], tokens, self.dice.choice(GROUPS))
+
+    def kernel(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        pairs: npt.NDArray[np.int32],
+        num_tokens: int | None,
+    ) -> None:
+        """Copy on the current stream, row by row."""
+        rows = [(*pair, row) for pair in pairs.tolist() for row in range(ROWS)]
+        pieces = dma.CopyPieces(
+            np.array([target[to, row].data_ptr() for _, to, row in rows], np.uint64),
+            np.array([source[from_, row].data_ptr() for from_, _, row in rows], np.uint64),
+            np.full(len(rows), (num_tokens or TOKENS) * WIDTH, np.uint64),
+        )
+        self.gpu.copy(pieces, self.gpu.current_stream())
 
     def submit(self, batch: list[Copy]) -> None:
         ticket = self.copier.submit(batch)
         for copy in batch:
-            for levels in self.expected:
+            for levels in of_group(self.expected, copy.group):
                 part = slice(copy.num_tokens)
                 levels[copy.target_level][copy.target, :, part] = levels[copy.source_level][
                     copy.source, :, part
@@ -105,17 +133,18 @@ class Program:
             self.failures += 1
             for copy in batch:
                 for slot in copy.target.tolist():
-                    self.overwrite(copy.target_level, slot)
+                    self.overwrite(copy.group, copy.target_level, slot)
         else:
             self.in_flight.append((ticket, batch))
 
-    def overwrite(self, level: int, slot: int) -> None:
+    def overwrite(self, group: int, level: int, slot: int) -> None:
         value = next(self.values)
-        self.write(self.expected, level, slot, value)
+        self.write(of_group(self.expected, group), level, slot, value)
+        write = partial(self.write, of_group(self.memory, group), level, slot, value)
         if level == 0:
-            self.gpu.current_stream().do(partial(self.write, self.memory, level, slot, value))
+            self.gpu.current_stream().do(write)
         else:
-            self.write(self.memory, level, slot, value)
+            write()
 
     @staticmethod
     def write(pools: list[Levels], level: int, slot: int, value: int) -> None:
@@ -131,14 +160,20 @@ class Program:
         left = [(ticket, batch) for ticket, batch in self.in_flight if not ticket.done()]
         ended = [batch for ticket, batch in self.in_flight if all(ticket is not each for each, _ in left)]
         self.in_flight = left
-        awaited = {slot for _, batch in left for copy in batch for slot in targets(copy, 1)}
-        for slot in {slot for batch in ended for copy in batch for slot in targets(copy, 1)} - awaited:
-            for found, right in zip(self.memory, self.expected, strict=True):
+        awaited = {place for _, batch in left for copy in batch for place in on_host(copy)}
+        for group, slot in {place for batch in ended for copy in batch for place in on_host(copy)} - awaited:
+            both = (of_group(each, group) for each in (self.memory, self.expected))
+            for found, right in zip(*both, strict=True):
                 np.testing.assert_array_equal(found[1][slot], right[1][slot])
 
 
-def targets(copy: Copy, level: int) -> list[int]:
-    return copy.target.tolist() if copy.target_level == level else []
+def of_group(pools: list[Levels], group: int) -> list[Levels]:
+    return [levels for levels, each in zip(pools, GROUPS, strict=True) if each == group]
+
+
+def on_host(copy: Copy) -> list[tuple[int, int]]:
+    """What a copy writes there, as groups and slots."""
+    return [(copy.group, slot) for slot in copy.target.tolist() if copy.target_level == 1]
 
 
 def play(seed: int) -> Program:
@@ -186,6 +221,12 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str]] = {
         streams,
         "for event in self._events:\n                event.sync",
         "for event in self._events[:1]:\n                event.sync",
+    ),
+    "copies are not on their stream": (streams, "with self._gpu.on(self._lanes[lane]):", "if True:"),
+    "a stream that is named does not wait": (
+        streams,
+        "stream = stream or self._gpu.current_stream()",
+        "stream = self._gpu.current_stream()",
     ),
     "a failed batch goes on": (streams, "self._lanes[lane].synchronize()", "pass"),
     "the writer of a source is not waited for": (
@@ -276,6 +317,32 @@ def program_blocker(program: Program, held: Any) -> Any:
     return stream
 
 
+def test_events_do_not_pile_up() -> None:
+    """Those of a lane for which nothing waits go when they have happened, too."""
+    program = Program(0)
+    for _ in range(50):
+        program.submit([pair(0, 0, (0, 1))])
+        program.gpu.synchronize()
+    assert len(program.copier._streams._events[1]) <= 1
+
+
+def test_memory_that_is_freed_is_not_reused_before_the_copies_have_ended() -> None:
+    """Torch is told of each stream that uses the GPU's memory, which is not the one that it was taken on."""
+    noted: list[Any] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, s: Any) -> None:
+            noted.append((self, s))
+
+    there, host = torch.zeros(2, 1, 1, 1, dtype=torch.uint8).as_subclass(OnGpu), torch.zeros(2, 1, 1, 1)
+    copier = dma.DmaCopier([[Storage((there, host.to(torch.uint8)), 2)]], SimulatedGpu(0), SimulatedGpu(0))
+    assert [(tensor is there, lane) for tensor, lane in noted] == [
+        (True, lane) for lane in copier._streams._lanes
+    ]
+
+
 def test_whatever_a_job_raises_leaves_nothing_in_flight() -> None:
     """Copies that were started before it have ended by the time the caller learns of it."""
     gpu, done = SimulatedGpu(0), list[str]()
@@ -296,6 +363,26 @@ def test_a_batch_without_copies_is_done() -> None:
     ticket.wait_on()
     ticket.wait()
     assert ticket.done()
+
+
+def test_a_broken_device_fails_a_batch() -> None:
+    """The first error is its reason, not what the device answers when it is asked to end."""
+
+    class Broken(SimulatedStream):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: again")
+
+    class BrokenGpu(SimulatedGpu):
+        def new_stream(self) -> SimulatedStream:
+            self._streams.append(Broken(self, len(self._streams) + 1))
+            return self._streams[-1]
+
+    def put(stream: Any) -> None:
+        raise RuntimeError("CUDA error: launch failure")
+
+    ticket = CopyStreams(BrokenGpu(0), [[1, 1]]).submit([(pair(0, 0, (0, 1)), put)])
+    with pytest.raises(CopyFailed, match="launch failure"):
+        ticket.done()
 
 
 def test_a_broken_device_fails_the_ticket() -> None:
