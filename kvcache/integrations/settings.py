@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from events.log import LogWriter
 from kvcache.config import KVCacheConfig, quoted, variable_of
 from kvcache.errors import ConfigError
+from kvcache.record.outputs import open_log
 
 MODE = "KVCACHE_MODE"
 """Variable: whether the engine's KV cache manager is recorded, or replaced."""
@@ -33,6 +36,24 @@ class RecorderSettings:
     """Settings as in a file."""
     manages: bool = False
     """True for a manager, which has more settings than a recorder."""
+
+    @property
+    def outputs(self) -> str:
+        """The log and the number of sinks, for messages."""
+        return ", ".join([*([str(self.log)] if self.log is not None else []), f"{len(self.sinks)} sinks"])
+
+    @contextmanager
+    def opened_log(self, config: KVCacheConfig) -> Iterator[tuple[LogWriter | None, ExitStack]]:
+        """Open the log, if any, for a body that attaches to an engine.
+
+        If the body fails, the log is closed, after the callbacks that the body has added to the stack.
+        """
+        with ExitStack() as failed:
+            log = None if self.log is None else open_log(self.log, config.log, resume=True)
+            if log is not None:
+                failed.callback(log.close)
+            yield log, failed
+            failed.pop_all()
 
     def config(self, **decided: Any) -> KVCacheConfig:
         """Combine the settings with those that the engine has decided. Raises ConfigError."""

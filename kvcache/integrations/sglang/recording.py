@@ -31,8 +31,6 @@ _FULL = 0
 class _SGLangRequest:
     """Recorded part of a running request."""
 
-    __slots__ = ("name", "pages", "prompt", "recorded", "req", "stored")
-
     def __init__(self, req: Any, name: str, pages: list[int]) -> None:
         self.req, self.name = req, name
         self.pages, self.stored = pages, len(pages)
@@ -267,20 +265,12 @@ class SGLangRecording:
     def _record_gone(self, needed_by: str | None) -> None:
         """Record everything that has left the device and host memory, perhaps for a request."""
         happened, self._happened = self._happened, []
-        pages, copies, last = list[int](), list[int](), ""
-        for what, page, copy in self._one_by_one(happened):
-            if what != last:
-                self._record_rows(last, pages, copies, needed_by)
-                pages, copies, last = [], [], what
-            pages.append(page)
-            copies.append(copy)
-        self._record_rows(last, pages, copies, needed_by)
-
-    def _record_rows(self, what: str, pages: list[int], copies: list[int], needed_by: str | None) -> None:
-        if what == "moved":
-            self.recorder.moved(pages, copies, needed_by)
-        elif what:
-            self.recorder.evicted(pages, needed_by, level=what)  # type: ignore[arg-type]
+        for what, rows in groupby(self._one_by_one(happened), lambda row: row[0]):
+            _, pages, copies = map(list, zip(*rows, strict=True))
+            if what == "moved":
+                self.recorder.moved(pages, copies, needed_by)
+            else:
+                self.recorder.evicted(pages, needed_by, level=what)
 
     def _one_by_one(self, happened: list[tuple[Any, Any]]) -> Iterator[tuple[str, int, int]]:
         """Yield the change of each page: the level that it left, or "moved" and the target page."""

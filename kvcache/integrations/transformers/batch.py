@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -11,6 +11,7 @@ import torch
 from cuda_ops.attention import PagedKV
 from kvcache.errors import (
     CapacityError,
+    ComputationLost,
     ManagerBusy,
     ManagerClosed,
     UnknownRequest,
@@ -19,7 +20,6 @@ from kvcache.errors import (
     WrongThread,
 )
 from kvcache.inputs import Request
-from kvcache.integrations.transformers.copies import Copies
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.step import Span, Step
 from kvcache.manager import KVCacheManager
@@ -27,6 +27,33 @@ from kvcache.pools import Pools
 
 TENSORS = frozenset(("input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep"))
 """Arguments of a forward pass that K and V depend on as the cache expects, or not at all."""
+
+
+class Copies:
+    """Copies between host memory and the device for all requests of a cache, and the requests affected by a failed one:
+    one `poll` returns those of all.
+    """
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._lost = set[object]()
+
+    def start(self) -> None:
+        """Start the requested copies; later work on the current stream of the device waits for them."""
+        ticket = self._manager.start_transfers()
+        if ticket is not None:
+            ticket.wait_on()
+
+    def refuse_lost(self, names: Iterable[str]) -> None:
+        """Raise `ComputationLost` if a failed copy took tokens that one of these had reused or computed."""
+        self._lost.update(name for name, _ in self._manager.poll().invalidated)
+        for name in names:
+            if name in self._lost:
+                raise ComputationLost(name, 0, stuck=True)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget ended requests."""
+        self._lost.difference_update(names)
 
 
 class Batch:

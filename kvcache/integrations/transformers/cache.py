@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
+from events.closing import Closing
 from events.types import PRIMARY
 from kvcache.errors import UsageError
 from kvcache.inputs import checked_natural
-from kvcache.integrations.transformers.batch import Batch
-from kvcache.integrations.transformers.copies import Copies
+from kvcache.integrations.transformers.batch import Batch, Copies
 from kvcache.integrations.transformers.request import PagedRequest
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.shape import ModelShape, plain
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sinks import Sink, SinkRunner
 
 
-class PagedCache:
+class PagedCache(Closing):
     """K and V of one model's prompts and answers, in the blocks of a `KVCacheManager`, for all calls of ``generate``.
 
     `for_model` makes it. `manager` is for queries of its content (`stats`, `match`), not for commands: the requests are
@@ -130,9 +130,3 @@ class PagedCache:
                 f"PagedCache has no {name}: pass past_key_values=cache.request(input_ids, attention_mask) to "
                 "generate"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -8,7 +8,6 @@ import multiprocessing
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvcache.integrations.attachment import Attachment, describe_error
 from kvcache.integrations.settings import RecorderSettings, recorder_settings
 from kvcache.integrations.vllm.groups import layer_groups
 from kvcache.integrations.vllm.recording import Recording
-from kvcache.record.outputs import open_log
 
 KNOWN = ("0.32", "0.33")
 """Supported releases."""
@@ -38,8 +36,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", describe_error(error))
         return
-    places = [str(asked.log)] if asked.log is not None else []
-    _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
+    _log.info("The KV cache is recorded: %s", asked.outputs)
 
 
 def known_version() -> str:
@@ -86,10 +83,7 @@ def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> N
         raise Unsupported(
             "layers of several kinds with this hash algorithm", "set --prefix-caching-hash-algo sha256"
         )
-    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
-    with ExitStack() as failed:
-        if log is not None:
-            failed.callback(log.close)
+    with asked.opened_log(config) as (log, failed):
         recorder = Recorder(
             config,
             engine=engine,
@@ -105,7 +99,6 @@ def _open(scheduler: Any, group: int, asked: RecorderSettings, engine: str) -> N
         attachment = Attachment(recording, log, _log)
         failed.callback(attachment.release)
         _listen(attachment, scheduler, recording, in_groups=bool(others))
-        failed.pop_all()
     close_with(scheduler, attachment)
 
 

@@ -61,6 +61,12 @@ class FurtherGroup:
         """Block by request and index."""
         self.lengths: dict[str, int] = {}
         """Number of table entries already read, by request."""
+        self.given: set[tuple[int, bytes]] = set()
+        """Present names: block and name."""
+        self.new_names: dict[str, dict[tuple[int, bytes], int]] = {}
+        """New names by request: positions by block and name, not yet recorded."""
+        self.unnamed: dict[tuple[int, bytes], None] = {}
+        """Removed names, not yet recorded."""
 
     def left(self, name: str) -> list[int]:
         """Return the indices of blocks that a request has no longer."""

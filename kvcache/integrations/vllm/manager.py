@@ -10,6 +10,7 @@ requests, and slots beyond them, of drafts and of tokens that are not known yet,
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,8 +40,6 @@ class _Found(NamedTuple):
 
 class _Served:
     """A request with blocks."""
-
-    __slots__ = ("given", "known", "name", "output", "prompt", "room", "sequence", "waits")
 
     def __init__(self, request: Any, sequence: Sequence) -> None:
         self.sequence, self.name = sequence, sequence.request_id
@@ -168,7 +167,7 @@ class VLLMCacheManager:
         found = self._found
         if found is None or found.request is not request or found.num_tokens != request.num_tokens:
             tokens = array("i", request._all_token_ids)
-            found = _Found(request, len(tokens), tokens, self._arguments.of(request))
+            found = _Found(request, len(tokens), tokens, self._arguments_of(request))
         reused = idle = 0
         if self._stock.prefix_cache_lookup_enabled(request):
             asked = Request(request_name(request.request_id), found.tokens, **found.arguments)
@@ -179,6 +178,17 @@ class VLLMCacheManager:
                 idle = reusable - demand.held[window]
         self._found = found._replace(reused=reused, idle=idle)
         return self.empty_kv_cache_blocks, reused, 0
+
+    def _arguments_of(self, request: Any) -> dict[str, Any]:
+        """Return the arguments of an admission; a request that is not looked up gets a namespace of its own.
+
+        Its tables only grow, so where its blocks are cached already it would hold both, up to twice what it needs, and
+        be preempted again and again for want of room.
+        """
+        arguments = self._arguments.of(request)
+        if not arguments["lookup"]:
+            arguments["cache_salt"] = secrets.token_hex(16)
+        return arguments
 
     def allocate_slots(
         self,
@@ -208,7 +218,8 @@ class VLLMCacheManager:
         try:
             if served is None:
                 whole = request.num_tokens if full_sequence_must_fit else 0
-                spared = self._watermark if has_scheduled_reqs and _is_waiting(request) else 0
+                waits = request.status.name in ("WAITING", "PREEMPTED")
+                spared = self._watermark if has_scheduled_reqs and waits else 0
                 if not self._fits(whole, spared):
                     return self._refuse(request, spared)
                 if not self._fits(end, spared + reserved_blocks):
@@ -368,7 +379,3 @@ class VLLMCacheManager:
     def take_boundary_state_offloads(self) -> dict[str, Any]:
         """Return no states: there are no layers with states."""
         return {}
-
-
-def _is_waiting(request: Any) -> bool:
-    return request.status.name in ("WAITING", "PREEMPTED")

@@ -71,66 +71,64 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _hook(module: ModuleType) -> None:
-    scheduler = getattr(module, "Scheduler", None)
-    if scheduler is None:
-        if os.environ.get(VARIABLE):
-            _log.warning("The KV cache is not recorded: this vLLM has no %s.Scheduler", _SCHEDULER)
-        return
-    made = scheduler.__init__
+def _after_init(owner: Any, then: Callable[..., None]) -> bool:
+    """Call `then` with each new object of a class and the arguments that it was made with; False if that is done
+    already.
+    """
+    made = owner.__init__
     if getattr(made, "kvcache", False):
-        return
+        return False
 
     @wraps(made)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        setattr(self, _SEEN, True)
-        _look(self)
+        then(self, *args, **kwargs)
 
     make.kvcache = True  # type: ignore[attr-defined]
-    scheduler.__init__ = make
+    owner.__init__ = make
+    return True
+
+
+def _hook(module: ModuleType) -> None:
+    scheduler = getattr(module, "Scheduler", None)
+    if scheduler is not None:
+        _after_init(scheduler, _look)
+    elif os.environ.get(VARIABLE):
+        _log.warning("The KV cache is not recorded: this vLLM has no %s.Scheduler", _SCHEDULER)
 
 
 def _hook_core(module: ModuleType) -> None:
+    core = getattr(module, "EngineCore", None)
+    if core is not None:
+        _after_init(core, _check_core)
+
+
+def _check_core(core: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
     """Warn in an engine with a scheduler that is not derived from vLLM's, and so is not recorded; hash no blocks for
     a kvcache manager.
     """
-    core: Any = getattr(module, "EngineCore", None)
-    if core is None or getattr(core.__init__, "kvcache", False):
-        return
-    made = core.__init__
-
-    @wraps(made)
-    def make(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, vllm_config, *args, **kwargs)
-        seen, manages = hasattr(getattr(self, "scheduler", None), _SEEN), _manages(vllm_config)
-        why = f"the scheduler is not derived from {_SCHEDULER}.Scheduler"
-        if manages and not seen:
-            raise RuntimeError(f"{MODE}=manager: {why}")
-        if manages:
-            self.request_block_hasher = None  # names of blocks that nothing needs
-        elif _requested(vllm_config) is not None and not seen:
-            _log.warning("The KV cache is not recorded: %s", why)
-
-    make.kvcache = True  # type: ignore[attr-defined]
-    core.__init__ = make
+    seen, manages = hasattr(getattr(core, "scheduler", None), _SEEN), _manages(vllm_config)
+    why = f"the scheduler is not derived from {_SCHEDULER}.Scheduler"
+    if manages and not seen:
+        raise RuntimeError(f"{MODE}=manager: {why}")
+    if manages:
+        core.request_block_hasher = None  # names of blocks that nothing needs
+    elif _requested(vllm_config) is not None and not seen:
+        _log.warning("The KV cache is not recorded: %s", why)
 
 
 def _hook_engines(module: ModuleType) -> None:
     """Let engine processes close their logs: a server would kill them at once after requesting their end."""
     manager: Any = getattr(module, "CoreEngineProcManager", None)
     seconds = getattr(module, "get_engine_process_shutdown_timeout", None)
-    if manager is None or seconds is None or getattr(manager.__init__, "kvcache", False):
-        return
-    made, shutdown = manager.__init__, manager.shutdown
 
-    @wraps(made)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        config = kwargs.get("vllm_config")
-        setattr(
-            self, _WAITS, getattr(config, "shutdown_timeout", None) == 0 and _requested(config) is not None
-        )
+    def note(made: Any, *_: Any, vllm_config: Any = None, **__: Any) -> None:
+        at_once = getattr(vllm_config, "shutdown_timeout", None) == 0
+        setattr(made, _WAITS, at_once and _requested(vllm_config) is not None)
+
+    if manager is None or seconds is None or not _after_init(manager, note):
+        return
+    shutdown = manager.shutdown
 
     @wraps(shutdown)
     def shut_down(self: Any, timeout: float | None = None) -> None:
@@ -138,8 +136,7 @@ def _hook_engines(module: ModuleType) -> None:
             timeout = None  # vLLM's own: it kills processes that have not ended after five seconds
         shutdown(self, timeout)
 
-    make.kvcache = True  # type: ignore[attr-defined]
-    manager.__init__, manager.shutdown = make, shut_down
+    manager.shutdown = shut_down
 
 
 def _requested(config: Any) -> tuple[object, str | None] | None:
@@ -162,8 +159,9 @@ def _manages(config: Any) -> bool:
     return mode_of(requested[0]) == MANAGER
 
 
-def _look(scheduler: Any) -> None:
+def _look(scheduler: Any, *_: Any, **__: Any) -> None:
     """Record a new scheduler, if there are settings for it, or replace its manager, which raises what that raises."""
+    setattr(scheduler, _SEEN, True)
     config = getattr(scheduler, "vllm_config", None)
     try:
         requested, manages = _requested(config), _manages(config)

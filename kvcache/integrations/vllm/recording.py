@@ -27,19 +27,6 @@ _id_of = attrgetter("block_id")
 class _RecordedRequest:
     """Recorded part of a running request."""
 
-    __slots__ = (
-        "computed",
-        "external",
-        "id",
-        "loaded_to",
-        "loads",
-        "name",
-        "prompt",
-        "request",
-        "stored",
-        "table",
-    )
-
     def __init__(self, request: Any, prompt: int, table: list[int], computed: int, external: int) -> None:
         self.request, self.id = request, request.request_id
         self.name = request_name(request.request_id)
@@ -100,12 +87,7 @@ class Recording:
         self._by_hash = {each.hash_end: each for each in self._groups}
         self._naming: str | None = None
         """Request that blocks are being named for."""
-        self._given: set[tuple[int, int, bytes]] = set()
-        """Present names, by group and block."""
-        self._new_names: dict[str, dict[tuple[int, int, bytes], int]] = {}
-        """New names by request: positions by group, block and name, not yet recorded."""
-        self._unnamed: dict[tuple[int, int, bytes], None] = {}
-        """Removed names, not yet recorded."""
+
         self._current: str | None = None
         """Request of the call in progress."""
 
@@ -231,7 +213,7 @@ class Recording:
             self.recorder.allocated(running.name, table[kept:])
             running.table = table
         for group in self._groups:
-            named = {block for number, block, _ in self._given if number == group.number}
+            named = {block for block, _ in group.given}
             had = group.tables.get(running.id, {})
             for again in (True, False):
                 rows = {index: block for index, block in had.items() if (block in named) == again}
@@ -244,7 +226,8 @@ class Recording:
         if successful:
             self.recorder.cleared()
             self._cached = bytearray(len(self._cached))
-            self._given.clear()
+            for group in self._groups:
+                group.given.clear()
 
     def unnamed(self, _: Any, blocks: Any) -> None:
         """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, but requests may hold them."""
@@ -300,10 +283,10 @@ class Recording:
             return
         if self._naming is None or num_tokens is None:
             raise Unsupported("naming blocks that no request holds", "there is no workaround yet")
-        name = group.number, block.block_id, bytes(key[:-HASH_END])
-        if name not in self._given:  # vLLM may give it again
-            self._given.add(name)
-            self._new_names.setdefault(self._naming, {})[name] = num_tokens
+        name = block.block_id, bytes(key[:-HASH_END])
+        if name not in group.given:  # vLLM may give it again
+            group.given.add(name)
+            group.new_names.setdefault(self._naming, {})[name] = num_tokens
 
     def names_taken(self, removed: list[bytes], block: Any) -> None:
         """`BlockPool._remove_cached_block_hashes` has returned."""
@@ -311,10 +294,10 @@ class Recording:
             group = self._by_hash.get(key[-HASH_END:])
             if group is None:
                 continue
-            name = group.number, block.block_id, bytes(key[:-HASH_END])
-            self._given.discard(name)
-            if not any(names.pop(name, None) for names in self._new_names.values()):
-                self._unnamed[name] = None
+            name = block.block_id, bytes(key[:-HASH_END])
+            group.given.discard(name)
+            if not any(names.pop(name, None) for names in group.new_names.values()):
+                group.unnamed[name] = None
 
     def allocating(self, request: Any, *_: Any, **__: Any) -> None:
         """`KVCacheManager.allocate_slots` is called."""
@@ -453,34 +436,27 @@ class Recording:
 
     def _record_unnamed(self) -> None:
         """Record removed names; those for a request that is being admitted, once it is."""
-        if not self._unnamed or (self._current is not None and self._current not in self._running):
+        if self._current is not None and self._current not in self._running:
             return
-        rows, self._unnamed = self._unnamed, {}
         for group in self._groups:
-            own = [(block, key) for number, block, key in rows if number == group.number]
-            if own:
-                blocks, keys = [block for block, _ in own], [key for _, key in own]
+            if group.unnamed:
+                blocks, keys = zip(*group.unnamed, strict=True)
+                group.unnamed.clear()
                 needed_by = None if self._current is None else self._running[self._current].name
                 self.recorder.unnamed(blocks, keys, needed_by, group=group.number)
 
     def settle(self, key: str, *_: Any, **__: Any) -> None:
         """`KVCacheManager.remove_skipped_blocks` is called: the request may leave blocks that it has named."""
-        if self._new_names.get(key) and key in self._running:
+        if key in self._running and any(group.new_names.get(key) for group in self._groups):
             self._append([self._names.index(self._running[key].name)])
             self._record_names(key)
 
     def _record_names(self, key: str) -> None:
-        rows = self._new_names.pop(key, {})
         for group in self._groups:
-            own = [
-                (block, key, position)
-                for (number, block, key), position in rows.items()
-                if number == group.number
-            ]
-            if own:
-                blocks, keys, positions = ([row[at] for row in own] for at in range(3))
-                name = self._running[key].name
-                self.recorder.named(name, blocks, keys, positions, group=group.number)  # type: ignore[arg-type]
+            if rows := group.new_names.pop(key, None):
+                blocks, names = zip(*rows, strict=True)
+                name, positions = self._running[key].name, list(rows.values())
+                self.recorder.named(name, blocks, names, positions, group=group.number)
 
     def _append(self, grown: list[int]) -> None:
         """Record the new tokens of these running requests."""
@@ -509,8 +485,9 @@ class Recording:
             self._store(each)
         self._record_unnamed()
         # Those of a request that is being admitted come later.
-        for key in self._new_names.keys() & self._running.keys():
-            self._record_names(key)
+        for group in self._groups:
+            for key in group.new_names.keys() & self._running.keys():
+                self._record_names(key)
 
     def _store(self, running: _RecordedRequest) -> None:
         """Record the blocks that vLLM has named for a request."""

@@ -10,7 +10,6 @@ import importlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvcache.integrations.attachment import Attachment
 from kvcache.integrations.settings import MODE, RECORD, RecorderSettings, recorder_settings
 from kvcache.integrations.vllm.attached import close_with, config_of, known_version, rank_of
 from kvcache.integrations.vllm.manager import VLLMCacheManager
-from kvcache.record.outputs import open_log
 
 _INSTEAD = f"record vLLM's own manager with {MODE}={RECORD}, the default"
 _log = logging.getLogger("vllm.kvcache")
@@ -37,8 +35,7 @@ def replace_manager(scheduler: Any, given: object, directory: str | None) -> Non
     asked = recorder_settings(given, directory, rank_of(scheduler.vllm_config.parallel_config), manages=True)
     attachment = _replace(scheduler, asked)
     close_with(scheduler, attachment)
-    places = [str(asked.log)] if asked.log is not None else []
-    _log.info("The KV cache is managed by kvcache: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
+    _log.info("The KV cache is managed by kvcache: %s", asked.outputs)
 
 
 def _unsupported(scheduler: Any) -> list[tuple[bool, str]]:
@@ -80,10 +77,7 @@ def _replace(scheduler: Any, asked: RecorderSettings) -> Attachment:
         append_only_tables=True,
         keep_reservations=True,
     )
-    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
-    with ExitStack() as failed:
-        if log is not None:
-            failed.callback(log.close)
+    with asked.opened_log(config) as (log, failed):
         manager = KVCacheManager(config, log=log, sinks=asked.sinks)
         failed.callback(manager.close)
         by_priority = scheduler.policy.value == "priority"
@@ -91,7 +85,6 @@ def _replace(scheduler: Any, asked: RecorderSettings) -> Attachment:
         late = by_priority or config.enable_partial_reuse
         adapter = VLLMCacheManager(manager, stock, copy_type, late=late)
         attachment = Attachment(adapter, log, _log)
-        failed.pop_all()
     scheduler.kv_cache_manager = adapter
     _refuse_sessions(scheduler)
     for name in ("schedule", "update_from_output", "finish_requests"):

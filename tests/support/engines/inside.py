@@ -21,7 +21,8 @@ def slots_of(manager: KVCacheManager, request_id: RequestId) -> int:
 
 def is_certain(manager: KVCacheManager) -> bool:
     """Return whether no call is refused for copies that are pending or have failed."""
-    return manager._transfer_checks.certain
+    checks, transfers = manager._transfer_checks, manager.transfers
+    return not (checks._lost or checks._stuck or (transfers is not None and transfers.pending))
 
 
 def blocks_of(manager: KVCacheManager) -> BlockManager:

@@ -2,7 +2,8 @@
 
     python -m tests.support.engines.vllm_beside REQUESTS SEED BLOCKS [--async] [--partial] [--watermark]
 
-prints what each has done, as a line of JSON. Runs where vLLM is installed.
+prints what each has done, as a line of JSON, with a watermark also what vLLM does without it. Runs where vLLM is
+installed.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         ours = {"mode": "manager", "log": str(log), "settings": {"enable_partial_reuse": partial}}
+        engines = [("stock", False, watermark), ("ours", ours, watermark)]
+        if watermark:
+            engines.append(("stock without", False, 0.0))
         found = {
-            name: serve(requests, blocks, kvcache, Path(directory), ahead=ahead, watermark=watermark)
-            for name, kvcache in (("stock", False), ("ours", ours))
+            name: serve(requests, blocks, kvcache, Path(directory), ahead=ahead, watermark=kept)
+            for name, kvcache, kept in engines
         }
         replayed = replay(log, verify=True)
         assert replayed.end is not None

@@ -24,6 +24,10 @@ from kvcache.whatif.trial import Trial, play
 from tests.support.engines.vllm_programs import Program, Shape
 from tests.support.engines.vllm_worker import CheckingWorker
 
+STUCK = (62,)
+"""Seeds of programs that did not end once, which are run beside the others: a request that is not looked up needed more
+than half the cache, where its prompt was cached already."""
+
 
 class ManagedProgram(Program):
     """An engine whose blocks are ours to give."""
@@ -50,7 +54,8 @@ class ManagedProgram(Program):
         for _ in self.steps():
             manager.recorder.check()
             for served in manager._serving.values():
-                assert len(served.given) == len(served.sequence.tables[0])
+                # Fewer if it was not scheduled, as where a request of a higher priority was preempted in its step.
+                assert len(served.given) <= len(served.sequence.tables[0])
             used = manager.usage
         assert not manager.recorder.state.sequences
         assert used == 0
@@ -90,7 +95,7 @@ def main(first: int, last: int) -> None:
     """Run these seeds."""
     register()
     seen = Counter[str]()
-    for seed in range(first, last):
+    for seed in (*range(first, last), *STUCK):
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
             program = ManagedProgram(seed, Path(directory))
             try:

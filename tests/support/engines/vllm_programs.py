@@ -31,6 +31,8 @@ from tests.support.engines.vllm_mirror import compare, compare_log
 from tests.support.engines.vllm_model import write_model
 
 STEPS = 120
+MOST_STEPS = 10_000
+"""Until all requests have ended."""
 SALTS = (None, None, None, "a", "b")
 ADAPTERS: tuple[tuple[str, int, str] | None, ...] = (
     None,
@@ -208,8 +210,12 @@ class Program:
             yield
         self._end_session()
         yield
-        while self.engine.step(self.rng):
+        for _ in range(MOST_STEPS):
+            if not self.engine.step(self.rng):
+                break
             yield
+        else:
+            raise AssertionError(f"not ended after {MOST_STEPS:,} more steps")
         self.engine.scheduler.shutdown()
 
     def _act(self) -> None:
