@@ -121,11 +121,6 @@ _LONGEST_VALUE, _LONGEST_NAME, _MOST_LABELS = 256, 64, 8
 """Most characters of a session and of a label's value, of a label's name; and most labels of a request."""
 
 
-def checked_session(value: object) -> str:
-    """Return a plain str of bounded size."""
-    return _checked_short(value, "a session", _LONGEST_VALUE)
-
-
 def checked_labels(value: object) -> dict[str, str] | None:
     """Return a few names with their values, by name; None for no labels."""
     if not isinstance(value, Mapping):
@@ -678,7 +673,7 @@ class RequestChecker:
             checked_retention(retention),
             reserve_tokens,
             encoder,
-            None if session is None else checked_session(session),
+            None if session is None else _checked_short(session, "a session", _LONGEST_VALUE),
             None if labels is None else checked_labels(labels),
             checked_flag(lookup, "lookup"),
         )

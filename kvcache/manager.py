@@ -429,9 +429,10 @@ class KVCacheManager(EventSourcedCache):
     def start_transfers(self) -> Ticket | None:
         """Start the copies requested by admissions; call it before the forward pass.
 
-        The compute stream must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``). None:
-        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` returns the
-        affected requests.
+        On a GPU the compute stream must be torch's current one here, and in `flush` and `close`: the copies wait for
+        what was submitted to it. It must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``).
+        None: nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` returns
+        the affected requests.
         """
         if self.transfers is None or not self.transfers.pending:
             return None
@@ -468,8 +469,7 @@ class KVCacheManager(EventSourcedCache):
             )
         if num_computed_tokens > self._blocks.slots_of(sequence):
             self._blocks.refuse_without_slots([sequence])
-        if not self._transfer_checks.certain:
-            self._transfer_checks.refuse_uncomputable([sequence])
+        self._transfer_checks.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.stored_blocks, swaps)
@@ -488,8 +488,7 @@ class KVCacheManager(EventSourcedCache):
             raise UsageError(
                 f"request {shown(sequence.request_id)} has no encoder input: the model has no encoder"
             )
-        if not self._transfer_checks.certain:
-            self._transfer_checks.refuse_uncomputable([sequence])
+        self._transfer_checks.refuse_uncomputable([sequence])
         with self._guard:
             return self._blocks.store_input(encoder)
 
@@ -509,18 +508,16 @@ class KVCacheManager(EventSourcedCache):
         `store_context_blocks`, and the blocks that they fill become reusable. With `draft`, tokens that `rewind` may
         take back do not count as computed, and are not stored, before the next call without it. Reserved slots of a
         sequence are used first, and returned if these tokens do not need them, or kept with `keep_reservations`.
-        Returns the sequences with changed
-        tables. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of them cannot be had;
-        `OutOfBlocks.index` is the first sequence that does not fit. Raises `TransfersPending` as `store_context_blocks`
-        does, and `PromptTooLong` if one has reached `max_tokens`.
+        Returns the sequences with changed tables. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of
+        them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises `TransfersPending` as
+        `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None and draft is False:
             batch = self._running.decode_batch(ids, num_tokens, self._checker.longest_sequence)
-            if not self._transfer_checks.certain:
-                self._transfer_checks.refuse_uncomputable(batch.sequences)
+            self._transfer_checks.refuse_uncomputable(batch.sequences)
             if not batch.is_steady:
                 self._blocks.refuse_without_slots(batch.sequences)
             try:
@@ -532,10 +529,9 @@ class KVCacheManager(EventSourcedCache):
         sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
         running = self._running.sequences(ids)
         self._blocks.refuse_without_slots(running)
-        if not self._transfer_checks.certain:
-            # Drafts do not count as computed, so nothing need be there.
-            refuse = self._transfer_checks.refuse_lost if draft else self._transfer_checks.refuse_uncomputable
-            refuse(running)
+        # Drafts do not count as computed, so nothing need be there.
+        refuse = self._transfer_checks.refuse_lost if draft else self._transfer_checks.refuse_uncomputable
+        refuse(running)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._checker.longest_sequence, draft=draft)
 
@@ -591,8 +587,7 @@ class KVCacheManager(EventSourcedCache):
         """
         parent, child = self._running.sequence(request_id), checked_request_id(child_id)
         self._checker.refuse_running(child)
-        if not self._transfer_checks.certain:
-            self._transfer_checks.refuse_uncomputable([parent])
+        self._transfer_checks.refuse_uncomputable([parent])
         with self._guard:
             return self._blocks.fork(parent, child)
 
@@ -612,8 +607,7 @@ class KVCacheManager(EventSourcedCache):
                 f"num_tokens must be from 1 to {sequence.num_tokens}, the length of request "
                 f"{shown(sequence.request_id)}, not {number}"
             )
-        if not self._transfer_checks.certain:
-            self._transfer_checks.refuse_uncomputable([sequence])
+        self._transfer_checks.refuse_uncomputable([sequence])
         if number < sequence.num_tokens:
             self._blocks.refuse_rewind(sequence, number)
             with self._guard:
@@ -638,7 +632,7 @@ class KVCacheManager(EventSourcedCache):
         an unknown number.
         """
         number = checked_integer(pin, "a pin")
-        if number not in self._blocks.pins:
+        if number not in self.state.pins:
             raise UsageError(f"unknown pin {number} (already unpinned?)")
         with self._guard:
             self._blocks.unpin(number)

@@ -16,8 +16,8 @@ _LONG = 120
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Format a number with its noun: "1 block", "2,004 blocks"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    """Format a number with its noun: "1 block", "2,004 blocks", "3 batches"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + ('es' if noun.endswith('ch') else 's')}"
 
 
 def batches(first: int, last: int, one: str = "", more: str = "") -> str:

@@ -17,14 +17,14 @@ import msgspec
 
 from events import types as ev
 from events.ids import Handle
-from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.names import NAMED_BY_ENGINE
 from events.types import FULL, PRIMARY, SECONDARY, UNCACHED, RemoveReason, RequestId
 from kvcache.calls.guard import exclusive
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import RunningRequests
 from kvcache.decide.housekeeping import Housekeeping
-from kvcache.decide.window_manager import BlockEvents, BlockNames
+from kvcache.decide.window_manager import BlockEvents
 from kvcache.errors import (
     Contradiction,
     OutOfBlocks,
@@ -241,10 +241,9 @@ class Recorder(EventSourcedCache):
         )
         sequence = self.state.sequences[handle]
         if slots:
-            names = self._mirror.names_at(PRIMARY, slots)
-            self._events.reuse(sequence, BlockNames(PRIMARY, 0, slots, names))
+            self._events.reuse(sequence, Piece(PRIMARY, 0, slots, self._mirror.keys_at(PRIMARY, slots)))
         if below:
-            found = BlockNames(SECONDARY, len(slots), below, self._mirror.names_at(SECONDARY, below))
+            found = Piece(SECONDARY, len(slots), below, self._mirror.keys_at(SECONDARY, below))
             self._events.reuse(sequence, found)
             self._events.move_up(sequence, found, free, ev.MoveReason.ONBOARD)
 
@@ -413,8 +412,8 @@ class Recorder(EventSourcedCache):
         with self._guard:
             self._ids.hold(sequence.handle, ids, slots)
             self._note_computed(sequence, last)
-            blocks = BlockNames(PRIMARY, first, slots, self._mirror.names_at(PRIMARY, slots))
-            self._events.reuse(sequence, blocks, own[::-1].tobytes())
+            piece = Piece(PRIMARY, first, slots, self._mirror.keys_at(PRIMARY, slots))
+            self._events.reuse(sequence, piece, own[::-1].tobytes())
 
     @exclusive
     def appended(
@@ -464,24 +463,20 @@ class Recorder(EventSourcedCache):
         """
         stop = None if stop is None else checked_stop(stop)
         reason, sequence = checked_choice(why, ev.EndReason, "why"), self._running.sequence(request_id)
-        table, shared = sequence.tables[0], self._group.shared
-        own = table[sequence.path_ends[0].end :][::-1]
-        if shared:
-            own = array("i", [slot for slot in own if slot not in shared])
         with self._guard:
             self._fresh.discard(sequence.handle)
             self._emit(
                 ev.SequenceRemoved(
                     handle=sequence.handle,
                     stored=sequence.stored,
-                    freed=(own.tobytes(),),
+                    freed=(self._group.freed_by(sequence),),
                     num_tokens=sequence.num_tokens,
                     computed=sequence.computed,
                     why=reason,
                     stop=stop,
                 )
             )
-            self._ids.release(sequence.handle, table)
+            self._ids.release(sequence.handle, sequence.tables[0])
 
     # -- evictions
 
@@ -836,14 +831,13 @@ class Recorder(EventSourcedCache):
 
     def _adopt(self, sequence: Sequence, piece: Piece) -> None:
         """Match blocks of a sequence with equal cached ones: as copies of these, or in place of those in secondary."""
-        blocks = BlockNames(piece.level, piece.first, piece.slots, names_of_keys(piece.keys, self._key_bytes))
         own = sequence.tables[0][piece.first : piece.first + len(piece.slots)]
         if piece.level == PRIMARY:
             for slot, cached in zip(own, piece.slots, strict=True):
                 self._ids.share(sequence.handle, slot, cached, self._group.run_at(PRIMARY, cached).refs)
-            self._events.reuse(sequence, blocks, own[::-1].tobytes())
+            self._events.reuse(sequence, piece, own[::-1].tobytes())
         else:
-            self._events.move_up(sequence, blocks, own, ev.MoveReason.RECOMPUTED)
+            self._events.move_up(sequence, piece, own, ev.MoveReason.RECOMPUTED)
 
     def _continues_alone(self, sequence: Sequence, block: int) -> bool:
         """True if a sequence fills its next block after a path that it alone has cached, with plain tokens."""

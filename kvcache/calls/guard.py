@@ -21,20 +21,6 @@ class Guard:
     Used as a context manager around the atomic part of a command.
     """
 
-    __slots__ = (
-        "_owner",
-        "_owner_name",
-        "began_ns",
-        "busy",
-        "caller",
-        "clock",
-        "closed",
-        "deferred",
-        "failure",
-        "interrupted",
-        "spent_ns",
-    )
-
     def __init__(self) -> None:
         self._owner = get_ident()
         self._owner_name = threading.current_thread().name

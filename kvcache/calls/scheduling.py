@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
 from kvcache.calls.guard import Guard, exclusive
@@ -17,6 +15,7 @@ from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import UsageError
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import Group
+from kvcache.fold.prefix_tree import common_bytes
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
@@ -139,7 +138,10 @@ class Scheduling:
             return 0
         if sequence.packed(reused * size, (reused + 1) * size) != request.symbols[block]:
             return 0
-        alike = _common_tokens(sequence.packed(0, last * size), request.symbols) // size
+        symbols = request.symbols
+        alike = common_bytes(sequence.packed(0, last * size), symbols, 0, len(symbols)) // (
+            size * TOKEN_BYTES
+        )
         groups = [self._state.groups[window.index] for window in self._blocks.windows]
         blocks = min([alike, *[_storable(group, sequence, size) for group in groups]])
         for group in groups:
@@ -263,10 +265,3 @@ def _held(group: FullGroup | SlidingGroup, sequence: Sequence) -> Iterator[tuple
         yield slot, group.shared.get(slot, 1), 1
     for slot in sequence.retention_in(group.index):
         yield slot, 1, 1
-
-
-def _common_tokens(one: bytes, other: bytes) -> int:
-    """Count equal leading tokens."""
-    count = min(len(one), len(other)) // TOKEN_BYTES
-    differ = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
-    return int(differ.argmax()) if differ.any() else count

@@ -185,12 +185,10 @@ class BlockTables:
         group = self._group_of(window)
         sequences = self._readable(request_ids, group)
         tables = [_safe(sequence, group) for sequence in sequences]
-        shape = len(tables), max(map(len, tables), default=0)
-        target = _target(out, np.int32, shape)
-        target[:] = padding
-        for row, table in zip(target, tables, strict=False):
+        rectangle = np.full((len(tables), max(map(len, tables), default=0)), padding, np.int32)
+        for row, table in zip(rectangle, tables, strict=True):
             row[: len(table)] = table
-        return self._result(out, target, shape, sequences, group)
+        return self._result(rectangle, out, padding, sequences, group)
 
     @exclusive
     def paged(
@@ -242,10 +240,7 @@ class BlockTables:
             for sequence, begin, end in zip(sequences, begins, ends, strict=True)
         ]
         mapping = np.concatenate(rows) if rows else np.empty(0, np.int64)
-        target = _target(out, np.int64, mapping.shape)
-        target[: len(mapping)] = mapping
-        target[len(mapping) :] = NO_SLOT
-        return self._result(out, target, mapping.shape, sequences, group, of_step=True)
+        return self._result(mapping, out, NO_SLOT, sequences, group, of_step=True)
 
     @exclusive
     def sequence_lengths(
@@ -262,10 +257,7 @@ class BlockTables:
         group = 0 if window is None else self._group_of(window)
         sequences = self._readable(request_ids, group)
         ends = np.array(self._ends(sequences, group, stops), np.int32)
-        target = _target(out, np.int32, ends.shape)
-        target[: len(ends)] = ends
-        target[len(ends) :] = 0
-        return self._result(out, target, ends.shape, sequences, group, of_step=True)
+        return self._result(ends, out, 0, sequences, group, of_step=True)
 
     # -- arguments
 
@@ -294,8 +286,7 @@ class BlockTables:
             # The tokens of encoders' inputs fill whole blocks, padded with zeros.
             ends = [each.num_prompt_tokens if each.holders else each.num_tokens for each in sequences]
         else:
-            ends = [checked_natural(stop, "stops") for stop in listed(stops, "stops")]
-        _refuse_other_length(ends, sequences, "stops")
+            ends = _numbers(stops, sequences, "stops")
         for sequence, end in zip(sequences, ends, strict=True):
             slots = len(sequence.tables[group]) * self._size
             if end > slots:
@@ -307,10 +298,8 @@ class BlockTables:
 
     def _begins(self, sequences: list[Sequence], starts: Items[int] | None, ends: list[int]) -> list[int]:
         if starts is None:
-            begins = [min(sequence.computed, end) for sequence, end in zip(sequences, ends, strict=True)]
-        else:
-            begins = [checked_natural(start, "starts") for start in listed(starts, "starts")]
-        _refuse_other_length(begins, sequences, "starts")
+            return [min(sequence.computed, end) for sequence, end in zip(sequences, ends, strict=True)]
+        begins = _numbers(starts, sequences, "starts")
         if any(begin > end for begin, end in zip(begins, ends, strict=True)):
             raise UsageError("starts must not exceed stops")
         return begins
@@ -341,18 +330,25 @@ class BlockTables:
 
     def _result(
         self,
+        values: Column,
         out: Any,
-        target: Column,
-        shape: tuple[int, ...],
+        filler: int,
         sequences: list[Sequence],
         group: int,
         *,
         of_step: bool = False,
     ) -> BlockTable:
-        within = tuple(slice(length) for length in shape)
-        result: BlockTable = self._presented(target) if out is None else out[within]
-        self._note([result] if out is None else [result, out], sequences, group, of_step=of_step)
-        return result
+        """Return these values, or the beginning of `out` with them, after filling the rest of it."""
+        if out is None:
+            result = self._presented(values)
+            self._note([result], sequences, group, of_step=of_step)
+            return result
+        target, within = _target(out, values), tuple(slice(length) for length in values.shape)
+        target[...] = filler
+        target[within] = values
+        written: BlockTable = out[within]
+        self._note([written, out], sequences, group, of_step=of_step)
+        return written
 
 
 def _safe(sequence: Sequence, group: int) -> Column:
@@ -364,17 +360,17 @@ def _safe(sequence: Sequence, group: int) -> Column:
     return table
 
 
-def _refuse_other_length(numbers: list[int], sequences: list[Sequence], what: str) -> None:
+def _numbers(given: Items[int], sequences: list[Sequence], what: str) -> list[int]:
+    numbers = [checked_natural(each, what) for each in listed(given, what)]
     if len(numbers) != len(sequences):
         raise UsageError(
             f"{what} must have one number for each of {len(sequences)} sequences, not {len(numbers)}"
         )
+    return numbers
 
 
-def _target(out: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> Column:
-    """Return the array to write: a new one, or the memory of `out`."""
-    if out is None:
-        return np.empty(shape, dtype)
+def _target(out: Any, values: Column) -> Column:
+    """Return the memory of `out`, which has room for these values."""
     try:
         # Shares the memory of arrays and of tensors on the host, as intended.
         target = out.numpy() if hasattr(out, "numpy") else np.asarray(out)
@@ -382,14 +378,14 @@ def _target(out: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> Column
         target = None
     enough = (
         target is not None
-        and target.dtype == dtype
-        and target.ndim == len(shape)
-        and all(has >= needed for has, needed in zip(target.shape, shape, strict=True))
+        and target.dtype == values.dtype
+        and target.ndim == values.ndim
+        and all(has >= needed for has, needed in zip(target.shape, values.shape, strict=True))
         and target.flags.writeable
         and np.shares_memory(target, out.numpy() if hasattr(out, "numpy") else out)
     )
     if not enough:
         raise UsageError(
-            f"out must be a writable {np.dtype(dtype)} array or tensor on the host of at least {list(shape)}"
+            f"out must be a writable {values.dtype} array or tensor on the host of at least {list(values.shape)}"
         )
     return target  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from kvcache.decide.eviction_order import ORDERS, EvictionOrder
 from kvcache.decide.full_attention import FullAttentionManager
 from kvcache.decide.housekeeping import Housekeeping
 from kvcache.decide.sliding_window import SlidingWindowManager
-from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowManager, WindowPlan
+from kvcache.decide.window_manager import Claims, CopySource, Plan, WindowPlan, in_all
 from kvcache.errors import (
     OutOfBlocks,
     OutOfNumbers,
@@ -37,8 +37,7 @@ from kvcache.errors import (
     invariant,
     shown,
 )
-from kvcache.fold.prefix_tree import in_all
-from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, BlockRetention, Pin, Sequence, packed_handles
+from kvcache.fold.sequence import DEFAULT, DEFAULT_PRIORITY, BlockRetention, Sequence, packed_handles
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs import NS_PER_MS, CheckedRequest
@@ -49,6 +48,8 @@ from kvcache.sizes import primary_settings
 EVICT_AHEAD_SHARE = 16
 """Upper bound of blocks evicted ahead (`evict_ahead`), as a fraction of the primary slots, so that a small cache does
 not lose what it could still reuse."""
+AnyWindow = FullAttentionManager | SlidingWindowManager
+"""Decisions for a window of one kind or the other."""
 _KEPT_NUMBERS = 1 << 36
 """Transfer ids reserved for sequences that run when admission ends."""
 
@@ -82,7 +83,7 @@ class BlockManager:
             stop: BlockRetention(rule.priority, (rule.duration_ms or 0) * NS_PER_MS)
             for stop, rule in config.stop_retention.items()
         }
-        managers: list[FullAttentionManager | SlidingWindowManager] = [
+        managers: list[AnyWindow] = [
             SlidingWindowManager(state, group, emit, config)
             if isinstance(group, SlidingGroup)
             else FullAttentionManager(state, group, emit, config, order)
@@ -257,7 +258,7 @@ class BlockManager:
                 window.events.reuse(encoder, window.with_names_before(encoder, blocks))
         return sequence
 
-    def _add_input(self, cross: WindowManager, reader: Sequence, plan: Plan, own: WindowPlan) -> Sequence:
+    def _add_input(self, cross: AnyWindow, reader: Sequence, plan: Plan, own: WindowPlan) -> Sequence:
         """Emit the encoder's input of a request that was admitted.
 
         An input is a sequence of its own in the group of cross attention, padded to whole blocks, that the request's
@@ -281,7 +282,7 @@ class BlockManager:
         return self._state.sequences[handle]
 
     def _give_blocks(
-        self, window: WindowManager, sequences: list[Sequence], plans: list[WindowPlan], needed: int
+        self, window: AnyWindow, sequences: list[Sequence], plans: list[WindowPlan], needed: int
     ) -> None:
         """Give the sequences of a batch the blocks of one window that they have not claimed."""
         sources = [each.source for each in plans if each.source is not None]
@@ -518,7 +519,7 @@ class BlockManager:
         for window in self.windows:
             first = window.first_to_leave(sequence, num_tokens)
             sources.append(self._sources(window, sequence, num_tokens, first))
-            freed.append(window.freed_by(sequence, first))
+            freed.append(window.group.freed_by(sequence, first))
             more = len(freed[-1]) // SLOT_BYTES + window.released_by(sequence, first)
             available.append(window.primary.available + more)
         needed = list(map(len, sources))
@@ -538,7 +539,7 @@ class BlockManager:
         return range(first, min(self._blocks_for(num_tokens), len(sequence.tables[0])))
 
     def _sources(
-        self, window: WindowManager, sequence: Sequence, num_tokens: int, first: int
+        self, window: AnyWindow, sequence: Sequence, num_tokens: int, first: int
     ) -> list[CopySource]:
         """Return these blocks as copy sources."""
         size = window.tokens_per_block
@@ -582,7 +583,7 @@ class BlockManager:
             counts[own] += 1
         return number
 
-    def _to_pin(self, window: WindowManager, sequence: Sequence, blocks: range) -> array[int]:
+    def _to_pin(self, window: AnyWindow, sequence: Sequence, blocks: range) -> array[int]:
         """Return the slots that a pin of these blocks of a sequence holds in a window."""
         part, start, stop = sequence.part_in(window.index), blocks.start, blocks.stop
         table = part.tables[window.index]
@@ -602,11 +603,6 @@ class BlockManager:
         self._emit(ev.BlocksUnpinned(pin=number, freed=tuple(freed), clock=self._time()))
         for counts, slots in zip(pinned, held.slots, strict=True):
             counts[slots] -= 1
-
-    @property
-    def pins(self) -> dict[int, Pin]:
-        """Pins by number."""
-        return self._state.pins
 
     @cached_property
     def _pinned(self) -> list[npt.NDArray[np.int64]]:
@@ -632,11 +628,12 @@ class BlockManager:
             self._store(sequence, partial=True)
         stated = self._retention_after_end(sequence, stop) if self._stop_retention else DEFAULT
         clock, encoder = self._time(begins=stated.duration > 0), sequence.encoder
+        freed = [window.group.freed_by(sequence) for window in self.windows]
         self._emit(
             ev.SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
-                freed=(*[window.freed_by(sequence) for window in self.windows], *(b"",) * len(self.cross)),
+                freed=(*freed, *(b"",) * len(self.cross)),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
                 why=why,
@@ -648,9 +645,9 @@ class BlockManager:
             if encoder is not None and not encoder.holders:
                 if store:
                     window.store(encoder)
-                freed = window.freed_by(encoder)
+                own = window.group.freed_by(encoder)
                 self._emit(
-                    ev.EncoderRemoved(handle=encoder.handle, group=window.index, freed=freed, clock=clock)
+                    ev.EncoderRemoved(handle=encoder.handle, group=window.index, freed=own, clock=clock)
                 )
 
     def _retention_after_end(self, sequence: Sequence, stop: str | None) -> BlockRetention:

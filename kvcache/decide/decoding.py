@@ -23,20 +23,6 @@ PLAIN_IDS = frozenset((str, int))
 class DecodeBatch:
     """Fixed set of sequences that get one token each per step. Holds nothing that cannot be derived from the state."""
 
-    __slots__ = (
-        "_beginning",
-        "_due",
-        "_period",
-        "_steps",
-        "_steps_left",
-        "_windows",
-        "handles",
-        "ids",
-        "is_steady",
-        "kinds",
-        "sequences",
-    )
-
     def __init__(
         self,
         ids: Items[RequestId],

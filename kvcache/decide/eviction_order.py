@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
 from inspect import isabstract
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import Watcher, indexes
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import DEFAULT_PRIORITY
-from kvcache.fold.sliding_group import FEW, SlidingGroup
+from kvcache.fold.sliding_group import FEW, SlidingGroup, view_of
 
 _Entry = tuple[Any, int, int]
 """Key of a run, its last slot (which decides between equal keys), its id."""
@@ -240,8 +240,6 @@ Key = tuple[int, int, int]
 class _Queue:
     """Blocks of one priority, in the order of their release."""
 
-    __slots__ = ("depths", "head", "places", "stamps")
-
     def __init__(self) -> None:
         self.places, self.stamps, self.depths = array("i"), array("q"), array("q")
         """Places, stamps, and in secondary only, depths."""
@@ -256,21 +254,13 @@ class _Queue:
                 del column[:head]
             self.head = 0
 
-    def keep(self, there: npt.NDArray[np.bool_]) -> None:
-        """Keep the entries from `head` on where the mask is True; all others are stale."""
-        self.places = _chosen(self.places[self.head :], there)
-        self.stamps = _chosen(self.stamps[self.head :], there)
-        if self.depths:
-            self.depths = _chosen(self.depths[self.head :], there)
-        self.head = 0
-
     def append(self, places: array[int], stamps: array[int], depths: array[int] | None) -> bool:
         """Append entries; returns False if they are out of order, or should have come earlier.
 
         In primary, where blocks come as they are released, only the stamps can be out of order.
         """
         last = self.stamps[-1] if self.stamps else 0
-        if stamps[0] < last or (depths is not None and not self._in_order(_view(stamps), _view(depths))):
+        if stamps[0] < last or (depths is not None and not self._in_order(view_of(stamps), view_of(depths))):
             return False
         self.places += places
         self.stamps += stamps
@@ -287,8 +277,8 @@ class _Queue:
     def up_to(self, limit: tuple[int, int]) -> int:
         """Return the first entry that is not before this release stamp and depth."""
         stamp, depth = limit
-        begin, end = (int(np.searchsorted(_view(self.stamps), stamp, side)) for side in ("left", "right"))
-        return begin + int(np.searchsorted(_view(self.depths)[begin:end], depth))
+        begin, end = (int(np.searchsorted(view_of(self.stamps), stamp, side)) for side in ("left", "right"))
+        return begin + int(np.searchsorted(view_of(self.depths)[begin:end], depth))
 
 
 class ReleaseOrder(Watcher):
@@ -302,8 +292,8 @@ class ReleaseOrder(Watcher):
 
     def __init__(self, group: SlidingGroup) -> None:
         self._group = group
-        self._queues: list[dict[int, _Queue]] = [{}, {}]
-        self._queued = [0, 0]
+        self._queues = [defaultdict[int, _Queue](_Queue) for _ in group.levels]
+        """Queues by level and priority."""
         self._noted, self._noted_stamps = array("i"), array("q")
         """Primary blocks that were released and are not queued yet, with their stamps: a place with another stamp by
         then has been held or given away since."""
@@ -318,8 +308,10 @@ class ReleaseOrder(Watcher):
     @property
     def queued(self) -> int:
         """Entries of all queues, stale and not yet queued ones included."""
-        queues = [queue for queues in self._queues for queue in queues.values()]
-        return sum(len(queue.places) for queue in queues) + len(self._noted)
+        return sum(map(self._entries, range(len(self._queues)))) + len(self._noted)
+
+    def _entries(self, level: int) -> int:
+        return sum([len(queue.places) for queue in self._queues[level].values()])
 
     # -- notifications
 
@@ -339,7 +331,8 @@ class ReleaseOrder(Watcher):
 
     def cleared(self) -> None:
         """Forget all candidates."""
-        self._queues, self._queued = [{}, {}], [0, 0]
+        for queues in self._queues:
+            queues.clear()
         self._noted, self._noted_stamps = array("i"), array("q")
 
     def _queue_noted(self) -> None:
@@ -349,17 +342,9 @@ class ReleaseOrder(Watcher):
             self._queue(PRIMARY, places, stamps)
 
     def _queue(self, level: int, places: array[int], stamps: array[int]) -> None:
-        if self._queued[level] + len(places) > 4 * self._group.levels[level].size:
-            self._forget_stale(level)
-        self._queued[level] += len(places)
-        if not self._append(level, places, stamps):
+        in_order = self._append(level, places, stamps)
+        if not in_order or self._entries(level) > 4 * self._group.levels[level].size:
             self._rebuild(level)
-
-    def _forget_stale(self, level: int) -> None:
-        queues = self._queues[level]
-        for queue in queues.values():
-            queue.keep(self._still(level, queue, queue.head, len(queue.places)))
-        self._queued[level] = sum(len(queue.places) for queue in queues.values())
 
     def _append(self, level: int, places: array[int], stamps: array[int]) -> bool:
         """Append blocks to their queues; returns False if one should have come earlier."""
@@ -369,21 +354,15 @@ class ReleaseOrder(Watcher):
         if level == SECONDARY:
             depths = array("q", self._group.depths_at(indexes(places)).tobytes())
         if self._group.default_priorities_only:
-            return self._queue_of(level, DEFAULT_PRIORITY).append(places, stamps, depths)
+            return self._queues[level][DEFAULT_PRIORITY].append(places, stamps, depths)
         priorities = self._group.views["priorities"][indexes(places)]
         for priority in np.unique(priorities).tolist():
             part = priorities == priority
             of_part = None if depths is None else _chosen(depths, part)
-            queue = self._queue_of(level, priority)
+            queue = self._queues[level][priority]
             if not queue.append(_chosen(places, part), _chosen(stamps, part), of_part):
                 return False
         return True
-
-    def _queue_of(self, level: int, priority: int) -> _Queue:
-        queue = self._queues[level].get(priority)
-        if queue is None:
-            queue = self._queues[level][priority] = _Queue()
-        return queue
 
     def _rebuild(self, level: int) -> None:
         """Rebuild the queues from all candidates."""
@@ -393,9 +372,8 @@ class ReleaseOrder(Watcher):
         if level == PRIMARY:
             self._noted, self._noted_stamps = array("i"), array("q")
         keys = self._group.depths_at(idle), columns["released_at"][idle], columns["priorities"][idle]
-        order = np.lexsort(keys)
-        self._queues[level], self._queued[level] = {}, len(idle)
-        idle = idle[order]
+        self._queues[level].clear()
+        idle = idle[np.lexsort(keys)]
         places = array("i", idle.astype(np.int32).tobytes())
         in_order = self._append(level, places, _gathered(columns["released_at"], idle))
         invariant(in_order, "the sorted entries are not in order")
@@ -447,14 +425,15 @@ class ReleaseOrder(Watcher):
 
             queue   s s s A s S B C D ...    s: stale; S: in `spares`; wanted: 2
                     ^head                    found: A, B
-                              ^ of use from S on, which goes next when it is spared no more; else from C on
+                                  ^ of use from C on; with spares, which go next when they are spared no more, from
+                                    `head` on
 
         Entries are looked at in slices, each as long as what is missing, a margin, and all that was looked at before:
         so a slice at least doubles what has been seen. Invariant: `found` are the first blocks of ``queue[head:begin]``
         that are neither stale nor spared, and all entries before the one returned are stale as soon as those are
-        evicted. O(entries up to there), each of which is passed over once by all calls together.
+        evicted. O(entries up to there), each of which is passed over once by all calls without spares together.
         """
-        found, begin, spared = array("i"), queue.head, None
+        found, begin = array("i"), queue.head
         while begin < stop and len(found) < wanted:
             missing = wanted - len(found)
             end = min(stop, begin + missing + FEW + begin - queue.head)
@@ -462,15 +441,12 @@ class ReleaseOrder(Watcher):
             if np.count_nonzero(there) < len(there):
                 places = _chosen(places, there)
             if spares:
-                free = [place not in spares for place in places]
-                if spared is None and not all(free):
-                    spared = begin + free.index(False)  # or later, where stale ones were passed over
-                places = array("i", compress(places, free))
+                places = array("i", [place for place in places if place not in spares])
             if len(places) > missing:
                 end = begin + (missing if len(places) == len(there) else int(there.nonzero()[0][missing]))
             found += places[:missing]
             begin = end
-        return found, begin if spared is None else min(begin, spared)
+        return found, queue.head if spares else begin
 
     def _still(self, level: int, queue: _Queue, begin: int, end: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the entries that are not stale: their place has the stamp with which they were queued.
@@ -484,9 +460,11 @@ class ReleaseOrder(Watcher):
         Blocks of one release differ in depth, so that is compared, too. O(entries), without a loop.
         """
         at = indexes(queue.places[begin:end])
-        there: npt.NDArray[np.bool_] = self._group.views["released_at"][at] == _view(queue.stamps[begin:end])
+        there: npt.NDArray[np.bool_] = self._group.views["released_at"][at] == view_of(
+            queue.stamps[begin:end]
+        )
         if level == SECONDARY:
-            there &= self._group.depths_at(at) == _view(queue.depths[begin:end])
+            there &= self._group.depths_at(at) == view_of(queue.depths[begin:end])
         return there
 
     def check(self) -> None:
@@ -525,8 +503,4 @@ def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[
 
 def _chosen(column: array[int], there: npt.NDArray[np.bool_]) -> array[int]:
     """Return the entries of a column where the mask is True."""
-    return array(column.typecode, _view(column)[there].tobytes())
-
-
-def _view(column: array[Any]) -> npt.NDArray[Any]:
-    return np.frombuffer(column, np.int64 if column.typecode == "q" else np.int32)
+    return array(column.typecode, view_of(column)[there].tobytes())

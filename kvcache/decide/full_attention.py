@@ -16,11 +16,12 @@ from events.packed import NAME_BYTES, names_between, names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
-from kvcache.decide.window_manager import BlockNames, Claims, Plan, RetentionRow, WindowManager
+from kvcache.decide.window_manager import Claims, Plan, RetentionRow, WindowManager
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import last_reversed
-from kvcache.fold.prefix_tree import GroupMatch, Run, covered, covered_child, match, runs_below
+from kvcache.fold.prefix_tree import Piece, Run, covered, covered_child, match, runs_below
 from kvcache.fold.sequence import BlockRetention, Sequence
+from kvcache.fold.sliding_group import AnyMatch
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 
@@ -33,7 +34,7 @@ class PathClaims(Claims):
         self._taken: dict[int, int] = {}
         """Number of claimed blocks by run."""
 
-    def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
+    def add(self, found: AnyMatch, claimed: Items[Piece]) -> None:
         """Count the cached blocks of one more request."""
         for run, take in found.runs:
             more = take - self._taken.get(run.id, 0)
@@ -84,7 +85,7 @@ class FullAttentionManager(WindowManager):
         return sum(max(0, run.end - max(run.start, first)) for run in path if run.refs == 1)
 
     def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """Return 0: no block is found without those before it."""
+        """First block to pin so that those from `first` on can be found: 0, since none is without those before it."""
         return 0
 
     # -- storing
@@ -118,15 +119,7 @@ class FullAttentionManager(WindowManager):
 
     # -- retention
 
-    def _retention_rows(
-        self,
-        sequence: Sequence,
-        first: int,
-        last: int,
-        changes: Callable[[BlockRetention], bool],
-        *,
-        alone: bool,
-    ) -> Iterator[RetentionRow]:
+    def _held_rows(self, sequence: Sequence, first: int, last: int, *, alone: bool) -> Iterator[RetentionRow]:
         """Yield the rows with equal retention of the sequence's path, which it holds as a whole."""
         path = [
             run
@@ -138,8 +131,6 @@ class FullAttentionManager(WindowManager):
         for (level, old), runs in groupby(
             path, lambda run: (run.level, BlockRetention(run.priority, run.duration))
         ):
-            if not changes(old):
-                continue
             slots, keys = array("i"), bytearray()
             for run in runs:
                 begin, end = max(first - run.start, 0), max(last - run.start, 0)

@@ -182,9 +182,7 @@ class Housekeeping:
 
     def clear(self) -> None:
         """Drop unreferenced blocks, and the names of the rest."""
-        groups = self._state.groups
-        removed = tuple((group.levels[0].unreferenced, group.levels[1].unreferenced) for group in groups)
-        unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
+        removed, unnamed = zip(*[group.counts() for group in self._state.groups], strict=True)
         self._emit(ev.CacheCleared(removed=removed, unnamed=unnamed))
 
     # -- copies that ended

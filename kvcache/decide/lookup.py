@@ -8,8 +8,10 @@ from typing import Any
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import CROSS, SECONDARY, Namespace
+from kvcache.decide.window_manager import in_all
 from kvcache.errors import Unsupported
-from kvcache.fold.prefix_tree import GroupMatch, Piece, in_all
+from kvcache.fold.prefix_tree import Piece
+from kvcache.fold.sliding_group import AnyMatch
 from kvcache.fold.state import CacheState
 from kvcache.inputs import EncoderInput
 from kvcache.results import Match, MatchedBlock
@@ -40,7 +42,7 @@ def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTo
 
 def _match(
     state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool
-) -> tuple[list[GroupMatch], int]:
+) -> tuple[list[AnyMatch], int]:
     """Match a prompt in all groups; returns the matches and their common number of tokens."""
     symbols = state.symbols.symbols_of(prompt)
     stop = max(len(symbols) - TOKEN_BYTES, 0)
@@ -80,7 +82,7 @@ def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int
     return keys[: full * state.hashing.key_bytes]
 
 
-def _describe(state: CacheState, num_tokens: int, found: list[GroupMatch], reused: int) -> Match:
+def _describe(state: CacheState, num_tokens: int, found: list[AnyMatch], reused: int) -> Match:
     assert state.created is not None
     size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
     blocks: list[MatchedBlock] = []

@@ -15,15 +15,14 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.ids import Handle, LevelIndex
-from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Event, RemoveReason
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import ReleaseOrder
-from kvcache.decide.window_manager import BlockNames, Claims, Plan, RetentionRow, WindowManager
+from kvcache.decide.window_manager import Claims, Plan, RetentionRow, WindowManager
 from kvcache.fold.group import indexes
-from kvcache.fold.prefix_tree import GroupMatch, Node, Run, common_bytes, covered, covered_child
-from kvcache.fold.sequence import DETACHED, BlockRetention, Sequence, packed_handles
-from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, SlidingGroup
+from kvcache.fold.prefix_tree import Node, Piece, Run, common_bytes, covered, covered_child
+from kvcache.fold.sequence import DETACHED, Sequence, packed_handles
+from kvcache.fold.sliding_group import DEPTH_BITS, HOLE, AnyMatch, SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 
@@ -39,7 +38,7 @@ class PlaceClaims(Claims):
         self._is_claimed: npt.NDArray[np.bool_] | None = None
         """Claimed places, as a mask; a batch of one request, the usual one, needs none."""
 
-    def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
+    def add(self, found: AnyMatch, claimed: Items[Piece]) -> None:
         """Count the cached blocks of one more request."""
         if self._before and self._is_claimed is None:
             self._is_claimed = np.zeros(len(self._group.refs), np.bool_)
@@ -77,14 +76,13 @@ class SlidingWindowManager(WindowManager):
         """Empty claims of a batch."""
         return PlaceClaims(self.group)
 
-    def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
+    def with_names_before(self, sequence: Sequence, blocks: Piece) -> Piece:
         """Add names of the sequence's earlier blocks that no event has given to these blocks, which are to be held."""
         known = len(sequence.keys) // self.key_bytes if self.key_bytes else blocks.first
         if known >= blocks.first:
             return blocks
         run, _ = self.group.find(self.group.places(blocks.level, blocks.slots[:1])[0])
-        before = names_of_keys(self.group.keys_between(run, known, blocks.first), self.key_bytes)
-        return blocks._replace(names=before + blocks.names)
+        return blocks._replace(keys=self.group.keys_between(run, known, blocks.first) + blocks.keys)
 
     def released_by(self, sequence: Sequence, first: int) -> int:
         """Cached blocks from the block `first` on that become available when the sequence releases them."""
@@ -92,7 +90,7 @@ class SlidingWindowManager(WindowManager):
         return sum(self.group.refs[slot] == 1 for slot in sequence.tables[self.index][first:end])
 
     def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """First block from there on that the window has not left."""
+        """First block to pin so that those from `first` on can be found: the first that the window has not left."""
         return max(first, sequence.detached[self.index])
 
     # -- growth bounds
@@ -100,6 +98,9 @@ class SlidingWindowManager(WindowManager):
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
         """Upper bound of blocks that a sequence needs, in addition to its own, to grow by this number of tokens, one by
         one.
+
+        A prompt with slots for a part of its tokens gets the others in chunks of at most `chunk` tokens (None: at
+        once).
         """
         length, left = len(sequence.tables[self.index]), sequence.detached[self.index]
         total = sequence.num_tokens + num_tokens
@@ -227,7 +228,7 @@ class SlidingWindowManager(WindowManager):
                 self._store_new(sequence, at, (at + len(places)) * self.tokens_per_block)
             else:
                 slots = array("i", [slot_of(place)[1] for place in places])
-                blocks = BlockNames(LevelIndex(level), at, slots, self.group.names_of(places))
+                blocks = Piece(LevelIndex(level), at, slots, self.group.keys_of(places))
                 self._take_stored(sequence, blocks, replaced)
             at += len(places)
         if at < full:
@@ -259,7 +260,7 @@ class SlidingWindowManager(WindowManager):
                     break
                 node, at = child, 0
             assert isinstance(node, Run)
-            same = common_bytes(node, content, done, len(content), at * block_bytes) // block_bytes
+            same = common_bytes(node.symbols, content, done, len(content), at * block_bytes) // block_bytes
             known += node.slots[at : at + same]
             at += same
             if at < len(node.slots) and len(known) < full - first:
@@ -306,24 +307,15 @@ class SlidingWindowManager(WindowManager):
 
     # -- retention
 
-    def _retention_rows(
-        self,
-        sequence: Sequence,
-        first: int,
-        last: int,
-        changes: Callable[[BlockRetention], bool],
-        *,
-        alone: bool,
-    ) -> Iterator[RetentionRow]:
+    def _held_rows(self, sequence: Sequence, first: int, last: int, *, alone: bool) -> Iterator[RetentionRow]:
         """Yield the blocks that the sequence holds inside its window, each with its own retention."""
         begin, end = self.first_pinned(sequence, first), min(last, sequence.path_ends[self.index].end)
         held = sequence.tables[self.index][begin:end]
         if alone:
             held = array("i", [slot for slot in held if self.group.refs[slot] == 1])
         for old, alike in groupby(held, self.group.retention_at):
-            if changes(old):
-                slots = array("i", alike)
-                yield RetentionRow(PRIMARY, old, slots, self.group.names_of(slots))
+            slots = array("i", alike)
+            yield RetentionRow(PRIMARY, old, slots, self.group.names_of(slots))
 
     # -- eviction
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,23 +20,12 @@ from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import CROSS, PRIMARY, SECONDARY, AllocateReason, Event, Namespace
 from kvcache.config import KVCacheConfig
-from kvcache.decide.eviction_order import EvictionOrder, ReleaseOrder
-from kvcache.fold.groups import AnyGroup
-from kvcache.fold.prefix_tree import GroupMatch, Piece
+from kvcache.fold.prefix_tree import PathMatch, Piece
 from kvcache.fold.sequence import DEFAULT, BlockRetention, Sequence, packed_handles, retention_of, rows
+from kvcache.fold.sliding_group import AnyGroup, AnyMatch
 from kvcache.fold.state import CacheState
 from kvcache.inputs import CheckedRequest
 from kvcache.results import Replacement
-
-
-class BlockNames(NamedTuple):
-    """Consecutive cached blocks at one level, shallowest first."""
-
-    level: LevelIndex
-    first: int
-    """Blocks before them in the prompt."""
-    slots: array[int]
-    names: bytes
 
 
 class CopySource(NamedTuple):
@@ -52,7 +42,7 @@ class CopySource(NamedTuple):
 class WindowPlan(NamedTuple):
     """Needs of one request in one window: values, which stay as they are while events are applied."""
 
-    claimed: list[BlockNames]
+    claimed: list[Piece]
     """Cached blocks to hold."""
     new_blocks: int
     """Number of uncached blocks."""
@@ -111,7 +101,7 @@ class Claims(ABC):
         """Primary slots available, less those of claimed blocks."""
 
     @abstractmethod
-    def add(self, found: GroupMatch, claimed: Items[BlockNames]) -> None:
+    def add(self, found: AnyMatch, claimed: Items[Piece]) -> None:
         """Count the cached blocks of one more request."""
 
 
@@ -133,7 +123,7 @@ class BlockEvents:
             )
         )
 
-    def reuse(self, sequence: Sequence, blocks: BlockNames, replaced: bytes = b"") -> None:
+    def reuse(self, sequence: Sequence, blocks: Piece, replaced: bytes = b"") -> None:
         """Let a sequence hold cached blocks of its prompt, instead of own ones that are `replaced` (deepest first)."""
         self._emit(
             ev.BlocksReused(
@@ -142,42 +132,34 @@ class BlockEvents:
                 level=blocks.level,
                 first_block=BlockIndex(blocks.first),
                 slots=blocks.slots.tobytes(),
-                names=blocks.names,
+                names=names_of_keys(blocks.keys, self.key_bytes),
                 replaced=replaced,
             )
         )
 
     def offload(self, slots: array[int], names: bytes, to_slots: array[int], handle: Handle | None) -> None:
         """Move primary blocks to secondary."""
+        self._move(Piece(PRIMARY, 0, slots, b""), names, to_slots, ev.MoveReason.OFFLOAD, handle)
+
+    def move_up(self, sequence: Sequence, blocks: Piece, to_slots: array[int], why: ev.MoveReason) -> None:
+        """Move secondary blocks of a sequence's prompt to primary; recomputed ones need no copy."""
+        names = names_of_keys(blocks.keys, self.key_bytes)
+        self._move(blocks, names, to_slots, why, sequence.handle)
+
+    def _move(
+        self, blocks: Piece, names: bytes, to_slots: array[int], why: ev.MoveReason, handle: Handle | None
+    ) -> None:
         self._emit(
             ev.BlocksMoved(
                 group=self._group.index,
                 names=names,
-                from_level=PRIMARY,
-                from_slots=slots.tobytes(),
-                to_level=SECONDARY,
-                to_slots=to_slots.tobytes(),
-                why=ev.MoveReason.OFFLOAD,
-                transfer=self._state.next_transfer,
-                handle=handle,
-            )
-        )
-
-    def move_up(
-        self, sequence: Sequence, blocks: BlockNames, to_slots: array[int], why: ev.MoveReason
-    ) -> None:
-        """Move secondary blocks of a sequence's prompt to primary; recomputed ones need no copy."""
-        self._emit(
-            ev.BlocksMoved(
-                group=self._group.index,
-                names=blocks.names,
-                from_level=SECONDARY,
+                from_level=blocks.level,
                 from_slots=blocks.slots.tobytes(),
-                to_level=PRIMARY,
+                to_level=PRIMARY if blocks.level == SECONDARY else SECONDARY,
                 to_slots=to_slots.tobytes(),
                 why=why,
-                transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
-                handle=sequence.handle,
+                transfer=0 if why == ev.MoveReason.RECOMPUTED else self._state.next_transfer,
+                handle=handle,
                 first_block=BlockIndex(blocks.first),
             )
         )
@@ -263,21 +245,16 @@ class BlockEvents:
 
 
 class WindowManager(ABC):
-    """Decisions for the blocks of one window. Reads state, emits events.
+    """Decisions for the blocks of one window: what both kinds (`AnyWindow`) have in common. Reads state, emits events.
 
     | called for | methods |
     |---|---|
     | an admission: read | `match`, `plan` |
     | an admission: emit | `with_names_before`, `free_up`, `copy_partial`, `allocate`, `onboard`, `restate` |
     | new tokens | `free_up`, `allocate`, `store_filled`, `store` |
-    | forks and rewinds | `first_to_leave`, `source_of_own`, `copy_blocks`, `freed_by`, `released_by` |
+    | forks and rewinds | `first_to_leave`, `source_of_own`, `copy_blocks`, `released_by` |
     | queries of schedulers | `blocks_to_grow`, `blocks_to_complete` |
     """
-
-    group: AnyGroup
-    """State of the group decided about."""
-    order: EvictionOrder | ReleaseOrder
-    """Eviction order."""
 
     def __init__(
         self, state: CacheState, group: AnyGroup, emit: Callable[[Event], None], config: KVCacheConfig
@@ -297,37 +274,6 @@ class WindowManager(ABC):
         self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
         """Position of the previous block's key among the sequence's keys."""
 
-    # -- decided by each kind of window
-
-    @abstractmethod
-    def claims(self) -> Claims:
-        """Empty claims of a batch."""
-
-    @abstractmethod
-    def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
-        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
-
-    @abstractmethod
-    def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
-        """Upper bound of blocks that a sequence needs, in addition to its own, to grow by this number of tokens, one by
-        one.
-
-        A prompt with slots for a part of its tokens gets the others in chunks of at most `chunk` tokens (None: at
-        once).
-        """
-
-    @abstractmethod
-    def blocks_to_complete(self, plan: Plan, total: int) -> int:
-        """Upper bound of blocks that a prompt needs from its admission on, until it has `total` tokens."""
-
-    @abstractmethod
-    def released_by(self, sequence: Sequence, first: int) -> int:
-        """Cached blocks from the block `first` on that become available when the sequence releases them."""
-
-    @abstractmethod
-    def first_pinned(self, sequence: Sequence, first: int) -> int:
-        """First block to pin so that the blocks from `first` on can be found again."""
-
     @abstractmethod
     def _store_path(
         self, sequence: Sequence, first: int, full: int, stop: int, replaced: list[Replacement]
@@ -335,18 +281,8 @@ class WindowManager(ABC):
         """Make the blocks from `first` up to `full` reusable, and the part after them up to the token `stop`."""
 
     @abstractmethod
-    def _retention_rows(
-        self,
-        sequence: Sequence,
-        first: int,
-        last: int,
-        changes: Callable[[BlockRetention], bool],
-        *,
-        alone: bool,
-    ) -> Iterator[RetentionRow]:
-        """Yield the cached blocks from `first` up to `last` that the sequence holds (with `alone`, as the only holder)
-        and with a retention that `changes` accepts.
-        """
+    def _held_rows(self, sequence: Sequence, first: int, last: int, *, alone: bool) -> Iterator[RetentionRow]:
+        """Yield the cached blocks from `first` up to `last` that the sequence holds (`alone`: as the only holder)."""
 
     # -- queries
 
@@ -354,12 +290,12 @@ class WindowManager(ABC):
         """Number of blocks for this number of tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
-    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> AnyMatch:
         """Match ``symbols[:stop]`` (bytes)."""
         stop = stop if self._reuse else 0
         return self.group.match(namespace, symbols, stop, partial=self._partial_reuse)
 
-    def plan(self, found: GroupMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
+    def plan(self, found: AnyMatch, num_tokens: int, new_blocks: int, claims: Claims) -> WindowPlan:
         """Plan the reuse of `num_tokens` tokens of a match, and add its needs to `claims`."""
         claimed, blocks = self._claimed(found, num_tokens), [0, 0]
         claims.needed += new_blocks
@@ -372,7 +308,7 @@ class WindowManager(ABC):
             source = CopySource(level, slot, found.partial.num_tokens, self.group.retention_in(level, slot))
         return WindowPlan(claimed, new_blocks, source, *blocks)
 
-    def _claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
+    def _claimed(self, found: AnyMatch, num_tokens: int) -> list[Piece]:
         """Return the blocks to hold in order to reuse this number of tokens of a match: a row for each change of level.
 
         Converted to slots at once: claiming one request's blocks splits runs that another one's match may name.
@@ -383,14 +319,7 @@ class WindowManager(ABC):
                 rows[-1].append(piece)
             else:
                 rows.append([piece])
-        claimed: list[BlockNames] = []
-        for row in rows:
-            level, first, slots, keys, _ = row[0]
-            if len(row) > 1:
-                slots = array("i", b"".join([piece.slots for piece in row]))
-                keys = b"".join([piece.keys for piece in row])
-            claimed.append(BlockNames(level, first, slots, names_of_keys(keys, self.key_bytes)))
-        return claimed
+        return [_joined(row) for row in rows]
 
     def source_of_own(self, sequence: Sequence, block: int, num_tokens: int) -> CopySource:
         """Return the beginning of a block in a sequence's table as a copy source."""
@@ -406,23 +335,9 @@ class WindowManager(ABC):
         needed = min(self.blocks_for(num_tokens), len(sequence.tables[self.index]))
         return self.group.first_to_leave(sequence, blocks, needed)
 
-    def freed_by(self, sequence: Sequence, first: int | None = None) -> bytes:
-        """Return the slots from the block `first` on that become blank on their release, deepest first.
-
-        None: those that become blank when the sequence ends, with the replaced ones that it has kept after them.
-        """
-        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first or 0)
-        own = sequence.tables[self.index][cached:][::-1]
-        if first is None and sequence.replaced:
-            own += sequence.replaced[self.index]
-        shared = self.group.shared
-        if shared:
-            own = array("i", [slot for slot in own if slot not in shared])
-        return own.tobytes()
-
     # -- blocks for a sequence
 
-    def with_names_before(self, sequence: Sequence, blocks: BlockNames) -> BlockNames:
+    def with_names_before(self, sequence: Sequence, blocks: Piece) -> Piece:
         """Add names of the sequence's earlier blocks that no event has given to these blocks, which are to be held.
 
         With full attention there are none.
@@ -481,10 +396,9 @@ class WindowManager(ABC):
             for _, part in groupby(enumerate(row), lambda item: item[0] - item[1][1]):
                 blocks = [place for _, place in part]
                 first, slots = blocks[0][1], array("i", [slot for slot, _ in blocks])
-                size = self.key_bytes
-                names = names_of_keys(bytes(sequence.keys[first * size : (first + len(slots)) * size]), size)
-                found = BlockNames(SECONDARY, first, slots, names)
-                targets = self.primary.peek(len(slots))
+                size, targets = self.key_bytes, self.primary.peek(len(slots))
+                keys = bytes(sequence.keys[first * size : (first + len(slots)) * size])
+                found = Piece(SECONDARY, first, slots, keys)
                 self.events.move_up(sequence, found, targets, ev.MoveReason.ONBOARD)
 
     # -- storing
@@ -582,7 +496,7 @@ class WindowManager(ABC):
         """
         return None
 
-    def _take_stored(self, sequence: Sequence, blocks: BlockNames, replaced: list[Replacement]) -> None:
+    def _take_stored(self, sequence: Sequence, blocks: Piece, replaced: list[Replacement]) -> None:
         """Hold another sequence's blocks instead of own ones; blocks in secondary move to these."""
         first, last = blocks.first, blocks.first + len(blocks.slots)
         own = sequence.tables[self.index][first:last]
@@ -631,13 +545,11 @@ class WindowManager(ABC):
         One event for each row with the same retention. All rows are collected first: applying one splits and joins
         runs.
         """
-
-        def changes(old: BlockRetention) -> bool:
-            return old.priority != priority or (duration is not None and old.duration != duration)
-
-        found = (
-            list(self._retention_rows(sequence, first, last, changes, alone=alone)) if first < last else []
-        )
+        found = [
+            row
+            for row in (self._held_rows(sequence, first, last, alone=alone) if first < last else ())
+            if row.kept.priority != priority or duration not in (None, row.kept.duration)
+        ]
         for level, old, slots, names in found:
             self._emit(
                 ev.BlocksUpdated(
@@ -653,3 +565,31 @@ class WindowManager(ABC):
                 )
             )
         return sum(len(row.slots) for row in found)
+
+
+def _joined(row: list[Piece]) -> Piece:
+    """Join pieces that continue each other at one level."""
+    if len(row) == 1:
+        return row[0]
+    slots = array("i", b"".join([piece.slots for piece in row]))
+    return row[0]._replace(slots=slots, keys=b"".join([piece.keys for piece in row]))
+
+
+def in_all(matches: Items[AnyMatch], tokens_per_block: int, key_bytes: int) -> tuple[list[AnyMatch], int]:
+    """Restrict the matches of all groups to what they have in common; returns them and their number of tokens.
+
+    That is the largest number of full blocks that each can serve, and the fewest tokens that any has of one more.
+    """
+    if len(matches) == 1 and isinstance(matches[0], PathMatch):
+        partial = matches[0].partial
+        reused = 0 if partial is None else partial.num_tokens
+        return list(matches), matches[0].blocks * tokens_per_block + reused
+    blocks = again = min(found.blocks for found in matches)
+    while (again := min(found.servable(blocks) for found in matches)) < blocks:
+        blocks = again
+    common = [found.limited(blocks, tokens_per_block, key_bytes) for found in matches]
+    tokens = min(0 if found.partial is None else found.partial.num_tokens for found in common)
+    for found in common:
+        if found.partial is not None:
+            found.partial = replace(found.partial, num_tokens=tokens) if tokens else None
+    return common, blocks * tokens_per_block + tokens

@@ -14,9 +14,9 @@ import numpy as np
 
 from events.types import CROSS
 from kvcache.errors import invariant
-from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Pin, Sequence, Transfer
+from kvcache.fold.sliding_group import AnyGroup
 from kvcache.fold.slot_states import SlotState, slot_states
 
 

@@ -23,10 +23,9 @@ from events.types import (
 )
 from kvcache.errors import invariant
 from kvcache.fold.group import MAX_TURN, UseCounts
-from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 
 
 def export_group(group: AnyGroup) -> GroupExported:

@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from events.packed import NAME_BYTES
 from kvcache.fold.group import Level, UseCounts
-from kvcache.fold.groups import AnyGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.state import CacheState
 
 _COLUMNS = 9

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from events import types as ev
 from events.ids import LevelIndex
 from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
@@ -29,8 +30,6 @@ class FullGroup(Group):
     blocks, and stays until the block is held again. So the order among blocks changes only when something happens to
     one of them, and all that it depends on is in the state.
     """
-
-    __slots__ = ()
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
         """Return the node at which the path of a sequence begins (`SequenceAdded`, `EncoderAdded`, `CacheCleared`)."""
@@ -53,11 +52,15 @@ class FullGroup(Group):
         run = self.run_at(level, slot)
         return BlockRetention(run.priority, run.duration)
 
-    def path(self, node: Node) -> Iterator[Run]:
-        """Yield the runs from a node up to its root."""
+    def path(self, node: Node | None) -> Iterator[Run]:
+        """Yield the runs from a node up to its root; None: there are none."""
         while isinstance(node, Run):
             yield node
             node = node.parent
+
+    def slots_to(self, node: Node | None) -> array[int]:
+        """Return the slots of the path that ends at a node."""
+        return array("i", b"".join([run.slots for run in reversed(list(self.path(node)))]))
 
     def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
         """`BlocksReused`: take a reference on cached blocks of a sequence's prompt, from its block `first` on."""
@@ -120,41 +123,32 @@ class FullGroup(Group):
         """
         table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
         first = self.first_to_leave(sequence, blocks, needed)
-        own = table[max(first, tail.end) :]
-        own.reverse()
+        freed = self.return_uncached(self.own_slots(sequence, first))
         del table[first:]
-        freed = self.return_uncached(own)
         if blocks < tail.end:
-            self._release_after(sequence, tail, blocks, stamp, now)
+            sequence.path_ends[self.index] = node = self._end_at(tail, blocks)
+            self.release(tail, stamp, now, node)
         return freed
 
-    def _release_after(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
-        """Release the path after its first `blocks` blocks."""
-        node = tail
+    def _end_at(self, node: Node, blocks: int) -> Node:
+        """Return the node in which the first `blocks` blocks of a path end, after cutting a run there if necessary."""
         while isinstance(node, Run) and node.start >= blocks:
             node = node.parent
-        if isinstance(node, Run) and node.end > blocks:
-            node = self.split(node, blocks - node.start)
-        sequence.path_ends[self.index] = node
-        self.release(tail, stamp, now, node)
+        return self.split(node, blocks - node.start) if isinstance(node, Run) and node.end > blocks else node
 
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
         """`BlocksPinned`: add a reference to cached blocks; with full attention returns the run at their end."""
         if not slots:
             return None
-        node = sequence.path_ends[self.index]
-        invariant(node.end >= len(slots), "a pinned block is not cached")
-        while isinstance(node, Run) and node.start >= len(slots):
-            node = node.parent
+        tail = sequence.path_ends[self.index]
+        invariant(tail.end >= len(slots), "a pinned block is not cached")
+        node = self._end_at(tail, len(slots))
         assert isinstance(node, Run)
-        if len(slots) < node.end:
-            node = self.split(node, len(slots) - node.start)
-        path = list(self.path(node))
-        held = array("i", [slot for run in reversed(path) for slot in run.slots])
         invariant(
-            held == slots, "the number of pinned blocks differs from those that the sequence has cached"
+            self.slots_to(node) == slots,
+            "the number of pinned blocks differs from those that the sequence has cached",
         )
-        for run in path:
+        for run in self.path(node):
             self.reference(run)
         return node
 
@@ -165,13 +159,8 @@ class FullGroup(Group):
 
     def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
         """`SequenceRemoved`, `EncoderRemoved`: release everything; returns the slots that become blank."""
-        tail = sequence.path_ends[self.index]
-        own = sequence.tables[self.index][tail.end :]
-        own.reverse()
-        if sequence.replaced:
-            own += sequence.replaced[self.index]
-        freed = self.return_uncached(own)
-        self.release(tail, stamp, now)
+        freed = self.return_uncached(self.own_slots(sequence))
+        self.release(sequence.path_ends[self.index], stamp, now)
         return freed
 
     def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
@@ -238,10 +227,7 @@ class FullGroup(Group):
 
     def _settle_around(self, run: Run) -> None:
         if len(run.children) == 1:
-            (child,) = run.children.values()
-            if self.tree.may_join(child):
-                self.coalesce(child)
-                return
+            (run,) = run.children.values()
         self.coalesce(run)
 
     def split(self, run: Run, at: int) -> Run:
@@ -252,19 +238,12 @@ class FullGroup(Group):
             self.timed(upper.expiry, upper.id)
         return upper
 
-    def store(
-        self,
-        sequence: Sequence,
-        first: int,
-        slots: array[int],
-        priority: int,
-        duration: int,
-        last_tokens: int,
-    ) -> None:
-        """`BlocksStored`: cache a sequence's own blocks from its block `first` on."""
+    def store(self, event: ev.BlocksStored, sequence: Sequence, slots: array[int]) -> None:
+        """`BlocksStored`: cache a sequence's own blocks in these slots."""
+        first, priority, duration = event.first_block, event.priority, event.duration
         node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
         invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
-        symbols = self.new_content(sequence, first, last, last_tokens)
+        symbols = self.new_content(sequence, first, last, event.last_tokens)
         keys = sequence.keys[first * key_bytes : last * key_bytes]
         # The usual case: one sequence stores on, and its run gets longer. Otherwise a new run becomes a child of its
         # path.
@@ -278,32 +257,27 @@ class FullGroup(Group):
             run = self.tree.new_run(node, symbols, slots, keys)
             run.refs, run.priority, run.duration = 1, priority, duration
             self.tree.link(run)
-        run.partial = last_tokens % self.tokens_per_block
+        run.partial = event.last_tokens % self.tokens_per_block
         self.levels[PRIMARY].own(slots, run.id)
         sequence.path_ends[self.index] = run
 
     def fill(
         self,
+        event: ev.BlocksFilled,
         filling: list[Sequence],
         blocks: array[int],
-        slots: array[int],
         keys: list[bytes | bytearray],
-        priority: int,
-        duration: int,
     ) -> None:
         """`BlocksFilled`: cache the next block of each of these sequences, after its own cached path."""
         index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
         block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
+        slots, priority, duration = array("i", event.slots), event.priority, event.duration
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             # A path that ends after a block ends in a run: a root ends before the first block.
             run: Run = sequence.path_ends[index]  # type: ignore[assignment]
             if not block or run.end != block or sequence.tables[index][block] != slot:
                 raise InvariantViolated("a filled block does not belong to the sequence")
-            if run.refs != 1 or run.priority != priority or run.duration != duration:
-                raise InvariantViolated(
-                    "a filled block does not follow blocks that only its sequence has cached"
-                )
-            if run.children or run.transfer or run.partial:
+            if not run.grows(priority, duration):
                 raise InvariantViolated(
                     "a filled block does not follow blocks that only its sequence has cached"
                 )
@@ -316,19 +290,17 @@ class FullGroup(Group):
             run.end = block + 1
             owner[slot] = run.id
 
-    def update(
-        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
-    ) -> None:
+    def update(self, event: ev.BlocksUpdated, slots: array[int]) -> None:
         """`BlocksUpdated` (requested): change the retention of consecutive cached blocks, shallowest first."""
         above: Run | None = None
         done = 0
         while done < len(slots):
-            run = self._cut_to(level, slots, done, above)
-            invariant(run.priority == old_priority, "the old priority of an updated block is wrong")
-            run.priority = priority
-            if duration is not None:
+            run = self._cut_to(event.level, slots, done, above)
+            invariant(run.priority == event.old_priority, "the old priority of an updated block is wrong")
+            run.priority = event.priority
+            if event.duration is not None:
                 invariant(run.refs > 0, "a duration changes on a block that no sequence holds")
-                run.duration = duration
+                run.duration = event.duration
             done += len(run.slots)
             above = run
         if above is not None:
@@ -336,18 +308,18 @@ class FullGroup(Group):
             if above.id in self.tree.runs:
                 self._offer(above)
 
-    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
+    def expire(self, event: ev.BlocksUpdated, slots: array[int], stamp: int) -> int:
         """`BlocksUpdated` (expired): reset blocks with an expired priority; returns the last stamp used.
 
         Blocks that continue each other get one stamp, so that no two leaves have the same.
         """
         done, runs = 0, list[Run]()
         while done < len(slots):
-            run = self._cut_to(level, slots, done, None)
-            timed = run.expiry > 0 and not run.refs and run.priority == old_priority
+            run = self._cut_to(event.level, slots, done, None)
+            timed = run.expiry > 0 and not run.refs and run.priority == event.old_priority
             invariant(timed, "a retention expires that the block does not have, or at another priority")
             stamp += not runs or run.parent is not runs[-1]
-            run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp
+            run.priority, run.duration, run.expiry, run.released_at = event.priority, 0, 0, stamp
             done += len(run.slots)
             runs.append(run)
         for run in runs:
@@ -379,8 +351,6 @@ class FullGroup(Group):
             last = SECONDARY if self.levels[SECONDARY].size else PRIMARY
             if level == last:  # from which blocks are evicted for good
                 self.uses.last_turn = self.run_at(level, slots[-1]).turn
-        if count and self._shorten(level, slots, count):
-            return
         while done < count:
             run = self.run_at(level, slots[done])
             take = min(len(run.slots), count - done)
@@ -392,24 +362,6 @@ class FullGroup(Group):
             self._drop(run, take, gone)
             done += take
 
-    def _shorten(self, level: int, slots: array[int], count: int) -> bool:
-        """Evict the end of one unreferenced leaf in one go: the usual case of `remove`. Returns False for any other
-        case.
-        """
-        at = self.levels[level]
-        run = self.tree.runs.get(at.run_ids[slots[0]])
-        if (
-            run is None
-            or run.level != level
-            or run.refs
-            or run.children
-            or count >= len(run.slots)
-            or last_reversed(run.slots, count) != slots
-        ):
-            return False
-        self._drop(run, count, slots)
-        return True
-
     def _drop(self, run: Run, take: int, gone: array[int]) -> None:
         """Make the last `take` blocks of an unreferenced leaf blank."""
         level = self.levels[run.level]
@@ -419,18 +371,8 @@ class FullGroup(Group):
         if take == len(run.slots):
             self._cut_off(run)
             return
-        self.cut(run, take)
+        self.tree.cut(run, take)
         self._offer(run)
-
-    def cut(self, run: Run, take: int) -> None:
-        """Shorten a run by its last `take` blocks."""
-        tree, keep = self.tree, len(run.slots) - take
-        del run.symbols[keep * tree.block_bytes :]
-        del run.slots[keep:]
-        if tree.key_bytes:
-            del run.keys[keep * tree.key_bytes :]
-        run.end -= take
-        run.partial = 0
 
     def _cut_off(self, run: Run) -> None:
         parent = run.parent
@@ -462,7 +404,7 @@ class FullGroup(Group):
             self._share(run.refs, gone)
             self.watcher.gone(PRIMARY, gone)
             if take < len(run.slots):
-                self.cut(run, take)
+                self.tree.cut(run, take)
                 continue
             parent = run.parent
             for sequence in ends.pop(run.id):
@@ -554,22 +496,16 @@ class FullGroup(Group):
             for slot in slots:
                 self.shared[slot] = holders
 
-    def clear(self) -> tuple[tuple[int, int], int]:
-        """`CacheCleared`: drop every cached block; returns how many per level, and how many are still held by
-        sequences.
-        """
-        counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
-        unnamed = 0
+    def clear(self) -> None:
+        """`CacheCleared`: drop every cached block."""
         for run in self.tree.runs.values():
             if run.refs:
-                unnamed += len(run.slots)
                 self._share(run.refs, run.slots)
             else:
                 self.levels[run.level].return_slots(run.slots)
         for level in self.levels:
             level.run_id_array.fill(-1)
         self.clear_cached()
-        return counts, unnamed
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
         """Match ``symbols[:stop]`` (bytes) for admissions and lookups; with `partial`, also part of the next block."""
@@ -605,17 +541,14 @@ class FullGroup(Group):
         references: Counter[int] = Counter()
         for pin in pins:
             end = pin.ends[self.index]
-            above = list(self.path(end)) if end is not None else []
-            slots = array("i", [slot for run in reversed(above) for slot in run.slots])
-            agree = slots == pin.slots[self.index] or not pin.named
+            agree = self.slots_to(end) == pin.slots[self.index] or not pin.named
             invariant(agree, "a pin disagrees with the path that it holds")
-            references.update(run.id for run in above)
+            references.update(run.id for run in self.path(end))
         for sequence in sequences:
             table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
-            path = list(self.path(tail))
-            held = array("i", [slot for run in reversed(path) for slot in run.slots])
-            invariant(table[: tail.end] == held, "a block table and the cached path disagree")
+            invariant(table[: tail.end] == self.slots_to(tail), "a block table and the cached path disagree")
             invariant(not sequence.detached[self.index], "full attention does not release blocks")
+            path = list(self.path(tail))
             invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
             references.update(run.id for run in path)
         for run in self.tree.runs.values():

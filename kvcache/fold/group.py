@@ -59,8 +59,6 @@ def common_slots(slots: array[int], begin: int, places: array[int], done: int) -
 class Level:
     """Slots of one window at one level."""
 
-    __slots__ = ("blank", "checksums", "index", "run_id_array", "run_ids", "size", "unreferenced")
-
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
@@ -212,8 +210,6 @@ MAX_TURN = 1 << 60
 class UseCounts:
     """Use counts of blocks, by name. A block is used once when the last sequence that holds it releases it."""
 
-    __slots__ = ("_most", "by_name", "last_turn")
-
     def __init__(self, slots: int) -> None:
         self._most = REMEMBERED * slots
         self.by_name: OrderedDict[bytes, int] = OrderedDict()
@@ -284,20 +280,6 @@ class Group(ABC):
     prompt's order.
     """
 
-    __slots__ = (
-        "index",
-        "kind",
-        "levels",
-        "shared",
-        "timed",
-        "tokens_per_block",
-        "tokens_recorded",
-        "tree",
-        "uses",
-        "watcher",
-        "window",
-    )
-
     def __init__(
         self,
         index: int,
@@ -330,6 +312,12 @@ class Group(ABC):
         """`SequenceAdded`: begin a sequence that reuses this number of tokens."""
         self.tree.roots[sequence.namespace].users += 1
 
+    def leave(self, namespace: Namespace) -> None:
+        """`SequenceRemoved`, `EncoderRemoved`: note the end of a sequence of this namespace."""
+        root = self.tree.roots[namespace]
+        root.users -= 1
+        self.tree.drop_unused(root)
+
     # -- queries
 
     @abstractmethod
@@ -339,6 +327,11 @@ class Group(ABC):
         """
 
     # -- shared by both kinds
+
+    def counts(self) -> tuple[tuple[int, int], int]:
+        """Count the cached blocks without a holder, per level, and those with one, as in `CacheCleared`."""
+        held = sum([len(slots) for _, slots, is_held, _ in self.cached() if is_held])
+        return (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced), held
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """Return the root of a namespace, made on first use."""
@@ -351,10 +344,7 @@ class Group(ABC):
         """Return the content of the sequence's blocks from `first` up to `last` as the tree keeps it: tokens, or keys
         if none.
         """
-        size, key_bytes = self.tokens_per_block, self.tree.key_bytes
-        if self.tokens_recorded:
-            return sequence.packed(first * size, (last - 1) * size + last_tokens)
-        return bytes(sequence.keys[first * key_bytes : last * key_bytes])
+        return bytes(self.new_content(sequence, first, last, last_tokens))
 
     def new_content(self, sequence: Sequence, first: int, last: int, last_tokens: int) -> bytearray:
         """Return the same as `content`, for the tree to keep: copied only once, as a prompt exceeds the processor's
@@ -380,6 +370,23 @@ class Group(ABC):
         size = self.tree.key_bytes
         if size and len(sequence.keys) < blocks * size:
             sequence.keys += self.keys_between(node, len(sequence.keys) // size, blocks)
+
+    def own_slots(self, sequence: Sequence, first: int | None = None) -> array[int]:
+        """Return the uncached slots of a sequence from the block `first` on, deepest first.
+
+        None: those of its whole table, and after them the replaced ones that it has kept.
+        """
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first or 0)
+        own = sequence.tables[self.index][cached:]
+        own.reverse()
+        if first is None and sequence.replaced:
+            own += sequence.replaced[self.index]
+        return own
+
+    def freed_by(self, sequence: Sequence, first: int | None = None) -> bytes:
+        """Return those of `own_slots` that become blank when the sequence releases them."""
+        own, shared = self.own_slots(sequence, first), self.shared
+        return (array("i", [slot for slot in own if slot not in shared]) if shared else own).tobytes()
 
     def first_to_leave(self, sequence: Sequence, blocks: int, needed: int) -> int:
         """Return the first block that a sequence releases when it goes back to the block `blocks` and needs `needed`

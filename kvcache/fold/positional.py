@@ -25,8 +25,6 @@ MOST_TOKENS = 2**30
 class PositionalGroup:
     """The slots of one group, by sequence and index, and their names."""
 
-    __slots__ = ("created", "holders", "idle", "index", "key_bytes", "names", "pool", "tables")
-
     def __init__(self, index: int, created: ev.SharingGroup, key_bytes: int, first_slot: int = 0) -> None:
         self.index, self.key_bytes = GroupIndex(index), key_bytes
         self.created = ev.SharingGroup(

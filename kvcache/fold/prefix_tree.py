@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +52,6 @@ class Node:
 
 class Root(Node):
     """The start of every prompt of one namespace."""
-
-    __slots__ = ("key", "namespace", "users")
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         super().__init__(0)
@@ -182,8 +179,6 @@ class Run(Node):
 class PrefixTree:
     """Roots, runs, and the operations that change their shape but not what is cached."""
 
-    __slots__ = ("block_bytes", "key_bytes", "next_id", "roots", "runs")
-
     def __init__(self, block_bytes: int, key_bytes: int) -> None:
         self.block_bytes = block_bytes
         """Bytes of `Run.symbols` per full block."""
@@ -226,6 +221,16 @@ class PrefixTree:
         """Create a run with the next id, not yet linked."""
         self.next_id += 1
         return Run(self.next_id, parent, symbols, slots, keys, bytes(symbols[: self.block_bytes]))
+
+    def cut(self, run: Run, take: int) -> None:
+        """Shorten a run by its last `take` blocks."""
+        keep = len(run.slots) - take
+        del run.symbols[keep * self.block_bytes :]
+        del run.slots[keep:]
+        if self.key_bytes:
+            del run.keys[keep * self.key_bytes :]
+        run.end -= take
+        run.partial = 0
 
     def split(self, run: Run, at: int) -> Run:
         """Make the first `at` blocks a run of their own, above the rest; returns it.
@@ -309,6 +314,13 @@ def delist_child(run: Run) -> None:
     del order[bisect_left(order, run.head)]
 
 
+def root_of(node: Node) -> Node:
+    """Return the root above a node."""
+    while isinstance(node, Run):
+        node = node.parent
+    return node
+
+
 def runs_below(top: Node) -> list[Run]:
     """Return all runs below a node, parents before children, in a fixed order."""
     found, stack = list[Run](), _children(top)
@@ -325,11 +337,13 @@ def _children(node: Node) -> list[Run]:
     return [node.children[head] for head in reversed(heads)]
 
 
-def common_bytes(run: Run, symbols: bytes | bytearray, start: int, stop: int, begin: int = 0) -> int:
-    """Length in bytes of the common prefix of a run's content from `begin` on and ``symbols[start:stop]``."""
+def common_bytes(
+    content: bytes | bytearray, symbols: bytes | bytearray, start: int, stop: int, begin: int = 0
+) -> int:
+    """Length in bytes of the common prefix of ``content[begin:]`` and ``symbols[start:stop]``, both of int32."""
     # Compared as numbers, all at once; `argmax` of booleans is the first True, or 0 if there is none.
-    count = min(len(run.symbols) - begin, stop - start) // TOKEN_BYTES
-    ours = np.frombuffer(run.symbols, np.int32, count, begin)
+    count = min(len(content) - begin, stop - start) // TOKEN_BYTES
+    ours = np.frombuffer(content, np.int32, count, begin)
     differs = ours != np.frombuffer(symbols, np.int32, count, start)
     first = int(differs.argmax()) if count else 0
     return (first if count and differs[first] else count) * TOKEN_BYTES
@@ -362,30 +376,6 @@ class PartialMatch:
     num_tokens: int
 
 
-class GroupMatch(Protocol):
-    """Match of a prompt in one group."""
-
-    @property
-    def runs(self) -> list[tuple[Run, int]]:
-        """Known path of the content: (run, number of its blocks that match)."""
-
-    @property
-    def blocks(self) -> int:
-        """Full blocks on that path."""
-
-    partial: PartialMatch | None
-    """Next block after the path, if its start matches."""
-
-    def servable(self, blocks: int) -> int:
-        """Largest number of blocks, at most `blocks`, that can be reused."""
-
-    def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> GroupMatch:
-        """Restrict the match to the first `blocks` full blocks of the prompt, and part of the next one."""
-
-    def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
-        """Return the blocks to hold in order to reuse this number of tokens."""
-
-
 @dataclass(slots=True)
 class PathMatch:
     """Cached path of a prompt: runs from the root on, the last one perhaps in part."""
@@ -393,7 +383,9 @@ class PathMatch:
     runs: list[tuple[Run, int]] = field(default_factory=list)
     """(run, number of its blocks that match)."""
     blocks: int = 0
+    """Full blocks on that path."""
     partial: PartialMatch | None = None
+    """Next block after the path, if its start matches."""
 
     def servable(self, blocks: int) -> int:
         """Largest number of blocks, at most `blocks`, that can be reused."""
@@ -441,7 +433,7 @@ def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, part
             break
         common = len(child.symbols)
         if position + common > stop or not symbols.startswith(child.symbols, position):
-            common = common_bytes(child, symbols, position, stop)
+            common = common_bytes(child.symbols, symbols, position, stop)
         take = min(common // size, len(child.slots) - bool(child.partial))
         found.runs.append((child, take))
         found.blocks += take
@@ -484,25 +476,3 @@ def covered_child(node: Node, symbols: bytes) -> Run | None:
     if at and symbols.startswith(node.order[at - 1]):
         return node.children[node.order[at - 1]]
     return None
-
-
-def in_all(
-    matches: Sequence[GroupMatch], tokens_per_block: int, key_bytes: int
-) -> tuple[list[GroupMatch], int]:
-    """Restrict the matches of all groups to what they have in common; returns them and their number of tokens.
-
-    That is the largest number of full blocks that each can serve, and the fewest tokens that any has of one more.
-    """
-    if len(matches) == 1 and isinstance(matches[0], PathMatch):
-        partial = matches[0].partial
-        reused = 0 if partial is None else partial.num_tokens
-        return list(matches), matches[0].blocks * tokens_per_block + reused
-    blocks = again = min(found.blocks for found in matches)
-    while (again := min(found.servable(blocks) for found in matches)) < blocks:
-        blocks = again
-    common = [found.limited(blocks, tokens_per_block, key_bytes) for found in matches]
-    tokens = min(0 if found.partial is None else found.partial.num_tokens for found in common)
-    for found in common:
-        if found.partial is not None:
-            found.partial = replace(found.partial, num_tokens=tokens) if tokens else None
-    return common, blocks * tokens_per_block + tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from events.ids import GroupIndex, Handle, LevelIndex
@@ -24,23 +25,6 @@ DETACHED = -2
 
 class Sequence(SequenceTokens):
     """State of one sequence; changed only while an event is applied."""
-
-    __slots__ = (
-        "_computed",
-        "detached",
-        "encoder",
-        "handle",
-        "holders",
-        "inherited",
-        "keys",
-        "namespace",
-        "num_prompt_tokens",
-        "path_ends",
-        "replaced",
-        "request_id",
-        "retention",
-        "tables",
-    )
 
     def __init__(
         self,
@@ -142,34 +126,28 @@ class Sequence(SequenceTokens):
         return self if self.tables[group] or self.encoder is None else self.encoder
 
 
+@dataclass(slots=True)
 class Pin:
     """References that outlive the sequence they were taken for."""
 
-    __slots__ = ("ends", "named", "request_id", "slots")
-
-    def __init__(self, request_id: RequestId, slots: list[array[int]], ends: list[Run | None]) -> None:
-        self.request_id = request_id
-        self.slots = slots
-        """Per group: primary slots, shallowest first."""
-        self.ends = ends
-        """Per group: with full attention, the run at the end of the pinned path."""
-        self.named = True
-        """True while the blocks are cached; after the cache was cleared they are only held."""
+    request_id: RequestId
+    slots: list[array[int]]
+    """Per group: primary slots, shallowest first."""
+    ends: list[Run | None]
+    """Per group: with full attention, the run at the end of the pinned path."""
+    named: bool = True
+    """True while the blocks are cached; after the cache was cleared they are only held."""
 
 
+@dataclass(slots=True)
 class Transfer:
     """A copy that has not landed."""
 
-    __slots__ = ("group", "handle", "level", "slots")
-
-    def __init__(
-        self, group: GroupIndex, level: LevelIndex, slots: array[int], handle: Handle | None
-    ) -> None:
-        self.group = group
-        self.level = level
-        self.slots = slots
-        self.handle = handle
-        """The sequence it is made for; None: it only frees slots."""
+    group: GroupIndex
+    level: LevelIndex
+    slots: array[int]
+    handle: Handle | None
+    """The sequence it is made for; None: it only frees slots."""
 
 
 def packed_handles(sequences: Items[Sequence]) -> bytes:

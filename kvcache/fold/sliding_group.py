@@ -19,15 +19,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from events import types as ev
 from events.ids import LevelIndex
-from events.packed import NAME_BYTES, TOKEN_BYTES, names_between
+from events.packed import TOKEN_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import Group, common_slots, indexes
 from kvcache.fold.prefix_tree import (
     Node,
     PartialMatch,
     PathEnd,
+    PathMatch,
     Piece,
     Run,
     closest_child,
@@ -36,6 +39,7 @@ from kvcache.fold.prefix_tree import (
     delist_child,
     list_child,
     match,
+    root_of,
 )
 from kvcache.fold.sequence import DEFAULT_PRIORITY, DETACHED, BlockRetention, Pin, Sequence
 
@@ -60,8 +64,6 @@ _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
 class SlidingGroup(Group):
     """Group in which a sequence holds the blocks that its next token sees; a step touches few of many places."""
 
-    __slots__ = (*_COLUMNS, "keeps_time", "default_priorities_only", "views")
-
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
@@ -85,7 +87,7 @@ class SlidingGroup(Group):
         self.default_priorities_only = True
         """True while all blocks ever cached have had the default priority."""
         # The same memory, for many places at a time.
-        self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
+        self.views = {name: view_of(getattr(self, name)) for name in _COLUMNS}
 
     def places(self, level: int, slots: array[int]) -> array[int]:
         """Convert slots of a level to places. Raises `InvariantViolated` if the level has no such slots."""
@@ -167,20 +169,16 @@ class SlidingGroup(Group):
             done += count
         return segments
 
+    def keys_of(self, places: array[int]) -> bytes:
+        """Return the keys of cached blocks."""
+        size = self.tree.key_bytes
+        rows = self.segments(places) if size else ()
+        return b"".join([run.keys[begin * size : end * size] for run, begin, end in rows])
+
     def names_of(self, places: array[int]) -> bytes:
         """Return the names of cached blocks."""
-        size = self.tree.key_bytes
-        if not size or not places:
-            return b""
-        # Most segments have a single block, left by decoding.
-        return b"".join(
-            [
-                run.keys[begin * size : begin * size + NAME_BYTES]
-                if end == begin + 1
-                else names_between(run.keys, size, begin, end)
-                for run, begin, end in self.segments(places)
-            ]
-        )
+        keys = self.keys_of(places)
+        return names_of_keys(keys, self.tree.key_bytes) if keys else b""
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Yield cached blocks in pieces: level, slots, True if held by sequences, True if their copy has not landed."""
@@ -204,23 +202,13 @@ class SlidingGroup(Group):
 
     def clear_places(self, places: array[int]) -> None:
         """Mark places as empty: only the columns that show it are written, the others are undefined then."""
-        if len(places) <= FEW:
-            for place in places:
-                self.positions[place], self.released_at[place] = NO_RUN, 0
-        else:
-            at = indexes(places)
-            self.views["positions"][at], self.views["released_at"][at] = NO_RUN, 0
+        at = indexes(places)
+        self.views["positions"][at], self.views["released_at"][at] = NO_RUN, 0
         if self.levels[SECONDARY].size:
             # Without offload nothing is ever in flight.
-            self.views["transfers"][indexes(places)] = 0
+            self.views["transfers"][at] = 0
         if self.keeps_time:
-            at = indexes(places)
             self.views["durations"][at], self.views["expiries"][at] = 0, 0
-
-    def clear_columns(self) -> None:
-        """Mark all places as empty."""
-        for name, view in self.views.items():
-            view.fill({"positions": NO_RUN, "priorities": DEFAULT_PRIORITY}.get(name, 0))
 
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
         """Export blocks: slots instead of places, and seven numbers per block: level, priority, duration, expiry,
@@ -249,9 +237,7 @@ class SlidingGroup(Group):
             for name, number in zip(_EXPORTED, columns, strict=True):
                 getattr(self, name)[place] = number
             self.keeps_time = self.keeps_time or self.durations[place] > 0
-            self.default_priorities_only = (
-                self.default_priorities_only and self.priorities[place] == DEFAULT_PRIORITY
-            )
+            self.default_priorities_only &= self.priorities[place] == DEFAULT_PRIORITY
             self.levels[level].unreferenced += not self.refs[place]
 
     def start(self, namespace: Namespace, key: bytes) -> Node:
@@ -285,10 +271,8 @@ class SlidingGroup(Group):
         places = self.places(level, slots)
         end, last = sequence.path_ends[self.index], first + len(slots)
         run = self._check_row(places, first)
-        root: Node = run
-        while isinstance(root, Run):
-            root = root.parent
-        invariant(root is self.tree.roots[sequence.namespace], "reused blocks are of another namespace")
+        here = root_of(run) is self.tree.roots[sequence.namespace]
+        invariant(here, "reused blocks are of another namespace")
         self._reference(places)
         end.end = max(end.end, last)
         return run
@@ -382,14 +366,9 @@ class SlidingGroup(Group):
 
     def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
         """Release all blocks of a sequence; returns the slots that become blank, deepest first."""
-        table, first = sequence.tables[self.index], sequence.detached[self.index]
-        cached = max(sequence.path_ends[self.index].end, first)
-        own = table[cached:]
-        own.reverse()
-        if sequence.replaced:
-            own += sequence.replaced[self.index]
-        freed = self.return_uncached(own)
-        self._release(table[first:cached], stamp, now)
+        freed = self.return_uncached(self.own_slots(sequence))
+        first, end = sequence.detached[self.index], sequence.path_ends[self.index].end
+        self._release(sequence.tables[self.index][first:end], stamp, now)
         return freed
 
     def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
@@ -410,9 +389,7 @@ class SlidingGroup(Group):
         )
         invariant(first <= blocks, "the window has released blocks that a rewind needs")
         cached, leaves = end.end, self.first_to_leave(sequence, blocks, needed)
-        own = table[max(leaves, cached) :]
-        own.reverse()
-        freed = self.return_uncached(own)
+        freed = self.return_uncached(self.own_slots(sequence, leaves))
         if blocks < cached:
             self._release(table[blocks:cached], stamp, now)
             end.end = blocks
@@ -461,16 +438,9 @@ class SlidingGroup(Group):
 
     # -- storing
 
-    def store(
-        self,
-        sequence: Sequence,
-        first: int,
-        slots: array[int],
-        priority: int,
-        duration: int,
-        last_tokens: int,
-    ) -> None:
+    def store(self, event: ev.BlocksStored, sequence: Sequence, slots: array[int]) -> None:
         """Cache a sequence's own blocks: new ones, or ones that were missing so far."""
+        first, last_tokens, priority = event.first_block, event.last_tokens, event.priority
         last, key_bytes = first + len(slots), self.tree.key_bytes
         node, at, depth = self.position(sequence, first)
         # Blocks that the window has left and that are not cached since are noted as content only.
@@ -480,28 +450,28 @@ class SlidingGroup(Group):
         self.insert(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)
         self.views["refs"][at_slots] = 1
-        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
+        self.default_priorities_only &= priority == DEFAULT_PRIORITY
         if not self.default_priorities_only:
             self.views["priorities"][at_slots] = priority
-        if duration:
+        if event.duration:
             self.keeps_time = True
-            self.views["durations"][at_slots] = duration
+            self.views["durations"][at_slots] = event.duration
         sequence.path_ends[self.index].end = last
 
     def fill(
         self,
+        event: ev.BlocksFilled,
         filling: list[Sequence],
         blocks: array[int],
-        slots: array[int],
         keys: list[bytes | bytearray],
-        priority: int,
-        duration: int,
     ) -> None:
         """Cache the next block of each of these sequences, after the last block of a leaf."""
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
-        block_bytes = tree.block_bytes
-        alike = self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
+        block_bytes, slots = tree.block_bytes, array("i", event.slots)
+        priority, duration = event.priority, event.duration
+        self.default_priorities_only &= priority == DEFAULT_PRIORITY
+        alike = self.default_priorities_only
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot or table[block - 1] < 0:
@@ -526,35 +496,31 @@ class SlidingGroup(Group):
 
     # -- moving and removing
 
-    def update(
-        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
-    ) -> None:
+    def update(self, event: ev.BlocksUpdated, slots: array[int]) -> None:
         """Change the retention of cached blocks that sequences hold."""
-        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
-        for place in self.places(level, slots):
+        self.default_priorities_only &= event.priority == DEFAULT_PRIORITY
+        for place in self.places(event.level, slots):
             held = self.positions[place] != NO_RUN and self.refs[place] > 0
-            invariant(
-                held and self.priorities[place] == old_priority,
-                "the old priority of an updated block is wrong",
-            )
-            self.priorities[place] = priority
-            if duration is not None:
-                self.durations[place] = duration
-                self.keeps_time = self.keeps_time or duration > 0
+            agrees = held and self.priorities[place] == event.old_priority
+            invariant(agrees, "the old priority of an updated block is wrong")
+            self.priorities[place] = event.priority
+            if event.duration is not None:
+                self.durations[place] = event.duration
+                self.keeps_time = self.keeps_time or event.duration > 0
 
-    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
+    def expire(self, event: ev.BlocksUpdated, slots: array[int], stamp: int) -> int:
         """Reset blocks with an expired priority; returns the last stamp: each has its own."""
-        self.default_priorities_only = self.default_priorities_only and priority == DEFAULT_PRIORITY
-        places = self.places(level, slots)
+        self.default_priorities_only &= event.priority == DEFAULT_PRIORITY
+        places = self.places(event.level, slots)
         for released, place in enumerate(places, stamp + 1):
             timed = self.expiries[place] > 0 and not self.refs[place]
             invariant(
-                timed and self.priorities[place] == old_priority,
+                timed and self.priorities[place] == event.old_priority,
                 "a retention expires that the block does not have, or at another priority",
             )
-            self.priorities[place], self.released_at[place] = priority, released
+            self.priorities[place], self.released_at[place] = event.priority, released
             self.durations[place] = self.expiries[place] = 0
-        self.watcher.released(level, places)
+        self.watcher.released(event.level, places)
         return stamp + len(places)
 
     def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
@@ -566,13 +532,8 @@ class SlidingGroup(Group):
         self.levels[level].unreferenced -= len(slots)
 
     def _check_unreferenced(self, places: array[int]) -> None:
-        released = self.released_at
-        idle = (
-            all(released[place] for place in places)
-            if len(places) <= FEW
-            else np.count_nonzero(self.views["released_at"][indexes(places)]) == len(places)
-        )
-        invariant(idle, "a block is held, or not cached")
+        idle = np.count_nonzero(self.views["released_at"][indexes(places)])
+        invariant(idle == len(places), "a block is held, or not cached")
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Move unreferenced primary blocks to secondary."""
@@ -622,21 +583,17 @@ class SlidingGroup(Group):
             if self.transfers[place] == transfer:
                 self.transfers[place] = 0
 
-    def clear(self) -> tuple[tuple[int, int], int]:
-        """Drop every cached block and name; returns (dropped per level, blocks still held by sequences)."""
-        counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
-        unnamed = 0
+    def clear(self) -> None:
+        """Drop every cached block and name."""
         for place in np.flatnonzero(self.views["positions"] != NO_RUN).tolist():
             refs, (level, slot) = self.refs[place], self.slot_of(place)
             if not refs:
                 self.levels[level].blank.append(slot)
-                continue
-            unnamed += 1
-            if refs > 1:
+            elif refs > 1:
                 self.shared[slot] = refs
-        self.clear_columns()
+        for name, view in self.views.items():
+            view.fill({"positions": NO_RUN, "priorities": DEFAULT_PRIORITY}.get(name, 0))
         self.clear_cached()
-        return counts, unnamed
 
     # -- the tree: contents and places
 
@@ -666,7 +623,7 @@ class SlidingGroup(Group):
             child = node.children.get(content[position : position + size])
             if child is None:
                 break
-            node, at = child, common_bytes(child, content, position, len(content)) // size
+            node, at = child, common_bytes(child.symbols, content, position, len(content)) // size
             position += at * size
             if at < len(child.slots):
                 break
@@ -690,10 +647,10 @@ class SlidingGroup(Group):
         size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
         while done < len(places):
             if isinstance(node, Run) and at < len(node.slots):
-                same = common_bytes(node, content, done * size, len(content), at * size) // size
+                same = common_bytes(node.symbols, content, done * size, len(content), at * size) // size
                 if not same:
                     upper = self.tree.split(node, at)
-                    self._own(upper.slots, upper)
+                    self._note(upper, 0, upper.slots)
                     node = upper
                 else:
                     self._fill_holes(node, at, places[done : done + same])
@@ -735,20 +692,14 @@ class SlidingGroup(Group):
         self._note(run, at, places)
 
     def _note(self, run: Run, at: int, places: array[int]) -> None:
-        """Note the positions of these blocks of a run, of which the first ones may be holes."""
+        """Note the positions of these blocks of a run from its block `at` on, which may be holes."""
         cached = indexes(places)
         first = position_of(run) + run.start + at
         positions = np.arange(first, first + len(cached))
-        if places[0] == HOLE:
+        if cached.min() == HOLE:
             there = cached != HOLE
             cached, positions = cached[there], positions[there]
         self.views["positions"][cached] = positions
-
-    def _own(self, places: array[int], run: Run) -> None:
-        """Assign these blocks to another run."""
-        at = indexes(places)
-        at = at[at != HOLE]
-        self.views["positions"][at] = position_of(run) + self.depths_at(at)
 
     def take_out(self, places: array[int]) -> None:
         """Remove these blocks from the tree, with all content that no cached block follows."""
@@ -770,22 +721,14 @@ class SlidingGroup(Group):
                 return
             cached = np.flatnonzero(np.frombuffer(node.slots, np.int32) != HOLE)
             if len(cached):
-                self._shorten(node, int(cached[-1]) + 1)
+                self.tree.cut(node, len(node.slots) - 1 - int(cached[-1]))
                 return
             parent = node.parent
             self.tree.unlink(node)
             node = parent
         if isinstance(node, Run) and len(node.children) == 1:
             (child,) = node.children.values()
-            self._own(self.tree.join(child).slots, child)
-
-    def _shorten(self, run: Run, kept: int) -> None:
-        if kept < len(run.slots):
-            run.end -= len(run.slots) - kept
-            del run.symbols[kept * self.tree.block_bytes :]
-            del run.keys[kept * self.tree.key_bytes :]
-            del run.slots[kept:]
-            run.partial = 0
+            self._note(child, 0, self.tree.join(child).slots)
 
     def match(self, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool) -> SlidingMatch:
         """Match a prompt."""
@@ -860,8 +803,6 @@ class SlidingGroup(Group):
 
 class SlidingMatch:
     """Known path of a prompt in a sliding window: contents, of which some blocks are not cached."""
-
-    __slots__ = ("_group", "_root", "_stop", "_symbols", "_with_partial", "blocks", "partial", "runs")
 
     def __init__(
         self, group: SlidingGroup, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool
@@ -983,11 +924,18 @@ class SlidingMatch:
         return pieces
 
 
+AnyGroup = FullGroup | SlidingGroup
+"""State of a group of one kind or the other."""
+AnyMatch = PathMatch | SlidingMatch
+"""Match of a prompt in a group."""
+
+
 def position_of(run: Run) -> int:
     """Position of a block of depth 0 in a run; add the depth of any other block."""
     return run.id << DEPTH_BITS
 
 
-def _view(column: array[Any]) -> npt.NDArray[Any]:
+def view_of(column: array[Any]) -> npt.NDArray[Any]:
+    """View a column as a numpy array."""
     kind = np.int64 if column.typecode == "q" else np.int32
     return np.frombuffer(column, kind) if len(column) else np.empty(0, kind)

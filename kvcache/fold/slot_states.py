@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import invariant
-from kvcache.fold.groups import AnyGroup
 from kvcache.fold.sequence import Pin, Sequence
+from kvcache.fold.sliding_group import AnyGroup
 
 
 class SlotState(IntEnum):

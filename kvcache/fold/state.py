@@ -35,7 +35,6 @@ from kvcache.fold.check import check_group, check_runs
 from kvcache.fold.exported_state import export_group, export_sequence, install_group
 from kvcache.fold.full_group import FullGroup
 from kvcache.fold.group import MAX_TURN, UseCounts
-from kvcache.fold.groups import AnyGroup
 from kvcache.fold.positional import KINDS, MOST_TOKENS, PositionalGroup, check_shared
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import (
@@ -55,7 +54,7 @@ from kvcache.fold.shape import (
     longest_input,
     longest_sequence,
 )
-from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_group import AnyGroup, SlidingGroup
 from kvcache.fold.slot_states import States, slot_states
 
 REMEMBERED_REFUSALS = 4096
@@ -190,10 +189,7 @@ class CacheState:
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         handle, request_id, namespace = event.handle, event.request_id, event.namespace
-        if not self.next_handle <= handle <= MAX_NUMBER:
-            raise InvariantViolated("a handle was used twice, or is out of range")
-        if request_id in self.handles:
-            raise InvariantViolated("duplicate request id")
+        self._refuse_duplicate(handle, request_id)
         tokens = self.tokens_of(event.num_tokens, event.tokens, self.longest)
         if not 0 <= event.reused < event.num_tokens:
             raise InvariantViolated("the reused tokens exceed the tokens to compute")
@@ -203,7 +199,7 @@ class CacheState:
             raise InvariantViolated("the external tokens exceed the tokens to compute, or end inside a block")
         sequence = Sequence(handle, request_id, namespace, tokens, self.roots(namespace))
         sequence.computed, sequence.retention = event.reused, event.retention
-        self.default_retention_only = self.default_retention_only and event.retention is None
+        self.default_retention_only &= event.retention is None
         self.advance_clock(event.clock)
         self.sequences[handle] = sequence
         self.handles[request_id] = handle
@@ -283,16 +279,17 @@ class CacheState:
             raise InvariantViolated("the number of names differs from the number of stored blocks")
         if event.parent != (keys[(first - 1) * key_bytes :][:NAME_BYTES] if first and key_bytes else b""):
             raise InvariantViolated("stored blocks do not follow the parent that they name")
-        group.store(sequence, first, slots, event.priority, event.duration, event.last_tokens)
+        group.store(event, sequence, slots)
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
         group, sequences = self.groups[event.group], self.sequences
-        blocks, slots = array("I", event.blocks), array("i", event.slots)
-        filling = [sequences[handle] for handle in array("q", event.handles)]
-        keys = self._name_filled(event, filling, blocks)
-        group.fill(filling, blocks, slots, keys, event.priority, event.duration)
-        self.changed_blocks += len(slots)
+        blocks, filling = (
+            array("I", event.blocks),
+            [sequences[handle] for handle in array("q", event.handles)],
+        )
+        group.fill(event, filling, blocks, self._name_filled(event, filling, blocks))
+        self.changed_blocks += len(blocks)
 
     def _name_filled(
         self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]
@@ -325,12 +322,11 @@ class CacheState:
         _check_level(event.level)
         invariant(0 <= event.priority <= PRIORITY_MAX, "priority out of range")
         slots, group = array("i", event.slots), self.groups[event.group]
-        change = event.level, slots, event.old_priority, event.priority
         if event.why == ev.UpdateReason.EXPIRED:
             self.advance_clock(event.clock)
-            self.releases = group.expire(*change, self.releases)
+            self.releases = group.expire(event, slots, self.releases)
         else:
-            group.update(*change, event.duration)
+            group.update(event, slots)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -469,10 +465,7 @@ class CacheState:
             self.running.forget_row()
 
     def _fork(self, event: ev.SequenceForked) -> None:
-        invariant(
-            self.next_handle <= event.child <= MAX_NUMBER, "a handle was used twice, or is out of range"
-        )
-        invariant(event.request_id not in self.handles, "duplicate request id")
+        self._refuse_duplicate(event.child, event.request_id)
         parent = self.sequences[event.handle]
         # Anything not fully computed is continued by each sequence on its own.
         blocks = parent.computed // self.tokens_per_block
@@ -525,20 +518,15 @@ class CacheState:
         self.running.forget_row()
         self.releases += 1
         self.advance_clock(event.clock)
-        for index, group in enumerate(self.groups):
-            freed = group.end(sequence, self.releases, self.clock)
-            if freed.tobytes() != event.freed[index]:
+        for group, freed in zip(self.groups, event.freed, strict=True):
+            if group.end(sequence, self.releases, self.clock).tobytes() != freed:
                 raise InvariantViolated("the number of freed slots is wrong")
-            root = group.tree.roots[sequence.namespace]
-            root.users -= 1
-            group.tree.drop_unused(root)
+            group.leave(sequence.namespace)
 
     def _add_encoder(self, event: ev.EncoderAdded) -> None:
         assert self.created is not None
         reader, size = self.sequences[event.sequence], self.tokens_per_block
-        invariant(
-            self.next_handle <= event.handle <= MAX_NUMBER, "a handle was used twice, or is out of range"
-        )
+        self._refuse_duplicate(event.handle, None)
         invariant(self.created.groups[event.group].kind == CROSS, "an encoder input without cross attention")
         invariant(
             reader.encoder is None and not reader.holders,
@@ -565,9 +553,7 @@ class CacheState:
         freed = self.groups[event.group].end(encoder, self.releases, self.clock)
         invariant(freed.tobytes() == event.freed, "the number of freed slots is wrong")
         for group in self.groups:
-            root = group.tree.roots[encoder.namespace]
-            root.users -= 1
-            group.tree.drop_unused(root)
+            group.leave(encoder.namespace)
 
     # -- copies, and the cache as a whole
 
@@ -595,9 +581,10 @@ class CacheState:
             self.set_computed(sequence, 0)
 
     def _clear(self, event: ev.CacheCleared) -> None:
-        cleared = [group.clear() for group in self.groups]
-        removed, unnamed = zip(*cleared, strict=True)
+        removed, unnamed = zip(*[group.counts() for group in self.groups], strict=True)
         invariant(removed == event.removed and unnamed == event.unnamed, "the cleared blocks differ")
+        for group in self.groups:
+            group.clear()
         for sequence in self.sequences.values():
             sequence.path_ends = self.roots(sequence.namespace)
         for pin in self.pins.values():
@@ -685,6 +672,13 @@ class CacheState:
         self._shared(event.group).unname(event)
 
     # -- shared by handlers
+
+    def _refuse_duplicate(self, handle: int, request_id: RequestId | None) -> None:
+        """Raise unless a new sequence may have this handle and, unless None, this request id."""
+        if not self.next_handle <= handle <= MAX_NUMBER:
+            raise InvariantViolated("a handle was used twice, or is out of range")
+        if request_id in self.handles:
+            raise InvariantViolated("duplicate request id")
 
     def _track(self, transfer_id: int, transfer: Transfer) -> None:
         invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "duplicate transfer id")
@@ -899,8 +893,7 @@ class CacheState:
                     ends.append(group.run_at(PRIMARY, own[-1]))
                 else:
                     ends.append(None)
-            self.pins[entry.pin] = pin = Pin(entry.request_id, slots, ends)
-            pin.named = entry.named
+            self.pins[entry.pin] = Pin(entry.request_id, slots, ends, entry.named)
         self.next_pin = event.next_pin
 
     def _install_sequence(self, entry: ev.SequenceExported, readers: int) -> None:
@@ -930,9 +923,7 @@ class CacheState:
         sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
         sequence.replaced = replaced
         sequence.retention, sequence.inherited = entry.retention, entry.inherited
-        self.default_retention_only = (
-            self.default_retention_only and entry.retention is None and not entry.inherited
-        )
+        self.default_retention_only &= entry.retention is None and not entry.inherited
         self.sequences[entry.handle] = sequence
         sequence.holders = readers
         if not readers:

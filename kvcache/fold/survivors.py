@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from events.types import PRIMARY, SECONDARY, Namespace, StateExported
 from kvcache.fold.full_group import FullGroup
-from kvcache.fold.groups import AnyGroup
-from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
-from kvcache.fold.sliding_group import HOLE, SlidingGroup
+from kvcache.fold.prefix_tree import Root, Run, root_of, runs_below
+from kvcache.fold.sliding_group import HOLE, AnyGroup, SlidingGroup
 from kvcache.fold.state import CacheState
 
 Checksums = Callable[[int, npt.NDArray[np.int32]], bytes]
@@ -115,7 +114,7 @@ def _reduce_full(
             tree.unlink(run)
             continue
         if lengths[run.id] < len(run.slots):
-            group.cut(run, len(run.slots) - lengths[run.id])
+            tree.cut(run, len(run.slots) - lengths[run.id])
         if run.refs:
             run.expiry = state.clock + run.duration if run.duration else 0
             run.refs, run.released_at = 0, state.releases
@@ -189,7 +188,7 @@ class _Recomputed:
 
     def may_be(self, run: Run) -> bool:
         """True if a run of primary consists of plain tokens, which is all that recomputing needs."""
-        if self._recompute is None or run.partial or _root_of(run).namespace.uses_extra_ids:
+        if self._recompute is None or run.partial or _namespace_of(run).uses_extra_ids:
             return False
         return int(np.frombuffer(run.symbols, np.int32).min()) >= 0
 
@@ -222,7 +221,7 @@ class _Recomputed:
         own = array("i", range(self.used, self.used + len(run.slots)))
         above = b"".join([self.slots[each.id].tobytes() for each in path[:-1]])
         lost = LostPrefix(
-            _root_of(run).namespace,
+            _namespace_of(run),
             np.frombuffer(b"".join([each.symbols for each in path]), np.int32),
             run.start * self._tokens_per_block,
             np.frombuffer(above + own.tobytes(), np.int32),
@@ -234,12 +233,10 @@ class _Recomputed:
         return True
 
 
-def _root_of(run: Run) -> Root:
-    node: Node = run
-    while isinstance(node, Run):
-        node = node.parent
-    assert isinstance(node, Root)
-    return node
+def _namespace_of(run: Run) -> Namespace:
+    root = root_of(run)
+    assert isinstance(root, Root)
+    return root.namespace
 
 
 def _lengths_in_full(runs: list[Run], verifier: _Verifier, again: _Recomputed) -> dict[int, int]:

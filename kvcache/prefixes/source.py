@@ -94,8 +94,6 @@ _SLIDING = ("sliding_window", "sliding_window_mla")
 class PublishedGroup:
     """Blocks that one kind of layers shares."""
 
-    __slots__ = ("block_size", "followed", "holder", "index", "kind", "window")
-
     def __init__(self, index: int, kind: str | None, window: int | None, holder: Holder) -> None:
         self.index = index
         self.kind = kind
@@ -112,10 +110,6 @@ class PublishedGroup:
     def planes(self) -> range:
         """Planes of its levels."""
         return range(self.index * LEVELS, self.index * LEVELS + LEVELS)
-
-    def is_like(self, kind: str, window: int | None) -> bool:
-        """True if it has this kind and window."""
-        return self.kind == kind and self.window == window
 
     def servable(self, mask: int, blocks: int) -> int:
         """Largest number of blocks, at most `blocks`, that it can serve if its blocks are those in `mask`.
@@ -163,8 +157,6 @@ def servable(
 
 class Holder:
     """Blocks of one publisher with one size."""
-
-    __slots__ = ("_suspects", "block_bytes", "counts", "names", "publisher", "resident", "tree", "unresolved")
 
     def __init__(self, publisher: WorkerRank, counts: Counts, tree: ContentTree, block_bytes: int) -> None:
         self.publisher = publisher
@@ -534,8 +526,6 @@ _HERE = (None, "LOCAL")
 class PublisherState:
     """State of one publisher."""
 
-    __slots__ = ("counts", "followed", "groups", "holders", "publisher", "tree")
-
     def __init__(self, publisher: WorkerRank, tree: ContentTree) -> None:
         self.publisher = publisher
         self.tree = tree
@@ -610,9 +600,8 @@ class PublisherState:
         kind = event.kv_cache_spec_kind
         group = self.groups.get(event.group_idx or 0)
         # Notices about lower levels do not include the kind of their group.
-        if group is None or (
-            kind is not None and not group.is_like(kind, event.kv_cache_spec_sliding_window)
-        ):
+        given = kind, event.kv_cache_spec_sliding_window
+        if group is None or (kind is not None and (group.kind, group.window) != given):
             group = self._new_group(event, group)
         if group is None or not group.followed or event.locality not in _HERE:
             self.counts.ignored_events += 1

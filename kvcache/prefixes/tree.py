@@ -48,8 +48,6 @@ class ContentNode:
 class ContentRoot(ContentNode):
     """The start of all prompts for one adapter, in blocks of one size."""
 
-    __slots__ = ("adapter", "block_bytes")
-
     def __init__(self, adapter: Adapter, block_bytes: int) -> None:
         super().__init__(0)
         self.adapter = adapter
@@ -237,8 +235,6 @@ RUN_BLOCKS_MAX = 512
 
 class ContentTree:
     """Roots and runs, and the operations that change their shape but not who holds which block."""
-
-    __slots__ = ("roots",)
 
     def __init__(self) -> None:
         self.roots: dict[Adapter, dict[int, ContentRoot]] = {}

@@ -19,21 +19,7 @@ import numpy as np
 from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
-from events.types import (
-    PRIMARY,
-    SECONDARY,
-    AllocateReason,
-    EndReason,
-    MoveReason,
-    Namespace,
-    RemoveReason,
-    RequestId,
-    SequenceAdded,
-    SequenceForked,
-    SequenceRemoved,
-    SequenceRewound,
-    TransferFailed,
-)
+from events.types import PRIMARY, SECONDARY, MoveReason, Namespace, RequestId
 from kvcache.fold.positional import shared_slots
 from kvcache.fold.state import CacheState
 from kvcache.stats import RequestStats, Stats
@@ -86,7 +72,7 @@ class _Request:
     stop: int = 0
     preempted: bool = False
 
-    def returns_as(self, event: SequenceAdded) -> bool:
+    def returns_as(self, event: ev.SequenceAdded) -> bool:
         """True if this removed request is admitted again, rather than another one with the same id."""
         same_length = self.num_prompt_tokens <= event.num_tokens <= self.num_tokens
         return self.namespace == event.namespace and (event.resumed or self.preempted or same_length)
@@ -99,7 +85,7 @@ class OwnTokens:
         self._running: dict[int, _Request] = {}
         self._removed: dict[RequestId, _Request] = {}
 
-    def admit(self, event: SequenceAdded) -> int:
+    def admit(self, event: ev.SequenceAdded) -> int:
         """Note an admitted request; returns how many of its reused tokens it had computed itself before."""
         first = event.reused
         request = _Request(event.request_id, event.namespace, event.num_tokens, first)
@@ -113,31 +99,31 @@ class OwnTokens:
         request.first = min(first, before.first)
         return max(0, min(first, before.stop) - before.first)
 
-    def fork(self, event: SequenceForked) -> None:
+    def fork(self, event: ev.SequenceForked) -> None:
         """Note a branch."""
         parent = self._running.get(event.handle)
         if parent is not None:
             self._running[event.child] = replace(parent, request_id=event.request_id)
 
-    def rewind(self, event: SequenceRewound) -> None:
+    def rewind(self, event: ev.SequenceRewound) -> None:
         """Note a rewind: the request itself computes the tokens in the place of those taken back."""
         request = self._running.get(event.handle)
         if request is not None:
             request.first = min(request.first, event.num_tokens - 1)
             request.num_prompt_tokens = min(request.num_prompt_tokens, event.num_tokens)
 
-    def remove(self, event: SequenceRemoved) -> None:
+    def remove(self, event: ev.SequenceRemoved) -> None:
         """Note a request that has ended, or was preempted."""
         request = self._running.pop(event.handle, None)
         if request is None:
             return
         request.num_tokens, request.stop = event.num_tokens, event.computed
-        request.preempted = event.why == EndReason.PREEMPTED
+        request.preempted = event.why == ev.EndReason.PREEMPTED
         self._removed[request.request_id] = request
         if len(self._removed) > REMEMBERED:
             del self._removed[next(iter(self._removed))]
 
-    def begin_again(self, event: TransferFailed) -> None:
+    def begin_again(self, event: ev.TransferFailed) -> None:
         """Note a failed copy: running requests compute all of their tokens themselves."""
         for request in self._running.values():
             request.first = 0
@@ -158,24 +144,12 @@ _AT = {name: index for names in (_OF_WINDOW, _OF_WHOLE) for index, name in enume
 _GAUGES_AT, _TOTAL_AT = len(_OF_WINDOW), len(_OF_WINDOW) + 4
 _WINDOW_SIZE = len(_OF_WINDOW) + 2 * len(_GAUGES)
 _EVENTS, _BATCHES, _SEQUENCES = _AT["events"], _AT["batches"], _AT["sequences"]
-_REQUESTS, _PROMPT = _AT["requests"], _AT["prompt_tokens"]
 _ALLOCATED, _DECODED, _NEW = (
     _AT["blocks_allocated"],
     _AT["blocks_allocated_decode"],
     _AT["blocks_allocated_new"],
 )
-_REUSED_FULL, _REUSED_PARTIAL, _MISSED = (
-    _AT["blocks_reused_full"],
-    _AT["blocks_reused_partial"],
-    _AT["blocks_missed"],
-)
-_REUSED_PRIMARY, _REUSED_SECONDARY, _REUSED_COPIED, _REUSED_OWN = (
-    _AT["reused_tokens_primary"],
-    _AT["reused_tokens_secondary"],
-    _AT["reused_tokens_partial"],
-    _AT["reused_tokens_own"],
-)
-_DECODE = AllocateReason.DECODE
+_DECODE = ev.AllocateReason.DECODE
 _MOVED = {
     MoveReason.OFFLOAD: "blocks_offloaded",
     MoveReason.ONBOARD: "blocks_onboarded",
@@ -278,24 +252,24 @@ class StatsCounter:
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts
-        counts[_REQUESTS] += 1
-        counts[_PROMPT] += event.num_tokens
+        counts[_AT["requests"]] += 1
+        counts[_AT["prompt_tokens"]] += event.num_tokens
         own, reused = self._own.admit(event), event.reused
         partial, missed = started_and_missed(event, self._tokens_per_block)
         # Excludes an encoder's window: its reuse has an event of its own.
         of_windows = zip(self._begin, event.reused_primary, event.reused_secondary)  # noqa: B905
         for begin, primary, secondary in of_windows:
-            counts[begin + _MISSED] += missed
+            counts[begin + _AT["blocks_missed"]] += missed
             if reused:
-                counts[begin + _REUSED_FULL] += (primary + secondary) // self._tokens_per_block
-                counts[begin + _REUSED_PARTIAL] += partial
+                counts[begin + _AT["blocks_reused_full"]] += (primary + secondary) // self._tokens_per_block
+                counts[begin + _AT["blocks_reused_partial"]] += partial
         if reused:
             # Where the windows differ, tokens that any of them has to onboard count as reused from secondary.
             secondary, copied = max(event.reused_secondary), event.reused_partial
-            counts[_REUSED_PRIMARY] += reused - copied - secondary
-            counts[_REUSED_SECONDARY] += secondary
-            counts[_REUSED_COPIED] += copied
-            counts[_REUSED_OWN] += own
+            counts[_AT["reused_tokens_primary"]] += reused - copied - secondary
+            counts[_AT["reused_tokens_secondary"]] += secondary
+            counts[_AT["reused_tokens_partial"]] += copied
+            counts[_AT["reused_tokens_own"]] += own
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
         full, missed = input_blocks(event, self._tokens_per_block)
@@ -337,7 +311,7 @@ class StatsCounter:
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         blocks = len(event.slots) // SLOT_BYTES
         self._add("blocks_removed", event.group, blocks)
-        if event.level == SECONDARY and event.why != RemoveReason.SUPERSEDED:
+        if event.level == SECONDARY and event.why != ev.RemoveReason.SUPERSEDED:
             self._add("blocks_dropped", event.group, blocks)
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
@@ -369,23 +343,17 @@ def _window(counts: list[int], begin: int) -> dict[str, Any]:
     return values
 
 
+@dataclass(slots=True)
 class _CountedRequest:
     """Record of a running request so far."""
 
-    __slots__ = ("allocated", "blocks", "new", "prompt_tokens", "request_id", "reused_tokens")
-
-    def __init__(
-        self,
-        request_id: RequestId,
-        prompt_tokens: int,
-        reused_tokens: int = 0,
-        blocks: tuple[int, ...] = (0, 0, 0),
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_tokens, self.reused_tokens = prompt_tokens, reused_tokens
-        self.blocks = blocks
-        """Blocks in all windows: reused in full, in part, and missed."""
-        self.allocated = self.new = 0
+    request_id: RequestId
+    prompt_tokens: int
+    reused_tokens: int = 0
+    blocks: tuple[int, ...] = (0, 0, 0)
+    """Blocks in all windows: reused in full, in part, and missed."""
+    allocated: int = 0
+    new: int = 0
 
 
 class RequestCounter:

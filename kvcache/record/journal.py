@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from events.bus import EventBus
+from events.closing import Closing
 from events.diagnostics import get_logger
+from events.feed.inventory import Inventory
+from events.formats.trtllm import Data, EventDicts
 from events.ids import epoch_of, first_number
 from events.log import LogStats
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
@@ -39,7 +43,6 @@ from kvcache.fold.state import CacheState
 from kvcache.inputs import checked_integer, time_from
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
-from kvcache.record.latest_events import LatestEvents
 from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.replay import Replayed
 from kvcache.stats import Stats
@@ -74,6 +77,35 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, published: bool) -> 
         content_id=layout.content_id,
         attention_dp_rank=config.attention_dp_rank,
     )
+
+
+class LatestEvents:
+    """The last `max_size` unread events in TensorRT-LLM's form, for programs that poll `get_latest_events`.
+
+    Flushed events are visible at once; beyond `max_size` dicts the oldest are dropped, which a reader sees as a gap in
+    `event_id`. Reading empties the buffer, from any thread.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._inventory, self._dicts = Inventory(), EventDicts()
+        self._visible: deque[Data] = deque(maxlen=max_size)
+        self._changed = threading.Condition()
+
+    def get(self, timeout: float | None) -> list[Data]:
+        """Return and remove everything visible; wait for something for `timeout` seconds (None: for ever)."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._visible), timeout)
+            events = list(self._visible)
+            self._visible.clear()
+            return events
+
+    def publish(self, batch: EventBatch) -> None:
+        """Make the events of a batch visible."""
+        changes = self._inventory.fold(batch)
+        with self._changed:
+            self._visible.extend(self._dicts.dicts(changes))
+            self._dicts.settle()
+            self._changed.notify_all()
 
 
 class Journal:
@@ -180,7 +212,7 @@ class Journal:
         return self.outputs.sink_stats()
 
 
-class EventSourcedCache:
+class EventSourcedCache(Closing):
     """A cache that changes by events alone: one way to begin, to end a step and to close, for managers and recorders.
 
     One thread makes all calls, except those documented otherwise.
@@ -227,12 +259,6 @@ class EventSourcedCache:
         except BaseException:
             outputs.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- calls from any thread
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from events import types as ev
 from events.ids import LevelIndex
-from events.packed import names_of_keys
 from events.types import CHUNKED, PRIMARY, SECONDARY, SLIDING, RequestId
 from kvcache.decide.full_attention import last_names
 from kvcache.errors import Contradiction, UsageError, invariant, shown
@@ -353,16 +352,16 @@ class Mirror:
                 return f"request {shown(sequence.request_id)} holds it"
         return "it is cached and must be evicted first"
 
-    def names_at(self, level: int, slots: array[int]) -> bytes:
-        """Return the names of consecutive cached blocks."""
-        size, names, done = self._key_bytes, b"", 0
+    def keys_at(self, level: int, slots: array[int]) -> bytes:
+        """Return the keys of consecutive cached blocks."""
+        size, keys, done = self._key_bytes, b"", 0
         while size and done < len(slots):
             run = self.group.run_at(level, slots[done])
             at = run.slots.index(slots[done])
             take = min(len(run.slots) - at, len(slots) - done)
-            names += names_of_keys(bytes(run.keys[at * size : (at + take) * size]), size)
+            keys += run.keys[at * size : (at + take) * size]
             done += take
-        return names
+        return keys
 
     def refuse_unstorable(self, sequence: Sequence, first: int, last: int) -> None:
         """Raise `Contradiction` unless a request holds these blocks, full of its tokens, as their only holder."""
@@ -412,15 +411,11 @@ class Mirror:
         prompt, and with the external ones not all of it.
         """
         name, count = shown(request.request_id), len(slots) + len(below)
-        if external >= request.num_tokens - count * self._size > 0:
+        left = request.num_tokens - count * self._size
+        if external >= left:
+            loads = f" and loads {external} tokens" if left > 0 else ""
             raise Contradiction(
-                f"request {name} reuses {count} blocks of {self._size} tokens and loads {external} tokens, "
-                f"but its prompt has {request.num_tokens}, and at least the last one must be computed",
-                request.request_id,
-            )
-        if count * self._size >= request.num_tokens:
-            raise Contradiction(
-                f"request {name} reuses {count} blocks of {self._size} tokens, but its prompt has "
+                f"request {name} reuses {count} blocks of {self._size} tokens{loads}, but its prompt has "
                 f"{request.num_tokens}, and at least the last one must be computed",
                 request.request_id,
             )
@@ -459,7 +454,7 @@ class Mirror:
                 )
             # Copied, as two views would be compared number by number.
             if run is not None and run.symbols[: take * size] != request.symbols[begin : begin + take * size]:
-                take = common_bytes(run, request.symbols, begin, begin + take * size) // size
+                take = common_bytes(run.symbols, request.symbols, begin, begin + take * size) // size
                 reason = "holds other tokens than the prompt has there"
             if take < min(len(slots) - done, len(run.slots) if run is not None else 1):
                 raise self._no_hit(request, level, int(blocks[done + take]), first + done + take, reason)

@@ -54,7 +54,11 @@ class Outputs:
     ) -> Outputs:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
         for sink in sinks:
-            _check_sink(sink)
+            # Before anything is opened: later it would be a sink that fails for ever.
+            if not isinstance(sink, str | Sink | SinkRunner):
+                raise UsageError(
+                    f"a sink must be a URL or a subclass of sinks.Sink; {type(sink).__name__} is neither"
+                )
         writer = log if isinstance(log, LogWriter) or log is None else open_log(log_directory(log), config)
         if writer is not None:
             context = replace(context, state_dir=writer.directory)
@@ -176,14 +180,6 @@ def log_directory(log: object) -> Path:
     except Exception as error:  # noqa: BLE001
         raise UsageError(f"log is not a directory name: {type(error).__name__}") from None
     raise UsageError("log is not a directory name: it contains a NUL character")
-
-
-def _check_sink(sink: object) -> None:
-    """Refuse an invalid sink before anything is opened: later it would be a sink that fails for ever."""
-    if not isinstance(sink, str | Sink | SinkRunner):
-        raise UsageError(
-            f"a sink must be a URL or a subclass of sinks.Sink; {type(sink).__name__} is neither"
-        )
 
 
 def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:
