@@ -285,9 +285,9 @@ class SinkURL:
                 parsed.path, "not a URL; give one such as stdout: or file:///path/events.jsonl"
             )
         if len(pairs) != len(parsed.options):
-            raise SinkURLError(str(parsed), "duplicate option")
+            raise parsed.error("duplicate option")
         if "#" in url:
-            raise SinkURLError(str(parsed), "it contains a #fragment; write a # in a path as %23")
+            raise parsed.error("it contains a #fragment; write a # in a path as %23")
         return parsed
 
     def __str__(self) -> str:
@@ -307,14 +307,18 @@ class SinkURL:
     def __repr__(self) -> str:
         return f"SinkURL({str(self)!r})"
 
+    def error(self, reason: str) -> SinkURLError:
+        """Return the error that names no sink for this `reason`."""
+        return SinkURLError(str(self), reason)
+
     def file_path(self, path: str) -> Path:
         """Return a path of the URL, if the system can have such a name; raises SinkURLError otherwise."""
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
-            raise SinkURLError(str(self), "the path is not valid Unicode text (lone surrogates)") from None
+            raise self.error("the path is not valid Unicode text (lone surrogates)") from None
         if b"\0" in encoded:
-            raise SinkURLError(str(self), "the path contains a NUL character (%00)")
+            raise self.error("the path contains a NUL character (%00)")
         return Path(path)
 
     def read_options(self, declared: type[Options]) -> Options:
@@ -326,12 +330,12 @@ class SinkURL:
         known = ", ".join(field.encode_name for field in fields) or "none"
         unknown = sorted(set(self.options) - {field.encode_name for field in fields})
         if unknown:
-            raise SinkURLError(str(self), f"unknown option {option_name(unknown[0])}; known options: {known}")
+            raise self.error(f"unknown option {option_name(unknown[0])}; known options: {known}")
         try:
             return msgspec.convert(dict(self.options), declared, strict=False)
         except msgspec.ValidationError as error:
             reason = f"bad option: {shortened(str(error))}{_choices(declared, str(error))}"
-            raise SinkURLError(str(self), f"{reason}; known options: {known}") from None
+            raise self.error(f"{reason}; known options: {known}") from None
 
     def quantity(self, options: msgspec.Struct, name: str) -> float:
         """Return an option's size in bytes or duration in seconds, from its number and unit. Raises SinkURLError."""
@@ -339,18 +343,16 @@ class SinkURL:
         try:
             return parse(getattr(options, name))
         except ValueError as error:
-            raise SinkURLError(str(self), f"bad option: {name}={error}") from None
+            raise self.error(f"bad option: {name}={error}") from None
 
 
 def _choices(declared: type[msgspec.Struct], problem: str) -> str:
     """Return the accepted values of an option that does not fit, if it is one of a few words."""
     place = _PLACE.search(problem)
     hint = get_type_hints(declared).get(place[1]) if place else None
-    return (
-        f"; {place[1]} must be one of {', '.join(get_args(hint))}"
-        if place and get_origin(hint) is Literal
-        else ""
-    )
+    if place is None or get_origin(hint) is not Literal:
+        return ""
+    return f"; {place[1]} must be one of {', '.join(get_args(hint))}"
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -34,7 +34,7 @@ from events.brokers.nats import NATSStream
 from events.brokers.records import StreamRecord
 from events.brokers.redis import NAMES, RedisStream
 from events.types import WorkerSeen
-from sinks.base import SinkContext, SinkError, SinkUnavailable, SinkURL, SinkURLError
+from sinks.base import SinkContext, SinkError, SinkUnavailable, SinkURL
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed, in_batches
 from sinks.router.options import FeedOptions, PayloadWriter, make_feed, writer_of
 
@@ -64,7 +64,7 @@ def worker_of(url: SinkURL, options: BrokerOptions) -> str:
     if name is None:
         name = socket.gethostname().partition(".")[0] + (f"-{options.rank}" if options.rank else "")
     if not NAME.fullmatch(name):
-        raise SinkURLError(str(url), "a worker's name may contain letters, digits, _ and - only: set worker=")
+        raise url.error("a worker's name may contain letters, digits, _ and - only: set worker=")
     return name
 
 
@@ -76,7 +76,7 @@ def retain_seconds(url: SinkURL, options: RedisOptions | NATSOptions) -> float:
             f"retain must be at least {LEAST_RETAIN} times restate, or a state expires before the next one is "
             "published"
         )
-        raise SinkURLError(str(url), f"bad option: {reason}")
+        raise url.error(f"bad option: {reason}")
     return retain
 
 
@@ -146,11 +146,6 @@ class BrokerTransport:
         self._state: Iterator[StreamRecord] | None = None
         """The rest of the state being sent."""
         self._begin()
-
-    @property
-    def endpoint(self) -> str:
-        """The broker and the stream."""
-        return self.stream.name
 
     def _begin(self) -> None:
         self._state = None
@@ -317,7 +312,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     try:
         stream = _stream(url, options, worker)
     except BrokerError as error:
-        raise SinkURLError(str(url), error.reason) from None
+        raise url.error(error.reason) from None
     writer = writer_of(url, options, context)
     settings = BrokerSettings(
         piece_bytes=int(url.quantity(options, "max_batch")),
@@ -353,7 +348,6 @@ def _stream(url: SinkURL, options: BrokerOptions, worker: str) -> Stream:
         )
     if isinstance(options, RedisOptions):
         if worker == NAMES:
-            reason = f"{NAMES} is the key of the list of workers: set another worker="
-            raise SinkURLError(str(url), reason)
+            raise url.error(f"{NAMES} is the key of the list of workers: set another worker=")
         return RedisStream(address, worker, retain_seconds=retain_seconds(url, options))
     return KafkaStream(address, worker, timeout_seconds=url.quantity(options, "timeout"))

@@ -32,8 +32,9 @@ import msgspec
 from events.codec import batch_without_tokens, encode_batch, to_json
 from events.files.safe import OTHERS, OTHERS_WRITE, create_file, open_output
 from events.log.durable import write_all
+from events.log.reader import stamp_of
 from events.types import EventBatch
-from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import SinkContext, SinkError, SinkURL
 from sinks.trtllm import DictFeed, LineOutput, dict_feed
 
 HEADER = b"kvevent\x01"
@@ -102,19 +103,13 @@ class Frames:
         start, end = _last_frame(file)
         file.seek(start)
         try:
-            return msgspec.msgpack.decode(file.read(end - start), type=_NumberedFrame).seq
+            return stamp_of(file.read(end - start)).seq
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
 
 class _Numbered(msgspec.Struct, frozen=True):
     """The number in a line."""
-
-    seq: int
-
-
-class _NumberedFrame(msgspec.Struct, frozen=True, array_like=True):
-    """The number in a frame."""
 
     seq: int
 
@@ -309,17 +304,16 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
     """Create the sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
     options = url.read_options(FileOptions)
     if url.host not in (None, "localhost") or url.port is not None:
-        reason = (
+        raise url.error(
             "write file:///tmp/events.jsonl for an absolute path and file:events.jsonl for a relative one"
         )
-        raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
-        raise SinkURLError(str(url), "a file name is required, as in file:///tmp/events.jsonl")
+        raise url.error("a file name is required, as in file:///tmp/events.jsonl")
     max_bytes = int(url.quantity(options, "max_bytes"))
     if not 0 <= options.keep <= MOST_KEPT:
-        raise SinkURLError(str(url), f"bad option: keep must be from 0 to {MOST_KEPT}")
+        raise url.error(f"bad option: keep must be from 0 to {MOST_KEPT}")
     if "keep" in url.options and not max_bytes:
-        raise SinkURLError(str(url), "keep= requires max_bytes=")
+        raise url.error("keep= requires max_bytes=")
     sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
     return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
 

@@ -22,7 +22,7 @@ from events import types as ev
 from events.packed import SLOT_BYTES
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, MoveReason, RequestId
-from sinks.base import Sink, SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkError, SinkURL
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -56,14 +56,14 @@ class RequestSpans:
         self._waiting: dict[int, int] = {}
         """The number of each copy that a sequence waits for, and its handle."""
         self._now = 0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], object]] = {
             ev.CacheCreated: lambda event: self.end_all(),
             ev.Gap: lambda event: self.end_all(),
             ev.AdmissionRefused: self._refuse,
             ev.SequenceAdded: self._begin,
             ev.SequenceRemoved: self._end,
             ev.EncoderAdded: self._begin_input,
-            ev.EncoderRemoved: self._end_input,
+            ev.EncoderRemoved: lambda event: self._inputs.pop(event.handle, None),
             ev.BlocksAllocated: self._allocate,
             ev.BlocksStored: lambda event: self._count(event.handle, "blocks_stored", event.slots),
             ev.BlocksFilled: self._fill,
@@ -123,9 +123,6 @@ class RequestSpans:
         self._inputs[event.handle] = event.sequence
         if (request := self._running.get(event.sequence)) is not None:
             request.span.set_attributes(_named({"encoder_tokens": event.num_tokens}))
-
-    def _end_input(self, event: ev.EncoderRemoved) -> None:
-        self._inputs.pop(event.handle, None)
 
     def _end(self, event: ev.SequenceRemoved) -> None:
         said = {"tokens": event.num_tokens, "computed_tokens": event.computed, "ended": str(event.why)}
@@ -275,9 +272,9 @@ def create(url: SinkURL, context: SinkContext) -> OtelSink:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        raise SinkURLError(str(url), "OpenTelemetry is not installed: pip install 'kvcache[otel]'") from None
+        raise url.error("OpenTelemetry is not installed: pip install 'kvcache[otel]'") from None
     if url.host is None and (url.path or url.options.get("tls")):
-        raise SinkURLError(str(url), "a host is missing: use otel://HOST:4318, or otel: alone")
+        raise url.error("a host is missing: use otel://HOST:4318, or otel: alone")
     host = f"[{url.host}]" if url.host is not None and ":" in url.host else url.host
     path = url.path if url.path not in ("", "/") else _PATH
     scheme = "https" if options.tls else "http"

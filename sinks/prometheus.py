@@ -33,8 +33,8 @@ import numpy.typing as npt
 from events import types as ev
 from events.packed import SLOT_BYTES
 from events.structs import LEVEL_NAMES
-from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason
-from sinks.base import Probe, Sink, SinkContext, SinkError, SinkURL, SinkURLError
+from events.types import PRIMARY, EventBatch, MoveReason
+from sinks.base import Probe, Sink, SinkContext, SinkError, SinkURL
 from sinks.histogram import SECONDS, Histogram
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ Slots = npt.NDArray[np.int32]
 _UNKNOWN = 0
 
 
-class _SlotTimes:
+class _SlotTimes(NamedTuple):
     """Times at which the blocks of one window and level were stored and last used, in ns; 0 if unknown."""
 
-    def __init__(self, size: int) -> None:
-        self.stored, self.used = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    stored: npt.NDArray[np.int64]
+    used: npt.NDArray[np.int64]
 
 
 OTHERS = "other"
@@ -92,23 +92,22 @@ class BlockMetrics:
 
     def __init__(self, by_label: LabelMetrics | None = None) -> None:
         self.by_label = by_label
-        self.prompt_tokens = self.requests = self.refused = self.finished = self.lost_batches = 0
+        self.counts = dict.fromkeys(_COUNTED, 0)
+        """Counters without labels, by the names of their metrics."""
         self.reused_tokens: Counter[str] = Counter()
         """Tokens by level, or ``partial``."""
-        self.stored = self.allocated = self.copied = self.recomputed = 0
         self.removed: Counter[tuple[str, str]] = Counter()
         """Blocks by level and reason."""
         self.moved: Counter[str] = Counter()
         """Blocks by direction: ``offload``, ``onboard``."""
         self.moved_bytes: Counter[str] = Counter()
-        self.failed_copies = 0
         self.idle_before_evict = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.lifetime = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.reuse_gap = {name: Histogram(SECONDS) for name in LEVEL_NAMES}
         self.copy_seconds = {name: Histogram(SECONDS) for name in ("offload", "onboard")}
         self.now = 0
         """Time of the last batch."""
-        self._times: list[tuple[_SlotTimes, _SlotTimes]] = []
+        self._times: list[list[_SlotTimes]] = []
         self._block_bytes: list[int] = []
         self._transfers: dict[int, tuple[str, int]] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -116,10 +115,10 @@ class BlockMetrics:
             ev.StateExported: lambda event: self._forget(),
             ev.Gap: self._lose,
             ev.SequenceAdded: self._admit,
-            ev.SequenceRemoved: self._finish,
-            ev.AdmissionRefused: self._refuse,
-            ev.BlocksAllocated: self._allocate,
-            ev.BlocksCopied: self._copy,
+            ev.SequenceRemoved: lambda event: self._count("requests_finished", 1),
+            ev.AdmissionRefused: lambda event: self._count("requests_refused", 1),
+            ev.BlocksAllocated: lambda event: self._count("blocks_allocated", len(event.slots) // SLOT_BYTES),
+            ev.BlocksCopied: lambda event: self._count("blocks_copied", 1),
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._store,
             ev.BlocksReused: self._reuse,
@@ -138,18 +137,21 @@ class BlockMetrics:
             if handler is not None:
                 handler(event)
 
+    def _count(self, name: str, more: int) -> None:
+        self.counts[name] += more
+
     # -- the cache
 
     def _create(self, event: ev.CacheCreated) -> None:
         self._times = [
-            (_SlotTimes(group.num_blocks[PRIMARY]), _SlotTimes(group.num_blocks[SECONDARY]))
+            [_SlotTimes(*np.zeros((2, blocks), np.int64)) for blocks in group.num_blocks]
             for group in event.groups
         ]
         self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
         self._transfers.clear()
 
     def _lose(self, event: ev.Gap) -> None:
-        self.lost_batches += event.last_seq - event.first_seq + 1
+        self._count("metrics_lost_batches", event.last_seq - event.first_seq + 1)
         self._forget()
 
     def _forget(self) -> None:
@@ -168,8 +170,8 @@ class BlockMetrics:
 
     def _admit(self, event: ev.SequenceAdded) -> None:
         secondary = max(event.reused_secondary)
-        self.requests += 1
-        self.prompt_tokens += event.num_tokens
+        self._count("requests", 1)
+        self._count("prefix_cache_queries", event.num_tokens)
         # If windows differ, tokens that one of them has to onboard count as reused from secondary.
         self.reused_tokens["primary"] += event.reused - event.reused_partial - secondary
         self.reused_tokens["secondary"] += secondary
@@ -177,23 +179,11 @@ class BlockMetrics:
         if self.by_label is not None:
             self.by_label.admit(event)
 
-    def _finish(self, event: ev.SequenceRemoved) -> None:
-        self.finished += 1
-
-    def _refuse(self, event: ev.AdmissionRefused) -> None:
-        self.refused += 1
-
     # -- blocks
-
-    def _allocate(self, event: ev.BlocksAllocated) -> None:
-        self.allocated += len(event.slots) // SLOT_BYTES
-
-    def _copy(self, event: ev.BlocksCopied) -> None:
-        self.copied += 1
 
     def _store(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
         slots = np.frombuffer(event.slots, np.int32)
-        self.stored += len(slots)
+        self._count("blocks_stored", len(slots))
         times = self._times[event.group][PRIMARY]
         times.stored[slots] = times.used[slots] = self.now
 
@@ -212,7 +202,7 @@ class BlockMetrics:
         target.stored[new], target.used[new] = source.stored[old], source.used[old]
         source.stored[old] = source.used[old] = _UNKNOWN
         if event.why == MoveReason.RECOMPUTED:
-            self.recomputed += len(new)
+            self._count("blocks_recomputed", len(new))
             return
         self.moved[event.why] += len(new)
         self.moved_bytes[event.why] += len(new) * self._block_bytes[event.group]
@@ -242,11 +232,70 @@ class BlockMetrics:
     def _fail(self, event: ev.TransferFailed) -> None:
         for transfer in array("q", event.transfers):
             self._transfers.pop(transfer, None)
-            self.failed_copies += 1
+            self._count("copies_failed", 1)
 
 
 PREFIX = "kvcache_"
 """Prefix of all names."""
+_COUNTED = {
+    "requests": "Requests admitted.",
+    "requests_finished": "Requests that ended, for any reason.",
+    "requests_refused": "Requests refused for lack of blocks; each is counted once until it is admitted.",
+    "prefix_cache_queries": "Prompt tokens of admitted requests, all of which were looked up in the cache.",
+    "metrics_lost_batches": "Batches of events that were lost before they reached these metrics.",
+    "blocks_allocated": "Blank slots allocated.",
+    "blocks_stored": "Blocks that became reusable.",
+    "blocks_copied": "Blocks copied because only their start matched a prompt.",
+    "blocks_recomputed": "Blocks computed again although they were in secondary.",
+    "copies_failed": "Block copies that failed.",
+}
+_COUNTERS = {
+    **_COUNTED,
+    "prefix_cache_hits": "Prompt tokens reused from the cache, by the level they were found in; partial: at the start "
+    "of a block.",
+    "requests_by_label": "Requests admitted, by one of their labels.",
+    "prompt_tokens_by_label": "Prompt tokens of admitted requests, by one of their labels.",
+    "reused_tokens_by_label": "Prompt tokens reused from the cache, by one of the labels of their requests.",
+    "blocks_removed": "Blocks removed from the cache, by level and reason; capacity: evicted.",
+    "blocks_moved": "Blocks moved between levels; offload: evicted from primary and kept in secondary.",
+    "moved_bytes": "Bytes of the blocks moved between levels.",
+    "prefix_cache_own_hits": "Reused tokens that a preempted request had computed itself before.",
+    "blocks_deduplicated": "Blocks computed by two requests at the same time, one of which was returned.",
+    "prompt_blocks": "Blocks of prompts by how much of them was cached: all (full), the start (partial), or "
+    "nothing (missed).",
+    "blocks_first_used": "Slots allocated for the first time.",
+    "copied_bytes": "Bytes copied for partially matching blocks.",
+    "events": "Events.",
+    "batches": "Batches of events: engine steps that changed something.",
+    "log_batches": "Batches written to the log's files; durable unless log.fsync is never.",
+    "log_bytes": "Bytes written to the log's files.",
+    "log_dropped_batches": "Batches that the log has dropped.",
+    "sink_batches": "Batches accepted by a sink.",
+    "sink_dropped_batches": "Batches that were dropped before they reached a sink.",
+    "sink_errors": "Failures of a sink.",
+    "sink_refused_peers": "Connections to a feed that were refused because of their keys.",
+}
+_GAUGES = {
+    "last_batch_age_seconds": "Time since the last batch of events.",
+    "blocks": "Slots by state: held by running requests, cached without a holder (reusable), or blank.",
+    "usage_ratio": "Fraction of the slots held by running requests.",
+    "requests_running": "Running requests.",
+    "log_durable_batch": "Number of the last batch known to be on disk; -1: none.",
+    "log_lag_batches": "Batches waiting to be written.",
+    "log_up": "Whether the log is being written; 0 while the disk refuses it.",
+    "sink_lag_batches": "Batches waiting for a sink.",
+    "sink_up": "Whether a sink works; 0 while it fails or is quarantined.",
+}
+_HISTOGRAMS = {
+    "block_idle_before_evict_seconds": "Time from the last use of a block to its eviction, by level.",
+    "block_lifetime_seconds": "Time from storing a block to its removal, by the level it was removed from.",
+    "block_reuse_gap_seconds": "Time from a block's last use to its reuse, by the level it was found in.",
+    "copy_seconds": "Time from the decision to copy blocks to the step that detected the completed copy.",
+    "step_seconds": "Time spent in calls of the manager per engine step, from one flush to the next.",
+}
+
+_Values = Iterator[tuple[Any, ...]]
+"""Names of metrics, each with a value or, by those of the labels whose names follow, several."""
 
 
 class MetricsCollector:
@@ -259,85 +308,52 @@ class MetricsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all current metrics."""
-        yield from self._of_requests()
-        if self._blocks.by_label is not None:
-            yield from self._of_labels(self._blocks.by_label)
-        yield from self._of_blocks()
-        yield from self._of_ages()
-        if self._blocks.now:
-            age = max(0.0, time.time() - self._blocks.now / 1e9)
-            yield self._gauge("last_batch_age_seconds", "Time since the last batch of events.", age)
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        families: list[tuple[Any, dict[str, str]]] = [
+            (CounterMetricFamily, _COUNTERS),
+            (GaugeMetricFamily, _GAUGES),
+            (HistogramMetricFamily, _HISTOGRAMS),
+        ]
+        for name, values, *labels in self._values():
+            kind, texts = next(each for each in families if name in each[1])
+            family = kind(PREFIX + name, texts[name], labels=["model", *labels])
+            for key, value in (values if labels else {(): values}).items():
+                row = [self._model, *((key,) if isinstance(key, str) else key)]
+                numbers = value.cumulative() if isinstance(value, Histogram) else (value,)
+                family.add_metric(row, *numbers)
+            yield family
+
+    def _values(self) -> _Values:
+        yield from self._of_events(self._blocks)
         if self.probe is not None:
             yield from self._of_state(self.probe.stats())
             if self.probe.step_times is not None:
-                text = "Time spent in calls of the manager per engine step, from one flush to the next."
-                yield self._histogram("step_seconds", text, self.probe.step_times)
+                yield "step_seconds", self.probe.step_times
             yield from self._of_log(self.probe.log_stats())
             yield from self._of_sinks(self.probe.sink_stats())
 
-    # -- from events
-
-    def _of_requests(self) -> Iterator[Metric]:
-        blocks = self._blocks
-        yield self._counter("requests", "Requests admitted.", blocks.requests)
-        yield self._counter("requests_finished", "Requests that ended, for any reason.", blocks.finished)
-        text = "Requests refused for lack of blocks; each is counted once until it is admitted."
-        yield self._counter("requests_refused", text, blocks.refused)
-        text = "Prompt tokens of admitted requests, all of which were looked up in the cache."
-        yield self._counter("prefix_cache_queries", text, blocks.prompt_tokens)
-        text = (
-            "Prompt tokens reused from the cache, by the level they were found in; partial: at the start of "
-            "a block."
-        )
+    def _of_events(self, blocks: BlockMetrics) -> _Values:
+        yield from blocks.counts.items()
         hits = {level: blocks.reused_tokens[level] for level in (*LEVEL_NAMES, "partial")}
-        yield self._counter("prefix_cache_hits", text, hits, "level")
-        text = "Batches of events that were lost before they reached these metrics."
-        yield self._counter("metrics_lost_batches", text, blocks.lost_batches)
-
-    def _of_labels(self, by_label: LabelMetrics) -> Iterator[Metric]:
-        counts = by_label.counts.copy()
-        texts = (
-            "Requests admitted, by one of their labels.",
-            "Prompt tokens of admitted requests, by one of their labels.",
-            "Prompt tokens reused from the cache, by one of the labels of their requests.",
-        )
-        for at, (name, text) in enumerate(zip(LabelCounts._fields, texts, strict=True)):
-            values = {(by_label.label, value): each[at] for value, each in counts.items()}
-            yield self._counter(f"{name}_by_label", text, values, "label", "value")
-
-    def _of_blocks(self) -> Iterator[Metric]:
-        blocks = self._blocks
-        yield self._counter("blocks_allocated", "Blank slots allocated.", blocks.allocated)
-        yield self._counter("blocks_stored", "Blocks that became reusable.", blocks.stored)
-        yield self._counter(
-            "blocks_copied", "Blocks copied because only their start matched a prompt.", blocks.copied
-        )
-        text = "Blocks computed again although they were in secondary."
-        yield self._counter("blocks_recomputed", text, blocks.recomputed)
-        text = "Blocks removed from the cache, by level and reason; capacity: evicted."
-        removed = dict(sorted(blocks.removed.copy().items()))
-        yield self._counter("blocks_removed", text, removed, "level", "reason")
-        text = "Blocks moved between levels; offload: evicted from primary and kept in secondary."
+        yield "prefix_cache_hits", hits, "level"
+        if (by_label := blocks.by_label) is not None:
+            counts = by_label.counts.copy()
+            for at, name in enumerate(LabelCounts._fields):
+                values = {(by_label.label, value): each[at] for value, each in counts.items()}
+                yield f"{name}_by_label", values, "label", "value"
+        yield "blocks_removed", dict(sorted(blocks.removed.copy().items())), "level", "reason"
         ways = ("offload", "onboard")
-        yield self._counter("blocks_moved", text, {way: blocks.moved[way] for way in ways}, "direction")
-        moved = {way: blocks.moved_bytes[way] for way in ways}
-        yield self._counter("moved_bytes", "Bytes of the blocks moved between levels.", moved, "direction")
-        yield self._counter("copies_failed", "Block copies that failed.", blocks.failed_copies)
+        yield "blocks_moved", {way: blocks.moved[way] for way in ways}, "direction"
+        yield "moved_bytes", {way: blocks.moved_bytes[way] for way in ways}, "direction"
+        yield "block_idle_before_evict_seconds", blocks.idle_before_evict, "level"
+        yield "block_lifetime_seconds", blocks.lifetime, "level"
+        yield "block_reuse_gap_seconds", blocks.reuse_gap, "level"
+        yield "copy_seconds", blocks.copy_seconds, "direction"
+        if blocks.now:
+            yield "last_batch_age_seconds", max(0.0, time.time() - blocks.now / 1e9)
 
-    def _of_ages(self) -> Iterator[Metric]:
-        blocks = self._blocks
-        text = "Time from the last use of a block to its eviction, by level."
-        yield self._histogram("block_idle_before_evict_seconds", text, blocks.idle_before_evict, "level")
-        text = "Time from storing a block to its removal, by the level it was removed from."
-        yield self._histogram("block_lifetime_seconds", text, blocks.lifetime, "level")
-        text = "Time from a block's last use to its reuse, by the level it was found in."
-        yield self._histogram("block_reuse_gap_seconds", text, blocks.reuse_gap, "level")
-        text = "Time from the decision to copy blocks to the step that detected the completed copy."
-        yield self._histogram("copy_seconds", text, blocks.copy_seconds, "direction")
-
-    # -- from the process
-
-    def _of_state(self, stats: Any) -> Iterator[Metric]:
+    def _of_state(self, stats: Any) -> _Values:
         slots: dict[tuple[str, str], int] = {}
         usage: dict[str, float] = {}
         for level, total, blank, idle in zip(
@@ -346,95 +362,40 @@ class MetricsCollector:
             held = total - blank - idle
             slots |= {(level, "held"): held, (level, "reusable"): idle, (level, "blank"): blank}
             usage |= {level: held / total} if total else {}
-        text = "Slots by state: held by running requests, cached without a holder (reusable), or blank."
-        yield self._gauge("blocks", text, slots, "level", "state")
-        yield self._gauge("usage_ratio", "Fraction of the slots held by running requests.", usage, "level")
-        yield self._gauge("requests_running", "Running requests.", stats.sequences)
-        text = "Reused tokens that a preempted request had computed itself before."
-        yield self._counter("prefix_cache_own_hits", text, stats.reused_tokens_own)
-        text = "Blocks computed by two requests at the same time, one of which was returned."
-        yield self._counter("blocks_deduplicated", text, stats.blocks_deduplicated)
-        text = (
-            "Blocks of prompts by how much of them was cached: all (full), the start (partial), or "
-            "nothing (missed)."
-        )
+        yield "blocks", slots, "level", "state"
+        yield "usage_ratio", usage, "level"
+        yield "requests_running", stats.sequences
+        yield "prefix_cache_own_hits", stats.reused_tokens_own
+        yield "blocks_deduplicated", stats.blocks_deduplicated
         looked_up = {
             "full": stats.blocks_reused_full,
             "partial": stats.blocks_reused_partial,
             "missed": stats.blocks_missed,
         }
-        yield self._counter("prompt_blocks", text, looked_up, "cached")
-        text = "Slots allocated for the first time."
-        yield self._counter("blocks_first_used", text, stats.blocks_allocated_new)
-        yield self._counter("copied_bytes", "Bytes copied for partially matching blocks.", stats.bytes_copied)
-        yield self._counter("events", "Events.", stats.events)
-        text = "Batches of events: engine steps that changed something."
-        yield self._counter("batches", text, stats.batches)
+        yield "prompt_blocks", looked_up, "cached"
+        yield "blocks_first_used", stats.blocks_allocated_new
+        yield "copied_bytes", stats.bytes_copied
+        yield "events", stats.events
+        yield "batches", stats.batches
 
-    def _of_log(self, log: Any) -> Iterator[Metric]:
+    def _of_log(self, log: Any) -> _Values:
         if log is None:
             return
+        yield "log_batches", log.batches
+        yield "log_bytes", log.bytes
+        yield "log_dropped_batches", log.dropped_batches
         # A process that only reads the log has no counters of its writer's queue.
-        text = "Batches written to the log's files; durable unless log.fsync is never."
-        yield self._counter("log_batches", text, log.batches)
-        yield self._counter("log_bytes", "Bytes written to the log's files.", log.bytes)
-        yield self._counter("log_dropped_batches", "Batches that the log has dropped.", log.dropped_batches)
         if log.durable_seq is not None:
-            text = "Number of the last batch known to be on disk; -1: none."
-            yield self._gauge("log_durable_batch", text, float(log.durable_seq))
+            yield "log_durable_batch", float(log.durable_seq)
         if log.lag_batches is not None:
-            yield self._gauge("log_lag_batches", "Batches waiting to be written.", log.lag_batches)
+            yield "log_lag_batches", log.lag_batches
         if log.state is not None:
-            text = "Whether the log is being written; 0 while the disk refuses it."
-            yield self._gauge("log_up", text, float(log.state == "running"))
+            yield "log_up", float(log.state == "running")
 
-    def _of_sinks(self, sinks: Any) -> Iterator[Metric]:
-        for name, text, attribute in (
-            ("sink_batches", "Batches accepted by a sink.", "batches"),
-            (
-                "sink_dropped_batches",
-                "Batches that were dropped before they reached a sink.",
-                "dropped_batches",
-            ),
-            ("sink_errors", "Failures of a sink.", "errors"),
-            (
-                "sink_refused_peers",
-                "Connections to a feed that were refused because of their keys.",
-                "refused_peers",
-            ),
-        ):
-            yield self._counter(name, text, {each.name: getattr(each, attribute) for each in sinks}, "sink")
-        lag = {each.name: each.lag_batches for each in sinks}
-        yield self._gauge("sink_lag_batches", "Batches waiting for a sink.", lag, "sink")
-        text = "Whether a sink works; 0 while it fails or is quarantined."
-        yield self._gauge(
-            "sink_up", text, {each.name: float(each.state == "running") for each in sinks}, "sink"
-        )
-
-    # -- families, with a value, or values by those of the labels
-
-    def _counter(self, name: str, text: str, values: Any, *labels: str) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
-
-        return self._filled(CounterMetricFamily, name, text, values, labels)
-
-    def _gauge(self, name: str, text: str, values: Any, *labels: str) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
-
-        return self._filled(GaugeMetricFamily, name, text, values, labels)
-
-    def _histogram(self, name: str, text: str, values: Any, *labels: str) -> Metric:
-        from prometheus_client.core import HistogramMetricFamily
-
-        return self._filled(HistogramMetricFamily, name, text, values, labels)
-
-    def _filled(self, kind: Any, name: str, text: str, values: Any, labels: tuple[str, ...]) -> Metric:
-        family: Metric = kind(PREFIX + name, text, labels=["model", *labels])
-        for key, value in (values if labels else {(): values}).items():
-            row = [self._model, *((key,) if isinstance(key, str) else key)]
-            numbers = value.cumulative() if isinstance(value, Histogram) else (value,)
-            family.add_metric(row, *numbers)  # type: ignore[attr-defined]
-        return family
+    def _of_sinks(self, sinks: Any) -> _Values:
+        for name in ("batches", "dropped_batches", "errors", "refused_peers", "lag_batches"):
+            yield f"sink_{name}", {each.name: getattr(each, name) for each in sinks}, "sink"
+        yield "sink_up", {each.name: float(each.state == "running") for each in sinks}, "sink"
 
 
 MAX_CONNECTIONS = 32
@@ -490,8 +451,8 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
             time.sleep(_PAUSE_SECONDS)
             raise
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread; above the limit, close the oldest connection."""
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, on a thread of its own; above the limit, close the oldest connection."""
         with self._lock:
             if len(self._since) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._since))
@@ -499,21 +460,10 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
                 _hang_up(oldest)
             self._since[request] = time.monotonic()
         try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread can be started
-            self._leave(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer; on a thread of its own."""
-        try:
             super().process_request_thread(request, client_address)
         finally:
-            self._leave(request)
-
-    def _leave(self, request: Any) -> None:
-        with self._lock:
-            self._since.pop(request, None)
+            with self._lock:
+                self._since.pop(request, None)
 
     def service_actions(self) -> None:
         """Close connections that are too old."""
@@ -620,15 +570,13 @@ def create(url: SinkURL, context: SinkContext) -> PrometheusSink:
     """Create the sink for a ``prometheus:`` URL."""
     options = url.read_options(PrometheusOptions)
     if url.path not in ("", "/"):
-        raise SinkURLError(str(url), "metrics are served at /metrics: give only host and port")
+        raise url.error("metrics are served at /metrics: give only host and port")
     if (options.certfile is None) != (options.keyfile is None):
-        raise SinkURLError(str(url), "certfile and keyfile must be given together")
+        raise url.error("certfile and keyfile must be given together")
     if options.client_cafile is not None and options.certfile is None:
-        raise SinkURLError(str(url), "client_cafile requires certfile and keyfile")
+        raise url.error("client_cafile requires certfile and keyfile")
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise SinkURLError(
-            str(url), "prometheus-client is not installed: pip install 'kvcache[prometheus]'"
-        ) from None
+        raise url.error("prometheus-client is not installed: pip install 'kvcache[prometheus]'") from None
     return PrometheusSink(url.host or "", PORT if url.port is None else url.port, options, context.model)

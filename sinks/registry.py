@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
 
-from sinks.base import Sink, SinkContext, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkURL
 
 ENTRY_POINT_GROUP = "kvcache.sinks"
 
@@ -52,11 +52,9 @@ def open_sink(url: str, context: SinkContext) -> Sink:
 
 def _refuse_login(url: SinkURL) -> None:
     if url.user is not None or url.password is not None:
-        reason = "this sink has no authentication; remove the user and password from the URL"
-        raise SinkURLError(str(url), reason)
+        raise url.error("this sink has no authentication; remove the user and password from the URL")
     if url.host is None and _LOGIN_IN_PATH.match(url.path):
-        reason = "a user and password follow //; prefix a path that contains a colon and an @ with ./"
-        raise SinkURLError(str(url), reason)
+        raise url.error("a user and password follow //; prefix a path that contains a colon and an @ with ./")
 
 
 def known_schemes() -> list[str]:
@@ -70,12 +68,11 @@ def _factory(url: SinkURL) -> SinkFactory:
     found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=url.scheme))
     if not found:
         known = ", ".join(known_schemes())
-        raise SinkURLError(str(url), f"unknown scheme {url.scheme!r}; known schemes: {known}")
+        raise url.error(f"unknown scheme {url.scheme!r}; known schemes: {known}")
     try:
         return cast("SinkFactory", found[0].load())
     except (ImportError, AttributeError) as error:
-        reason = (
+        raise url.error(
             f"it is provided by {found[0].value}, which cannot be imported ({error}); install its "
             "dependencies"
-        )
-        raise SinkURLError(str(url), reason) from error
+        ) from error

@@ -36,17 +36,7 @@ from events.packed import (
 )
 from events.structs import LEVEL_NAMES
 from events.subscribe.workers import name_of
-from events.types import (
-    PRIMARY,
-    AnyEvent,
-    CacheCreated,
-    RequestId,
-    SequenceAdded,
-    SequenceForked,
-    SequenceRemoved,
-    StateExported,
-    WorkerSeen,
-)
+from events.types import PRIMARY, RequestId
 
 MAX_REQUESTS = 1 << 16
 """Limit of known requests, of which the oldest are forgotten: after lost batches, some ends are never seen."""
@@ -65,26 +55,26 @@ class StreamNames:
         self.workers: dict[int, str] = {}
         """Names of workers, by their numbers in a log of `kvcache tap`."""
 
-    def see(self, event: AnyEvent) -> None:
+    def see(self, event: ev.AnyEvent) -> None:
         """Collect the names in one event."""
         if self._ended is not None:
             # Not at its end: its last line names it as well.
             self.requests.pop(self._ended, None)
             self._ended = None
-        if isinstance(event, SequenceAdded):
+        if isinstance(event, ev.SequenceAdded):
             self._add(event.handle, event.request_id)
-        elif isinstance(event, SequenceForked):
+        elif isinstance(event, ev.SequenceForked):
             self._add(event.child, event.request_id)
-        elif isinstance(event, SequenceRemoved):
+        elif isinstance(event, ev.SequenceRemoved):
             self._ended = event.handle
-        elif isinstance(event, StateExported):
+        elif isinstance(event, ev.StateExported):
             inputs = {each.encoder for each in event.sequences}
             self.requests = {
                 each.handle: each.request_id for each in event.sequences if each.handle not in inputs
             }
-        elif isinstance(event, CacheCreated):
+        elif isinstance(event, ev.CacheCreated):
             self.key_bytes = event.key_bytes
-        elif isinstance(event, WorkerSeen):
+        elif isinstance(event, ev.WorkerSeen):
             self.workers[event.worker] = name_of(event)
 
     def _add(self, handle: int, request_id: RequestId) -> None:
@@ -225,11 +215,6 @@ def _epoch_started(e: ev.EpochStarted, known: StreamNames) -> str:
     return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {software}"
 
 
-def _state_exported(e: ev.StateExported, known: StreamNames) -> str:
-    blocks = sum(len(group.slots) // SLOT_BYTES for group in e.groups)
-    return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
-
-
 def _sequence_added(e: ev.SequenceAdded, known: StreamNames) -> str:
     secondary = max(e.reused_secondary, default=0)
     reused = f"{e.reused - e.reused_partial - secondary}+{secondary}+{e.reused_partial}"
@@ -244,17 +229,6 @@ def _origin(e: ev.SequenceAdded) -> str:
     session = "" if e.session is None else f" session={text(e.session)}"
     labels = ",".join([f"{text(name)}:{text(value)}" for name, value in (e.labels or {}).items()])
     return f"{session} labels={labels}" if labels else session
-
-
-def _blocks_reused(e: ev.BlocksReused, known: StreamNames) -> str:
-    replaced = f" replaced={len(e.replaced) // SLOT_BYTES}" if e.replaced else ""
-    where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_request_of(e.handle, known)} {where}{_names_in(e.slots, e.names)}{replaced}"
-
-
-def _blocks_copied(e: ev.BlocksCopied, known: StreamNames) -> str:
-    copied = f"tokens={e.num_tokens} from {_level(e.source_level)} block={e.block} transfer={e.transfer}"
-    return f"{_request_of(e.handle, known)} group={e.group} {copied}"
 
 
 def _blocks_stored(e: ev.BlocksStored, known: StreamNames) -> str:
@@ -285,17 +259,6 @@ def _blocks_updated(e: ev.BlocksUpdated, known: StreamNames) -> str:
 def _lasting(duration: int | None) -> str:
     """Render a priority's duration, if limited."""
     return f" for={duration / 1e9:g}s" if duration else ""
-
-
-def _blocks_moved(e: ev.BlocksMoved, known: StreamNames) -> str:
-    way = f"{_level(e.from_level)}->{_level(e.to_level)}"
-    moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
-    return f"{moved} transfer={e.transfer}{_for(e.handle, known)}"
-
-
-def _blocks_removed(e: ev.BlocksRemoved, known: StreamNames) -> str:
-    removed = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
-    return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
 def _tokens_appended(e: ev.TokensAppended, known: StreamNames) -> str:
@@ -341,12 +304,6 @@ def _feed_stored(e: ev.FeedStored, known: StreamNames) -> str:
     return f"{_block_names(e, known)}{parent} tokens={len(e.tokens) // TOKEN_BYTES}{lora}"
 
 
-def _worker_seen(e: ev.WorkerSeen, known: StreamNames) -> str:
-    rank = "" if e.rank is None else f" rank={e.rank}"
-    topic = f" topic={text(e.topic)}" if e.topic else ""
-    return f"{_worker(e.worker, known)}{topic}{rank} complete={_yes(e.complete)}"
-
-
 def _ends(numbers: Sequence[int] | Any) -> str:
     """Render the first and the last of some numbers."""
     return "..".join(dict.fromkeys([str(each) for each in (*numbers[:1], *numbers[-1:])]))
@@ -363,16 +320,31 @@ def _yes(value: bool) -> str:
 _DETAILS: dict[type, Callable[[Any, StreamNames], str]] = {
     ev.CacheCreated: _cache_created,
     ev.EpochStarted: _epoch_started,
-    ev.StateExported: _state_exported,
+    ev.StateExported: lambda e, known: (
+        f"blocks={sum([len(group.slots) for group in e.groups]) // SLOT_BYTES} sequences={len(e.sequences)}"
+        f" transfers={len(e.transfers)}"
+    ),
     ev.Gap: lambda e, known: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
     ev.SequenceAdded: _sequence_added,
-    ev.BlocksReused: _blocks_reused,
-    ev.BlocksCopied: _blocks_copied,
+    ev.BlocksReused: lambda e, known: (
+        f"{_request_of(e.handle, known)} group={e.group} {_level(e.level)} {_blocks(e.slots)}"
+        f" first={e.first_block}{_names_in(e.slots, e.names)}"
+        + (f" replaced={_count(e.replaced)}" if e.replaced else "")
+    ),
+    ev.BlocksCopied: lambda e, known: (
+        f"{_request_of(e.handle, known)} group={e.group} tokens={e.num_tokens} from {_level(e.source_level)}"
+        f" block={e.block} transfer={e.transfer}"
+    ),
     ev.BlocksStored: _blocks_stored,
     ev.BlocksFilled: _blocks_filled,
     ev.BlocksUpdated: _blocks_updated,
-    ev.BlocksMoved: _blocks_moved,
-    ev.BlocksRemoved: _blocks_removed,
+    ev.BlocksMoved: lambda e, known: (
+        f"group={e.group} {_level(e.from_level)}->{_level(e.to_level)} {_blocks(e.from_slots)}{_names(e.names)}"
+        f" why={e.why} transfer={e.transfer}{_for(e.handle, known)}"
+    ),
+    ev.BlocksRemoved: lambda e, known: (
+        f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)} why={e.why}{_for(e.handle, known)}"
+    ),
     ev.TokensAppended: _tokens_appended,
     ev.SequenceForked: lambda e, known: (
         f"{_request_of(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
@@ -398,9 +370,12 @@ _DETAILS: dict[type, Callable[[Any, StreamNames], str]] = {
     ),
     ev.SlotsUnnamed: lambda e, known: (
         f"group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))} why={e.why}"
-        f"{'' if e.handle is None else ' for ' + _request_of(e.handle, known)}"
+        f"{_for(e.handle, known)}"
     ),
-    ev.WorkerSeen: _worker_seen,
+    ev.WorkerSeen: lambda e, known: (
+        f"{_worker(e.worker, known)}{f' topic={text(e.topic)}' if e.topic else ''}"
+        f"{'' if e.rank is None else f' rank={e.rank}'} complete={_yes(e.complete)}"
+    ),
     ev.FeedReceived: lambda e, known: (
         f"{_worker(e.worker, known)} number={e.number}{' (replayed)' * e.replayed}"
     ),

@@ -274,7 +274,8 @@ class SinkRunner:
         self._batches = self._events = self._failed_batches = self._failed_events = 0
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
-        self._state: State = "running"
+        self.state: State = "running"
+        """The state of delivery; a failing sink that is still given batches is "running"."""
         self._opened, self._closing = threading.Event(), threading.Event()
         self._started = threading.Event()
         """Set once `start` has returned, or `close` was called."""
@@ -313,8 +314,8 @@ class SinkRunner:
         if self._thread is not None:
             self._thread.join(self._drain_seconds + GRACE_SECONDS)
         self._queue.drop_all("closed")
-        if self._state == "running":
-            self._state = "closed"
+        if self.state == "running":
+            self.state = "closed"
         stats = self.stats()
         if stats.dropped_batches or stats.lag_batches:
             lost = {"dropped": stats.dropped_batches, "unfinished": stats.lag_batches}
@@ -338,22 +339,17 @@ class SinkRunner:
             dropped_events=self._queue.dropped_events + self._failed_events,
             errors=self._errors,
             lag_batches=self._queue.put_batches - batches - dropped_batches,
-            state="failing" if self._failing_since is not None and self._state == "running" else self._state,
+            state="failing" if self._failing_since is not None and self.state == "running" else self.state,
             last_error=self._last_error,
             refused_peers=self.sink.refused_peers,
         )
-
-    @property
-    def state(self) -> State:
-        """The state of delivery; a failing sink that is still given batches is "running"."""
-        return self._state
 
     # --- the sink's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if not self._open():
             self._open_failed = True
-            self._state = "quarantined"  # Batches put stay in the queue: the sink has missed nothing yet.
+            self.state = "quarantined"  # Batches put stay in the queue: the sink has missed nothing yet.
         self._opened.set()
         self._started.wait()  # which refuses a sink that could not be opened in time, and gives the reason
         if self._open_failed and not self._closing.is_set():
@@ -369,7 +365,7 @@ class SinkRunner:
         while (item := self._next()) is not None:
             self._deliver(item)
             self._call_tick()
-        return self._state == "quarantined" and not self._forked
+        return self.state == "quarantined" and not self._forked
 
     def _open(self) -> bool:
         self._is_open = self._call("open", self.sink.open)
@@ -391,7 +387,7 @@ class SinkRunner:
                 self._errors_in_row = self._tick_errors_in_row = 0
                 self._recovered_at = self._clock()
                 self._queue.accept("quarantined")
-                self._state = "running"
+                self.state = "running"
                 self._report_recovery()
                 return True
             self._close_sink()
@@ -411,7 +407,7 @@ class SinkRunner:
 
     def _may_continue(self) -> bool:
         # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.
-        return self._state != "quarantined" and not self._forked
+        return self.state != "quarantined" and not self._forked
 
     def _next(self) -> Item | None:
         """Take the head of the queue, waiting for one; None when closing has emptied it, or the sink was abandoned."""
@@ -517,7 +513,7 @@ class SinkRunner:
             self._report_recovery()
 
     def _quarantine(self) -> None:
-        self._state = "quarantined"
+        self.state = "quarantined"
         self._queue.refuse("quarantined")
         self._queue.drop_all("quarantined")
         self._failing_since = None
@@ -528,12 +524,6 @@ class SinkRunner:
 
     def _report_quarantine(self) -> None:
         _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)
-
-    def _become_child(self) -> None:
-        """Mark a forked child, which has none of its parent's threads."""
-        self._forked = True
-        self._state = "closed"
-        self._queue.become_child()
 
 
 def pause_after(failures: int, first: float = BACKOFF_SECONDS, longest: float = BACKOFF_SECONDS_MAX) -> float:
@@ -553,8 +543,10 @@ _runners: weakref.WeakSet[SinkRunner] = weakref.WeakSet()
 
 
 def _close_runners_in_child() -> None:
+    """Close all runners in a forked child, which has none of its parent's threads."""
     for runner in list(_runners):
-        runner._become_child()
+        runner._forked, runner.state = True, "closed"
+        runner._queue.become_child()
 
 
 os.register_at_fork(after_in_child=_close_runners_in_child)

@@ -19,7 +19,7 @@ import msgspec
 from events.codec import to_json
 from events.log.durable import write_all
 from events.types import EventBatch
-from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import SinkContext, SinkError, SinkURL
 from sinks.render import StreamNames, render_batch
 from sinks.trtllm import DictFeed, LineOutput, dict_feed
 
@@ -70,8 +70,8 @@ def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:
     """Create the sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
     if url.host is not None or url.port is not None or url.path:
-        raise SinkURLError(str(url), "stdout has no path; use stdout: or stdout:?format=jsonl")
+        raise url.error("stdout has no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":
-        raise SinkURLError(str(url), "format=text never shows tokens; use stdout:?format=jsonl&tokens=1")
+        raise url.error("format=text never shows tokens; use stdout:?format=jsonl&tokens=1")
     sink = StdoutSink(options, context.key_bytes)
     return dict_feed(url, sink, context) if options.format == "trtllm" else sink

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from events.feed.inventory import Inventory
 from events.formats.trtllm import PIECE_BYTES, EventDicts
 from events.types import WorkerSeen
-from sinks.base import Sink, SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.base import Sink, SinkContext, SinkError, SinkURL
 from sinks.router.feed import FeedBatch, FeedSnapshot, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
@@ -88,12 +88,10 @@ def dict_feed(url: SinkURL, output: LineOutput, context: SinkContext, max_bytes:
     Raises SinkURLError.
     """
     if "tokens" in url.options and url.options["tokens"].lower() not in ("1", "true"):
-        reason = "TensorRT-LLM's dicts always contain token ids: omit tokens=, or use format=jsonl"
-        raise SinkURLError(str(url), reason)
+        raise url.error("TensorRT-LLM's dicts always contain token ids: omit tokens=, or use format=jsonl")
     if context.kind == "feed":
-        reason = (
+        raise url.error(
             "format=trtllm describes a cache, but this log records what engines published: use another format"
         )
-        raise SinkURLError(str(url), reason)
     dicts = EventDicts(min(PIECE_BYTES, max_bytes or PIECE_BYTES))
     return DictFeed(LineTransport(output, dicts, has_names=context.key_bytes > 0))

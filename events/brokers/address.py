@@ -138,10 +138,8 @@ def parse(url: str) -> BrokerAddress:
     """Parse an address to read from. Raises BrokerURLError."""
     try:
         parts = urlsplit(url)
-        port, pairs = (
-            parts.port,
-            parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)),
-        )
+        port = parts.port
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
         # Python's message may quote the password.
         raise BrokerURLError(url.partition(":")[0], "not a valid address") from None

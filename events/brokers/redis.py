@@ -92,11 +92,8 @@ class RedisSession:
                 raise BrokerUnavailable(where, "refused: WRONGTYPE, the key is not a stream") from None
             self.close()
             # The server's message may quote the data sent; its first word is the kind of error.
-            kind = (
-                str(error).partition(" ")[0]
-                if type(error) is exceptions.ResponseError
-                else type(error).__name__
-            )
+            is_plain = type(error) is exceptions.ResponseError
+            kind = str(error).partition(" ")[0] if is_plain else type(error).__name__
             if kind in ("NOAUTH", "WRONGPASS", "NOPERM"):
                 raise BrokerError(where, REFUSED) from None
             raise BrokerUnavailable(where, f"refused: {kind}") from None

@@ -21,10 +21,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Generic, Protocol, Self
+from typing import Generic, Protocol
 
-from events.brokers.address import NAME, BrokerAddress, BrokerUnavailable, BrokerURLError, parse
+from events.brokers.address import NAME, BrokerUnavailable, BrokerURLError, parse
 from events.brokers.records import Reader, StreamRecord, StreamRewound
+from events.closing import Closing
 from events.errors import EventDecodeError
 from events.formats.vllm import Message, decode_batch, join_batches
 from events.subscribe.continuity import (
@@ -231,7 +232,7 @@ class RecordFollowerProtocol(Protocol[AnyReport]):
         """Return the reports that follow from this record."""
 
 
-class StreamSubscriber(Generic[AnyReport]):
+class StreamSubscriber(Closing, Generic[AnyReport]):
     """Follows the workers of one stream.
 
     Args:
@@ -249,7 +250,8 @@ class StreamSubscriber(Generic[AnyReport]):
         worker = address.access.worker
         if worker is not None and not NAME.fullmatch(worker):
             raise BrokerURLError(str(address), "a worker's name may contain letters, digits, _ and - only")
-        self._address = address
+        self.endpoint = address
+        """The broker and its stream; its text has neither user nor password."""
         module, name = _READERS[address.scheme]
         self._reader: Reader | None = getattr(import_module(module), name)(address, worker)
         self._followers: dict[Worker, RecordFollowerProtocol[AnyReport]] = {}
@@ -258,12 +260,6 @@ class StreamSubscriber(Generic[AnyReport]):
         """Unreadable states of followers that were replaced."""
         self.unavailable: str | None = None
         """The reason why the broker cannot be read at present; None: it can."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Disconnect; may be called twice."""
@@ -275,11 +271,6 @@ class StreamSubscriber(Generic[AnyReport]):
         """Yield reports as they come, until it is closed."""
         while self._reader is not None:
             yield from self.poll()
-
-    @property
-    def endpoint(self) -> BrokerAddress:
-        """The broker and its stream; its text has neither user nor password."""
-        return self._address
 
     @property
     def workers(self) -> tuple[Worker, ...]:

@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from events import types as ev
-from events.feed.cache_fold import SequenceFold
+from events.feed.cache_fold import ExportedRun, SequenceFold, exported_runs
 from events.feed.changes import Change, Cleared, Removed, Stored, expand_symbols
-from events.feed.exported import ExportedRun, exported_runs
 from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, FrozenBlocks, SlotColumns, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.symbols import SymbolTable

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from events import types as ev
-from events.feed.cache_fold import SequenceFold
+from events.feed.cache_fold import SequenceFold, exported_runs
 from events.feed.changes import Cached, Cleared, Created, InventoryChange, Uncached, Updated
-from events.feed.exported import exported_runs
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.sequences import NamedTokens
 from events.tokens.symbols import SymbolTable

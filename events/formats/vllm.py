@@ -266,7 +266,9 @@ def encode_batch(
         if isinstance(change, Stored):
             _add_stored(parts, change, groups)
         elif isinstance(change, Removed):
-            _add_removed(parts, change)
+            blocks = len(change.names) // NAME_BYTES
+            place = _removed_from(change.group, change.level)
+            parts += (_REMOVED_START, _array(blocks), _names(change.names, blocks), place)
         elif isinstance(change, EncodedEvent):
             parts.append(change.encoded)
         else:
@@ -363,12 +365,6 @@ def _around_one(
         _TOKENS + _array(tokens_per_block),
         _scope(namespace, level, tokens_per_block) + _array(1) + extra_keys + attention + _salt(salt),
     )
-
-
-def _add_removed(parts: list[bytes | bytearray], removed: Removed) -> None:
-    blocks = len(removed.names) // NAME_BYTES
-    names = _names(removed.names, blocks)
-    parts += (_REMOVED_START, _array(blocks), names, _removed_from(removed.group, removed.level))
 
 
 def _array(length: int) -> bytes:

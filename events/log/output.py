@@ -296,9 +296,8 @@ class LogOutput:
         descriptor = self._opened()
         if self._sync:
             self.sync()
-            self._check_segment(
-                descriptor
-            )  # No writer checks it afterwards, and all may have been synced before.
+            # No writer checks it afterwards, and all may have been synced before.
+            self._check_segment(descriptor)
         else:
             self._force(descriptor)
             self.durable_seq = self._last_seq
@@ -367,7 +366,11 @@ class LogOutput:
 
     def _begin_segment(self, base_seq: int) -> None:
         self._check_place()
-        self._discard_unfinished()
+        if self._unfinished is not None:
+            # The rest of a segment that could not be begun; it holds no frame.
+            unfinished_path(self._unfinished).unlink(missing_ok=True)
+            self._unfinished.unlink(missing_ok=True)
+            self._unfinished = None
         chain = self._chain
         assert chain.log_id is not None
         header = frames.SegmentHeader(
@@ -390,13 +393,6 @@ class LogOutput:
         self._offset = self._ahead = frames.SEGMENT_HEADER_BYTES
         self._block = Block(self._seed, self._window_log)
         self.bytes_written += frames.SEGMENT_HEADER_BYTES
-
-    def _discard_unfinished(self) -> None:
-        """Remove the rest of a segment that could not be begun; it holds no frame."""
-        if self._unfinished is not None:
-            unfinished_path(self._unfinished).unlink(missing_ok=True)
-            self._unfinished.unlink(missing_ok=True)
-            self._unfinished = None
 
 
 def _identity(of: os.stat_result) -> tuple[int, int]:

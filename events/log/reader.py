@@ -216,21 +216,17 @@ class LogReader:
                 continue
             with segment:
                 self._hold(first_seq(path))
-                state = self._instead_of_missing(segment, chain)
+                header = self._header_of(segment)
+                state = self._instead_of_missing(path, header, chain)
+                misfits = header is not None and chain.refuses_segment(header) is not None
                 # Segments listed before may be removed by now: the current ones count.
-                if state is not None or (
-                    self._misfits(segment, chain) and self._segment_after(previous) != path
-                ):
+                if state is not None or (misfits and self._segment_after(previous) != path):
                     continue
                 ahead = replace(chain)
                 step = yield from self._segment(segment, ahead)
             if step != "again":
                 chain, previous = ahead, self._place_of(path)
         self._end, self.chain = self._reached, chain
-
-    def _misfits(self, segment: Segment, chain: Chain) -> bool:
-        header = self._header_of(segment)
-        return header is not None and chain.refuses_segment(header) is not None
 
     def _header_of(self, segment: Segment) -> SegmentHeader | None:
         """Return its header; None if it has no whole one and more can be read nevertheless."""
@@ -275,17 +271,18 @@ class LogReader:
                     chain = header.chain()
                     if not at and header.base_seq > (self._start or 0):
                         wanted = Chain(seq=self._start or 0)
-                        return chain, _BEFORE_ALL, self._instead_of_missing(segment, wanted)
+                        return chain, _BEFORE_ALL, self._instead_of_missing(paths[at], header, wanted)
                     return chain, self._place_of(paths[at - 1]) if at else _BEFORE_ALL, None
         gone = paths[:1] != segment_paths(self.directory)[:1] if paths else False
         return self._beginning() if gone else (Chain(), _BEFORE_ALL, None)
 
-    def _instead_of_missing(self, segment: Segment, chain: Chain) -> tuple[Snapshot, EventBatch] | None:
+    def _instead_of_missing(
+        self, path: Path, header: SegmentHeader | None, chain: Chain
+    ) -> tuple[Snapshot, EventBatch] | None:
         """Return the snapshot that replaces the removed segments before this one; None: none are missing."""
-        header = self._header_of(segment)
         if header is None or header.number <= chain.number:
             return None
-        if self._segment_after(_BEFORE_ALL, before=segment.path) is not None:
+        if self._segment_after(_BEFORE_ALL, before=path) is not None:
             return None  # Retention removes the oldest ones and leaves no hole.
         for snapshot, batch in readable(snapshots(self.directory)):
             if snapshot.header.number > chain.number:
@@ -373,18 +370,18 @@ class LogReader:
                 if not looked_again:
                     looked_again = True
                     continue
-                if found is not None and self._goes_on(segment, found, chain):
-                    continue
+                if found is not None:
+                    # Not a variable: if it is raised, its traceback would keep this frame, and the bytes read, alive.
+                    self._report(
+                        LogDamaged(segment.path, found.offset, chain.seq, found.reason), segment.path, chain
+                    )
+                    if segment.resume_after(found, chain):
+                        continue
                 return self._ends(segment, None, chain, "next" if has_successor else "stop")
             if not (yield from self._pause()):
                 return self._ends(segment, found, chain, "stop")
             if segment.offset == SEGMENT_HEADER_BYTES and segment.replaced():
                 return self._ends(segment, found, chain, "again")
-
-    def _goes_on(self, segment: Segment, found: Broken, chain: Chain) -> bool:
-        """Return True if reading can continue after damage."""
-        self._report(LogDamaged(segment.path, found.offset, chain.seq, found.reason), segment.path, chain)
-        return segment.resume_after(found, chain)
 
     def _enter(self, segment: Segment, chain: Chain) -> Step | None:
         """Read the header; returns what to do instead of reading on."""
@@ -533,13 +530,13 @@ class LogHead:
         """Close the file."""
         segment, self._segment = self._segment, None
         if segment is not None:
-            segment.__exit__()
+            segment.close()
 
     def _enter(self, path: Path) -> None:
         segment = Segment(path)
         header = segment.header()
         if header is None:
-            segment.__exit__()
+            segment.close()
             return
         self.close()
         if header.log_id != self._chain.log_id or self._seq != header.base_seq - 1:

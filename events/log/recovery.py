@@ -41,27 +41,17 @@ additions and then removals, and each step leaves a state that is in this table.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from events.diagnostics import get_logger
 from events.errors import LogDamaged, LogExists, LogLocked, LogOutdated, NotALog, NotARegularFile
-from events.files.safe import check_directory, create_file, refuse_foreign
+from events.files.safe import check_directory, refuse_foreign
 from events.log import segments
-from events.log.durable import (
-    Lock,
-    LockHeld,
-    make_directory,
-    sync_directory,
-    sync_file,
-    take_lock,
-)
-from events.log.frames import (
-    SEGMENT_HEADER_BYTES,
-    Chain,
-    SegmentHeader,
-)
+from events.log.durable import Lock, LockHeld, make_directory, sync_directory, sync_file, take_lock
+from events.log.frames import SEGMENT_HEADER_BYTES, Chain, SegmentHeader
 from events.log.segments import closed_chain
 
 _PRIVATE = 0o700
@@ -255,21 +245,17 @@ def _header_of(path: Path) -> SegmentHeader | None:
 
 def _cut_tail(cut: TailCut) -> None:
     """Copy the bytes after the last whole frame to the quarantine, then cut them off; each step durable."""
-    directory = _quarantine(cut.path.parent)
-    copy = directory / f"{cut.path.name}.{cut.offset}"
-    unfinished = copy.with_name(copy.name + segments.UNFINISHED_SUFFIX)
+    copy = _quarantine(cut.path.parent) / f"{cut.path.name}.{cut.offset}"
     source = os.open(cut.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def rest() -> Iterator[list[bytes]]:
+        offset = cut.offset
+        while data := os.pread(source, 1 << 20, offset):
+            yield [data]
+            offset += len(data)
+
     try:
-        target = create_file(unfinished)
-        with os.fdopen(target, "wb") as file:
-            offset = cut.offset
-            while data := os.pread(source, 1 << 20, offset):
-                file.write(data)
-                offset += len(data)
-            file.flush()
-            sync_file(target)
-        unfinished.rename(copy)
-        sync_directory(directory)
+        os.close(segments.make_segment(copy, rest()))
         os.ftruncate(source, cut.offset)
         sync_file(source)
     finally:

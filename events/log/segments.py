@@ -15,9 +15,10 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 from zlib import crc32
 
+from events.closing import Closing
 from events.errors import LogDamaged, LogOutdated, LogTooNew, LogWriteFailed
 from events.files.safe import PROBE_PREFIX, create_file
 from events.ids import MAX_EPOCH
@@ -130,7 +131,7 @@ class Broken:
     frames."""
 
 
-class Segment:
+class Segment(Closing):
     """One segment file, open for reading; `offset` is where the next frame begins, or the compressed one that holds it.
 
     `magic`: its first bytes. `is_named`: True if its name must match its header.
@@ -154,10 +155,8 @@ class Segment:
         """Remaining bytes of payloads to be checked after damage; None: there was none yet."""
         self.descriptor = open_file(path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         os.close(self.descriptor)
 
     def size(self) -> int:
@@ -264,11 +263,8 @@ class Segment:
         if payload is None:
             return self._broken("a frame's payload is cut short or not intact")
         if header.flags & COMPRESSED:
-            return (
-                self._in_block(chain)
-                if self._expand(header, payload)
-                else self._broken(NOT_EXPANDED, "nonsense")
-            )
+            expanded = self._expand(header, payload)
+            return self._in_block(chain) if expanded else self._broken(NOT_EXPANDED, "nonsense")
         chain.follow(header)
         self.offset += FRAME_HEADER_BYTES + header.payload_bytes
         return Frame(header, start, payload)

@@ -93,16 +93,16 @@ class Snapshot:
         """Return True if the log continues after it, or ends there. Raises OSError."""
         paths = segment_paths(self.path.parent)
         later = [path for path in paths if first_seq(path) > self.seq]
-        header = _header_of(later[0] if later else paths[-1]) if paths else None
+        if not paths:
+            return False
+        with Segment(later[0] if later else paths[-1]) as segment:
+            header = segment.header()
         if header is None:
             return False
         if later:
             return self.chain().refuses_segment(header) is None
-        return self.about.closed and (header.log_id, header.epoch, header.number + 1) == (
-            self.header.log_id,
-            self.header.epoch,
-            self.header.number,
-        )
+        own, following = self.header, (header.log_id, header.epoch, header.number + 1)
+        return self.about.closed and following == (own.log_id, own.epoch, own.number)
 
     def batch(self) -> EventBatch:
         """Return the state. Raises LogDamaged, OSError."""
@@ -181,11 +181,6 @@ def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatc
     content = b"".join(parts)
     replace_file(path, content)
     return Snapshot(path, header, about, len(content))
-
-
-def _header_of(path: Path) -> SegmentHeader | None:
-    with Segment(path) as segment:
-        return segment.header()
 
 
 def _read(path: Path, count: int) -> tuple[SegmentHeader, list[memoryview], int]:

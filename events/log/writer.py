@@ -26,14 +26,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
+from events.closing import Closing
 from events.diagnostics import get_logger
 from events.errors import LogUnavailable, LogWriteFailed, system_reason
 from events.log.frames import Chain
@@ -78,14 +79,6 @@ class LogStats:
     """The reason of the last failure, while it lasts."""
     durable_seq: int = -1
     """The last batch known to be on disk; with "never" known only at the end of each file. -1: none."""
-
-
-def retry_delays() -> Iterator[float]:
-    """Yield the seconds to wait before each retry of a failing disk."""
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 class LogThread:
@@ -144,8 +137,8 @@ class LogThread:
         self._look_at = clock() + _LOOK_SECONDS
         """Time of the next check of the files, by the same clock."""
         self._hurried = False
-        self._retry_delays = retry_delays()
         self._pause = 0.0
+        """Seconds before the next retry."""
 
     def run(self) -> None:
         """Write what is queued until the log is closed."""
@@ -302,9 +295,7 @@ class LogThread:
 
     def _record_trouble(self, failure: LogWriteFailed) -> None:
         again = self.trouble is not None
-        if not again:
-            self._retry_delays = retry_delays()
-        self._pause = next(self._retry_delays)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS) if again else _FIRST_PAUSE_SECONDS
         self.trouble = failure
         self.failed_tries += 1
         self.notify_waiters()
@@ -321,7 +312,7 @@ class LogThread:
         return LogWriteFailed(self._directory, f"a batch cannot be written ({type(error).__name__})")
 
 
-class LogWriter:
+class LogWriter(Closing):
     """Appends batches to a log directory. One process, one writer; `append` and `flush` from one thread.
 
     Opening raises NotALog, LogExists, LogLocked, LogUnavailable, UnsafeFile; with `resume` also LogDamaged, LogTooNew.
@@ -451,12 +442,6 @@ class LogWriter:
         _open_logs.add(self)
         atexit.register(self._drain_at_exit)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def bytes_written(self) -> int:
         """Bytes in the files of this epoch."""
@@ -559,10 +544,6 @@ class LogWriter:
         self._expected_seq += 1
         return False
 
-    def _is_half_full(self, total: int) -> bool:
-        done, done_bytes = self._recorder.done, self._recorder.done_bytes
-        return 2 * (self._appended - done) > self._max_batches or 2 * (total - done_bytes) > self._max_bytes
-
     def _has_room(self, total: int, part: float = 0) -> bool:
         """True if the next batch fits, and leaves this fraction of the queue free."""
         recorder = self._recorder
@@ -579,8 +560,9 @@ class LogWriter:
         """
         if self._recorder.unencodable_seq is not None:
             self._record_unencodable()
-        trouble = self._recorder.trouble
-        if self._lost is None or trouble is not None or self._is_half_full(self._appended_bytes):
+        if self._lost is None or self._recorder.trouble is not None:
+            return None
+        if not self._has_room(self._appended_bytes, 0.5):
             return None
         self._gap_popped = True
         first, last = self._lost

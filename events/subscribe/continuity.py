@@ -95,14 +95,15 @@ class MessageOrder(ABC, Generic[AnyReport]):
 
     def __init__(self, start: int | None, *, can_ask: bool) -> None:
         self._can_ask = can_ask
-        self._next = start
-        """The number expected next; None: any."""
+        self.next = start
+        """The feed's number expected next; None: any."""
         self._asked: int | None = None
         """The first number requested, while live messages are held."""
         self._request: int | None = None
         self._in_vain: int | None = None
         """The start of a request, because of a gap, that was not answered: not requested again."""
-        self._held: list[Message] = []
+        self.held: list[Message] = []
+        """Live messages that wait for the end of a replay."""
         self._reports: list[AnyReport | Missed] = []
 
     def take(self) -> list[AnyReport]:
@@ -115,16 +116,6 @@ class MessageOrder(ABC, Generic[AnyReport]):
         request, self._request = self._request, None
         return request
 
-    @property
-    def holding(self) -> int:
-        """Number of live messages that wait for the end of a replay."""
-        return len(self._held)
-
-    @property
-    def next(self) -> int | None:
-        """The feed's number expected next; None: none was received yet."""
-        return self._next
-
     def live(self, message: Message) -> None:
         """Accept a message of the stream. At the limit of held messages, it replaces the last one.
 
@@ -133,14 +124,14 @@ class MessageOrder(ABC, Generic[AnyReport]):
         if self._asked is None:
             self._accept(message, replayed=False)
             return
-        if len(self._held) >= HELD_MAX:
-            self._held.pop()
-        self._held.append(message)
+        if len(self.held) >= HELD_MAX:
+            self.held.pop()
+        self.held.append(message)
 
     def give_up(self, reason: str) -> None:
         """Stop following: from the next message on nothing is known."""
-        if self._next is not None:
-            self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
+        if self.next is not None:
+            self._reports.append(Missed(self.next, self.next, recovered=False, reason=reason))
 
     @abstractmethod
     def answer(self, message: Message) -> None:
@@ -156,7 +147,7 @@ class MessageOrder(ABC, Generic[AnyReport]):
 
     def _release_held(self) -> None:
         """Release held messages; the first one may show another gap, and then the others wait again."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for message in held:
             self.live(message)
 
@@ -180,10 +171,10 @@ class Continuity(MessageOrder[Report]):
 
     def answer(self, message: Message) -> None:
         """Accept a message of the replay."""
-        assert self._next is not None
-        if message.seq < self._next:
+        assert self.next is not None
+        if message.seq < self.next:
             return
-        if message.seq > self._next:
+        if message.seq > self.next:
             self._report_recovered()
             if begins_with_clear(message):
                 # It is the state in place of the batches requested, under numbers of its choice.
@@ -196,19 +187,19 @@ class Continuity(MessageOrder[Report]):
 
     def end_of_replay(self, *, complete: bool = True) -> None:
         """End the answer, which is complete or broke off."""
-        assert self._next is not None
+        assert self.next is not None
         self._report_recovered()
-        if not complete and self._asked is not None and self._next > self._asked:
+        if not complete and self._asked is not None and self.next > self._asked:
             if self._broken_first is None:
                 self._broken_first = self._asked
-            self._ask(self._next, self._gap_last)
+            self._ask(self.next, self._gap_last)
             return
         if not complete and self._broken_first is not None:
             reason = "the publisher broke off its answer, so what it told may be a part of something"
-            self._reports.append(Missed(self._broken_first, self._next - 1, recovered=False, reason=reason))
+            self._reports.append(Missed(self._broken_first, self.next - 1, recovered=False, reason=reason))
         self._broken_first = None
         # Only if live messages prove it: a publisher without batches then may have some by now.
-        self._in_vain = self._asked if self._next == self._asked and self._gap_last is not None else None
+        self._in_vain = self._asked if self.next == self._asked and self._gap_last is not None else None
         self._asked = None
         self._release_held()
 
@@ -218,20 +209,20 @@ class Continuity(MessageOrder[Report]):
 
     def _accept(self, message: Message, *, replayed: bool) -> None:
         seq = message.seq
-        if self._next is None:
-            self._next = seq
+        if self.next is None:
+            self.next = seq
         went_back = self._last_live is not None and seq <= self._last_live
-        if seq < self._next and self._is_known(message, went_back=went_back):
+        if seq < self.next and self._is_known(message, went_back=went_back):
             self._last_live, self._last_ts = seq, _published_at(message)
             return
-        if went_back or seq < self._next:
+        if went_back or seq < self.next:
             self._restart(seq)
-        if seq > self._next and begins_with_clear(message):
+        if seq > self.next and begins_with_clear(message):
             self._restate(seq)
-        elif seq > self._next:
-            if self._can_ask and self._in_vain != self._next:
-                self._ask(self._next, seq - 1)
-                self._held.append(message)
+        elif seq > self.next:
+            if self._can_ask and self._in_vain != self.next:
+                self._ask(self.next, seq - 1)
+                self.held.append(message)
                 return
             self._miss(seq - 1)
         self._last_live = seq
@@ -245,29 +236,29 @@ class Continuity(MessageOrder[Report]):
         return ts <= self._newest_replayed
 
     def _restart(self, first: int) -> None:
-        assert self._next is not None
-        self._reports.append(Restarted(self._next - 1, first))
-        self._next, self._last_live, self._in_vain = 0, None, None
+        assert self.next is not None
+        self._reports.append(Restarted(self.next - 1, first))
+        self.next, self._last_live, self._in_vain = 0, None, None
         self._newest_replayed = self._last_ts = -math.inf
 
     def _restate(self, seq: int) -> None:
-        assert self._next is not None
+        assert self.next is not None
         # For a subscriber that has received nothing yet, nothing is repeated.
         if max(self._last_ts, self._newest_replayed) > -math.inf:
-            self._reports.append(Restated(self._next, seq - 1))
-        self._next = seq
+            self._reports.append(Restated(self.next, seq - 1))
+        self.next = seq
 
     def _miss(self, last: int) -> None:
-        assert self._next is not None
-        self._reports.append(Missed(self._next, last, recovered=False))
-        self._next = last + 1
+        assert self.next is not None
+        self._reports.append(Missed(self.next, last, recovered=False))
+        self.next = last + 1
 
     def _report_recovered(self) -> None:
         """Report the unbroken part of the answer, within the gap, as recovered."""
         if self._gap_last is None:
             return
-        assert self._next is not None
-        last = min(self._next - 1, self._gap_last)
+        assert self.next is not None
+        last = min(self.next - 1, self._gap_last)
         if self._run_first <= last:
             self._reports.append(Missed(self._run_first, last, recovered=True))
 
@@ -287,7 +278,7 @@ class Continuity(MessageOrder[Report]):
                 self._last_ts = batch.ts
             topic = message.topic.decode(errors="replace")
             self._reports.append(Received(seq, topic, batch, replayed))
-        self._next = seq + 1
+        self.next = seq + 1
 
 
 def _published_at(message: Message) -> float:
@@ -339,16 +330,16 @@ class NativeContinuity(MessageOrder[NativeReport]):
 
     def answer(self, message: Message) -> None:
         """Accept a message of the replay."""
-        if self._next is None or message.seq >= self._next:
+        if self.next is None or message.seq >= self.next:
             self._accept(message, replayed=True)
 
     def end_of_replay(self, *, complete: bool = True) -> None:
         """End the answer, which is complete or broke off."""
         asked, self._asked = self._asked, None
-        if self._next == asked:
+        if self.next == asked:
             self._in_vain = asked
-        elif asked is not None and self._next is not None and asked <= self._gap_last:
-            self._reports.append(Missed(asked, min(self._next - 1, self._gap_last), recovered=True))
+        elif asked is not None and self.next is not None and asked <= self._gap_last:
+            self._reports.append(Missed(asked, min(self.next - 1, self._gap_last), recovered=True))
         self._release_held()
 
     def _accept(self, message: Message, *, replayed: bool) -> None:
@@ -360,11 +351,11 @@ class NativeContinuity(MessageOrder[NativeReport]):
         origin = origin_of_state(batch)
         if origin is not None:
             self._take_state(message, batch, origin, replayed=replayed)
-        elif self._next is not None and message.seq < self._next:
+        elif self.next is not None and message.seq < self.next:
             return  # already received in a replay
         elif self.waiting:
             self._drop(message.seq)
-        elif self._next is not None and message.seq > self._next:
+        elif self.next is not None and message.seq > self.next:
             self._miss(message, replayed=replayed)
         elif batch.events:
             self._deliver(message, batch, replayed=replayed)
@@ -375,25 +366,25 @@ class NativeContinuity(MessageOrder[NativeReport]):
         seq = message.seq
         if not self.waiting and origin == self._origin and batch.seq <= self._last_seq:
             # Repeated: nothing is new, and numbers that are jumped over had nothing that it does not include.
-            self._next = max(seq + 1, self._next or 0)
+            self.next = max(seq + 1, self.next or 0)
             return
         if self._origin is not None and origin != self._origin:
-            self._reports.append(Restarted((self._next or 0) - 1, seq))
-        elif self._origin is not None and self._next is not None:
-            first = self._next if self._wanted_since is None else self._wanted_since
+            self._reports.append(Restarted((self.next or 0) - 1, seq))
+        elif self._origin is not None and self.next is not None:
+            first = self.next if self._wanted_since is None else self._wanted_since
             if first < seq:
                 self._reports.append(Restated(first, seq - 1))
         self._origin, self.waiting, self._wanted_since, self._gap_last = origin, False, None, -1
         self._deliver(message, batch, replayed=replayed)
 
     def _miss(self, message: Message, *, replayed: bool) -> None:
-        assert self._next is not None
-        if self._can_ask and not replayed and self._in_vain != self._next:
-            self._asked = self._request = self._next
+        assert self.next is not None
+        if self._can_ask and not replayed and self._in_vain != self.next:
+            self._asked = self._request = self.next
             self._gap_last = message.seq - 1
-            self._held.append(message)
+            self.held.append(message)
             return
-        self._lose(self._next, message.seq - 1, "not received")
+        self._lose(self.next, message.seq - 1, "not received")
         self._drop(message.seq)
 
     def _lose(self, first: int, last: int, reason: str) -> None:
@@ -404,16 +395,16 @@ class NativeContinuity(MessageOrder[NativeReport]):
         self._wanted_since = min(first, self._wanted_since or first)
 
     def _drop(self, seq: int) -> None:
-        self.waiting, self._next = True, seq + 1
+        self.waiting, self.next = True, seq + 1
 
     def _take_heartbeat(self, message: Message, batch: EventBatch) -> None:
         if batch.seq > self._last_seq:
             self._lose(message.seq, message.seq, "the publisher has told other batches since")
-        self._next = message.seq + 1
+        self.next = message.seq + 1
 
     def _deliver(self, message: Message, batch: EventBatch, *, replayed: bool) -> None:
         topic = message.topic.decode(errors="replace")
         self._reports.append(ReceivedBatch(message.seq, topic, batch, replayed))
         if has_unhealed_gap(batch, self._last_seq):
             self.waiting = True
-        self._next, self._last_seq = message.seq + 1, batch.seq
+        self.next, self._last_seq = message.seq + 1, batch.seq

@@ -19,10 +19,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Self
+from functools import partial
+from typing import NamedTuple
 
 import zmq
 
+from events.closing import Closing
 from events.diagnostics import get_logger
 from events.subscribe.continuity import Continuity, Report
 from events.subscribe.endpoints import EndpointError, host_of
@@ -59,7 +61,7 @@ def replay_in_topic(worker: Worker) -> str | None:
     return None if found is None else f"tcp://{found['address']}"
 
 
-class FanInSubscriber:
+class FanInSubscriber(Closing):
     """Follows all publishers that connect to an endpoint.
 
     Args:
@@ -116,12 +118,6 @@ class FanInSubscriber:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self._gate is not None:
@@ -169,7 +165,7 @@ class FanInSubscriber:
         for worker, follower in self._followers.items():
             follower.read_answers()
             follower.ask()
-            reports += ((worker, report) for report in follower.take())
+            reports += ((worker, report) for report in follower.order.take())
         return reports
 
     def wait(self, poller: Readable) -> float | None:
@@ -198,8 +194,12 @@ class FanInSubscriber:
         found = self._followers.get(worker)
         if found is None and (len(self._followers) < self._max_workers or self._make_room()):
             endpoint = self._endpoint_of(worker)
+            key = worker.key.encode() or None
+            line = partial(
+                Connection, self._context, zmq.DEALER, curve=self._curve, server=key, clock=self._clock
+            )
             found = self._followers[worker] = Follower(
-                None if endpoint is None else lambda: self._line_to(worker, endpoint),
+                None if endpoint is None else lambda: line(endpoint),
                 Continuity(None if endpoint is None else self._first(worker), can_ask=endpoint is not None),
                 topic=self._topic,
                 replay_timeout=self._replay_timeout,
@@ -229,13 +229,3 @@ class FanInSubscriber:
         except EndpointError:
             return None  # an invalid name from a publisher must not end the loop
         return endpoint
-
-    def _line_to(self, worker: Worker, endpoint: str) -> Connection:
-        return Connection(
-            self._context,
-            zmq.DEALER,
-            endpoint,
-            curve=self._curve,
-            server=worker.key.encode() or None,
-            clock=self._clock,
-        )

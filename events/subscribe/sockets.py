@@ -276,16 +276,12 @@ class Gate:
             self._looked_at = now
             self._look_again()
         allowed = key in self._keys
-        if not allowed:
-            self.refused += 1
-            self._log_refused(key)
-        return allowed
-
-    def _log_refused(self, key: bytes) -> None:
-        """Log a refused key, so that a forgotten one can be added; it is public."""
-        if key not in self._reported_keys and len(self._reported_keys) < MAX_REPORTED_KEYS:
+        self.refused += not allowed
+        if not (allowed or key in self._reported_keys) and len(self._reported_keys) < MAX_REPORTED_KEYS:
+            # A key that was forgotten can be added; it is public.
             self._reported_keys.add(key)
             _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
+        return allowed
 
     def _look_again(self) -> None:
         # A client with an unreadable file may have been removed from the list.

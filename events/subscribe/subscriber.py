@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from events.closing import Closing
 from events.errors import EventDecodeError
 from events.formats.vllm import parse_answer, parse_message, replay_request
 from events.subscribe.continuity import (
@@ -262,7 +262,8 @@ class Follower(Generic[AnyReport]):
         self._clock = clock
         self._topic = topic
         self._replay_timeout = replay_timeout
-        self._continuity = order
+        self.order = order
+        """The order of its messages."""
         self._waiting_since: float | None = None
         self._asked_since: float | None = None
         self._question = 0
@@ -283,21 +284,21 @@ class Follower(Generic[AnyReport]):
     @property
     def has_room(self) -> bool:
         """True if more live messages can be held until the answer is complete."""
-        return self._continuity.holding < HELD_MAX
+        return len(self.order.held) < HELD_MAX
 
     def live(self, frames: list[bytes]) -> None:
         """Accept a message of the stream."""
         self.last_received_at = self._clock()
         try:
-            self._continuity.live(parse_message(frames))
+            self.order.live(parse_message(frames))
         except EventDecodeError:
             self.malformed += 1
 
     def give_up(self, reason: str) -> list[AnyReport]:
         """Return the last reports of a publisher that is no longer followed."""
         self.close()
-        self._continuity.give_up(reason)
-        return self._continuity.take()
+        self.order.give_up(reason)
+        return self.order.take()
 
     def read_answers(self) -> None:
         """Read the messages of the answer."""
@@ -318,27 +319,23 @@ class Follower(Generic[AnyReport]):
                 return
             # Live messages were filtered by their publisher; replays are requested by numbers, not by topics.
             if not message.topic or message.topic.startswith(self._topic):
-                self._continuity.answer(message)
+                self.order.answer(message)
         if self.patience() == 0:
             self._end_replay(complete=False)
 
     def ask(self) -> None:
         """Request a replay, if one is wanted."""
-        start = self._continuity.take_request()
+        start = self.order.take_request()
         if start is None:
             return
-        self._stop_asking()
+        self.close()
         self._question = start
         self._ask_at_new_socket()
         self._asked_since = self._clock()
 
-    def take(self) -> list[AnyReport]:
-        """Return the reports since the last call."""
-        return self._continuity.take()
-
     def patience(self) -> float | None:
         """Seconds until the wait for an answer ends; None: nothing waits for one."""
-        if self.asking is None or not self._continuity.holding:
+        if self.asking is None or not self.order.held:
             return None
         now = self._clock()
         if self._waiting_since is None:
@@ -350,10 +347,6 @@ class Follower(Generic[AnyReport]):
         if self.asking is None:
             return None
         return shortest([self.asking.wait(poller), self.patience()], None)
-
-    def close(self) -> None:
-        """Close the open replay request."""
-        self._stop_asking()
 
     def _look(self) -> None:
         """Process refusals. ZeroMQ reconnects, but the request was lost with the connection."""
@@ -371,16 +364,17 @@ class Follower(Generic[AnyReport]):
         self.asking.socket.send_multipart(replay_request(self._question))
 
     def _end_replay(self, *, complete: bool) -> None:
-        self._stop_asking()
-        self._continuity.end_of_replay(complete=complete)
+        self.close()
+        self.order.end_of_replay(complete=complete)
 
-    def _stop_asking(self) -> None:
+    def close(self) -> None:
+        """Close the open replay request."""
         if self.asking is not None:
             self.asking.close()
         self.asking = self._waiting_since = self._asked_since = None
 
 
-class Publication(ABC, Generic[AnyReport]):
+class Publication(Generic[AnyReport]):
     """Follows one publisher.
 
     Args:
@@ -396,6 +390,9 @@ class Publication(ABC, Generic[AnyReport]):
     Raises EndpointError if an endpoint is malformed. The name of a host is resolved repeatedly, in the background: it
     may become known only later.
     """
+
+    _order: Callable[..., MessageOrder[AnyReport]]
+    """Makes the order of its messages, of the first batch wanted and `can_ask`."""
 
     def __init__(
         self,
@@ -437,10 +434,6 @@ class Publication(ABC, Generic[AnyReport]):
             self.close()
             raise
 
-    @abstractmethod
-    def _order(self, start: int | None, *, can_ask: bool) -> MessageOrder[AnyReport]:
-        """Return the order of its messages."""
-
     def close(self) -> None:
         """Disconnect; may be called twice."""
         self.closed = True
@@ -481,7 +474,7 @@ class Publication(ABC, Generic[AnyReport]):
         self._follower.read_answers()
         self._read_live()
         self._follower.ask()
-        reports = [*self._ready, *self._follower.take()]
+        reports = [*self._ready, *self._follower.order.take()]
         self._ready.clear()
         return reports
 
@@ -499,14 +492,8 @@ class Publication(ABC, Generic[AnyReport]):
         return Connection(self._context, zmq.DEALER, self._replay, curve=self._curve, clock=self._clock)
 
 
-class BlockingPublication(Publication[AnyReport]):
+class BlockingPublication(Publication[AnyReport], Closing):
     """A `Publication` to wait for, or to iterate over."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[AnyReport]:
         """Yield reports as they come, until the subscriber is closed. A loop that is left and resumed misses none."""
@@ -526,15 +513,13 @@ class BlockingPublication(Publication[AnyReport]):
 class Subscriber(BlockingPublication[Report]):
     """A `Publication` to wait for, or to iterate over; made with the same arguments."""
 
-    def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
-        return Continuity(start, can_ask=can_ask)
+    _order = Continuity
 
 
 class AsyncSubscriber(Publication[Report]):
     """A `Publication` to wait for with asyncio; made with the same arguments, in the running loop or before."""
 
-    def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
-        return Continuity(start, can_ask=can_ask)
+    _order = Continuity
 
     async def __aenter__(self) -> Self:
         return self

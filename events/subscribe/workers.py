@@ -16,7 +16,7 @@ a reader that joins at that moment can place those blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
@@ -30,20 +30,9 @@ from events.feed.cache_fold import StreamFold
 from events.feed.changes import AnyChange, Cleared, EncodedEvent
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
 from events.packed import TOKEN_BYTES
-from events.types import (
-    FeedCleared,
-    FeedGap,
-    FeedReceived,
-    FeedRemoved,
-    FeedRestarted,
-    FeedStarted,
-    FeedStored,
-    FeedUnknown,
-    Hash,
-    WorkerSeen,
-)
+from events.types import FeedRemoved, FeedStored, Hash, WorkerSeen
 
-CacheChangeEvent = FeedStored | FeedRemoved | FeedCleared | FeedUnknown
+CacheChangeEvent = FeedStored | FeedRemoved | ev.FeedCleared | ev.FeedUnknown
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
 _EXTRA_FIELDS = (
@@ -54,7 +43,6 @@ _EXTRA_FIELDS = (
     "lookahead_token_ids",
     "cache_salt",
 )
-CLEARED = _pack({"type": "AllBlocksCleared"})
 
 
 def from_wire(worker: int, event: VLLMEvent) -> CacheChangeEvent:
@@ -72,9 +60,9 @@ def from_wire(worker: int, event: VLLMEvent) -> CacheChangeEvent:
             more=_pack(event.more) if event.more else b"",
         )
     if isinstance(event, Unknown):
-        return FeedUnknown(worker=worker, name=event.name)
+        return ev.FeedUnknown(worker=worker, name=event.name)
     assert isinstance(event, AllBlocksCleared)
-    return FeedCleared(worker)
+    return ev.FeedCleared(worker)
 
 
 def _stored(worker: int, event: BlockStored) -> FeedStored:
@@ -106,14 +94,9 @@ def to_wire(event: FeedStored | FeedRemoved) -> bytes:
     """Encode the event as one of vLLM's msgpack maps: all fields that vLLM always has, and others with a value."""
     fields: dict[str, Any] = {"block_hashes": event.block_hashes}
     if isinstance(event, FeedStored):
-        fields |= {
-            "parent_block_hash": event.parent_block_hash,
-            "token_ids": array("i", event.tokens).tolist(),
-            "block_size": event.block_size,
-            "lora_id": event.lora_id,
-            "medium": event.medium,
-            "lora_name": event.lora_name,
-        }
+        fields["parent_block_hash"] = event.parent_block_hash
+        fields["token_ids"] = array("i", event.tokens).tolist()
+        fields |= {name: getattr(event, name) for name in ("block_size", "lora_id", "medium", "lora_name")}
     else:
         fields["medium"] = event.medium
     for name in ("group_idx", "locality", "ownership"):
@@ -458,28 +441,34 @@ class FeedState:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.started: FeedStarted | None = None
+        self.started: ev.FeedStarted | None = None
         self.tokens_recorded = True
         self.workers: dict[int, WorkerState] = {}
         """Workers of this epoch, by number."""
-        self._handlers: dict[type, Callable[[Any], object]] = {
-            ev.EpochStarted: self._begin_epoch,
-            FeedStarted: self._start,
-            WorkerSeen: self._see,
-            FeedReceived: self._receive,
-            FeedStored: self.store,
-            FeedRemoved: self.remove,
-            FeedCleared: self._forget,
-            FeedGap: self._forget,
-            FeedRestarted: self._forget,
-            FeedUnknown: self._note,
-        }
 
     def apply(self, event: ev.AnyEvent) -> None:
         """Apply one event; events of other kinds of logs change nothing. Raises KeyError for an unknown worker."""
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        match event:
+            case FeedStored():
+                self.store(event)
+            case FeedRemoved():
+                self.remove(event)
+            case ev.FeedReceived():
+                worker = self.workers[event.worker]
+                worker.number, worker.published_ts = event.number, event.published_ts
+                worker.batches += 1
+            case ev.FeedCleared() | ev.FeedGap() | ev.FeedRestarted():
+                self._forget(event)
+            case WorkerSeen():
+                worker = self.workers.setdefault(event.worker, WorkerState(event))
+                worker.seen, worker.complete = event, event.complete
+            case ev.FeedUnknown():
+                self.workers[event.worker].unknown_events += 1
+            case ev.FeedStarted():
+                self.started = event
+                self.workers.clear()
+            case ev.EpochStarted():
+                self.epoch, self.tokens_recorded = event.epoch, event.tokens_recorded
 
     def store(self, event: FeedStored) -> list[WorkerBlock]:
         """Apply a store; return the blocks that become resident."""
@@ -489,38 +478,17 @@ class FeedState:
         """Apply a removal; return the hashes that are no longer resident."""
         return self.workers[event.worker].remove(event)
 
-    def _begin_epoch(self, event: ev.EpochStarted) -> None:
-        self.epoch, self.tokens_recorded = event.epoch, event.tokens_recorded
-
-    def _start(self, event: FeedStarted) -> None:
-        self.started = event
-        self.workers.clear()
-
-    def _see(self, event: WorkerSeen) -> None:
-        worker = self.workers.get(event.worker)
-        if worker is None:
-            worker = self.workers[event.worker] = WorkerState(event)
-        worker.seen, worker.complete = event, event.complete
-
-    def _receive(self, event: FeedReceived) -> None:
-        worker = self.workers[event.worker]
-        worker.number, worker.published_ts = event.number, event.published_ts
-        worker.batches += 1
-
-    def _forget(self, event: FeedCleared | FeedGap | FeedRestarted) -> None:
+    def _forget(self, event: ev.FeedCleared | ev.FeedGap | ev.FeedRestarted) -> None:
         worker = self.workers[event.worker]
         worker.forget()
-        worker.complete = not isinstance(event, FeedGap)
-        if isinstance(event, FeedGap):
+        worker.complete = not isinstance(event, ev.FeedGap)
+        if isinstance(event, ev.FeedGap):
             worker.gaps += 1
             worker.lost += event.last - event.first + 1
-        elif isinstance(event, FeedRestarted):
+        elif isinstance(event, ev.FeedRestarted):
             worker.restarts += 1
         else:
             worker.clears += 1
-
-    def _note(self, event: FeedUnknown) -> None:
-        self.workers[event.worker].unknown_events += 1
 
 
 class SeveralWorkers(EventsError):
@@ -533,15 +501,15 @@ class WorkerFeed(StreamFold[AnyChange]):
     `fold` raises SeveralWorkers.
     """
 
-    _handled_when_lost = (ev.Gap, FeedStarted, WorkerSeen)
+    _handled_when_lost = (ev.Gap, ev.FeedStarted, WorkerSeen)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.worker: WorkerState | None = None
         self._name = name
         self._names: dict[int, str] = {}
-        changes: tuple[type, ...] = (FeedStored, FeedRemoved, FeedCleared, FeedGap, FeedRestarted)
-        self._handlers |= {FeedStarted: self._start, WorkerSeen: self._see}
+        changes: tuple[type, ...] = (FeedStored, FeedRemoved, ev.FeedCleared, ev.FeedGap, ev.FeedRestarted)
+        self._handlers |= {ev.FeedStarted: self._start, WorkerSeen: self._see}
         self._handlers |= dict.fromkeys(changes, self._apply_change)
 
     def snapshot(self) -> Iterator[AnyChange]:
@@ -560,7 +528,9 @@ class WorkerFeed(StreamFold[AnyChange]):
         names = ", ".join(sorted(self._names.values())) or "none"
         return f"the log does not contain worker {self._name}; it has {names}"
 
-    def _apply_change(self, event: FeedStored | FeedRemoved | FeedCleared | FeedGap | FeedRestarted) -> None:
+    def _apply_change(
+        self, event: FeedStored | FeedRemoved | ev.FeedCleared | ev.FeedGap | ev.FeedRestarted
+    ) -> None:
         """Apply an event of some worker."""
         worker = self.worker
         if worker is None or event.worker != worker.seen.worker:
@@ -578,7 +548,7 @@ class WorkerFeed(StreamFold[AnyChange]):
             worker.forget()
             self._changes.append(Cleared())
 
-    def _start(self, event: FeedStarted) -> None:
+    def _start(self, event: ev.FeedStarted) -> None:
         self._begin()
         self.worker = None
         self._names.clear()

@@ -96,16 +96,14 @@ def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
     parent = change.parent
     for index, at in enumerate(range(0, len(change.names), step)):
         names = change.names[at : at + step]
-        yield Stored(
-            change.group,
-            change.level,
-            names,
-            parent,
-            change.tokens[index * tokens_step : (index + 1) * tokens_step],
-            change.tokens_per_block,
-            change.namespace,
-            change.extras[index * blocks : (index + 1) * blocks],
-            change.padded[index * tokens_step : (index + 1) * tokens_step],
+        tokens = slice(index * tokens_step, (index + 1) * tokens_step)
+        yield msgspec.structs.replace(
+            change,
+            names=names,
+            parent=parent,
+            tokens=change.tokens[tokens],
+            extras=change.extras[index * blocks : (index + 1) * blocks],
+            padded=change.padded[tokens],
         )
         parent = names[-NAME_BYTES:]
 
@@ -216,12 +214,8 @@ class RouterFeed(Sink):
         self.resync_after_seq: int | None = None
         """The last batch missing, if any: nothing goes out until the state comes in a batch after it. One published
         since is on its way through the queue, and need not be published again. For any thread to read."""
-        self._subscribers = 0
-
-    @property
-    def subscribers(self) -> int:
-        """Readers of the feed. For any thread."""
-        return self._subscribers
+        self.subscribers = 0
+        """Readers of the feed. For any thread to read."""
 
     @property
     def last_seq(self) -> int:
@@ -242,7 +236,7 @@ class RouterFeed(Sink):
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until there are `count` readers, for `timeout` seconds or until `stop()`. For any thread."""
         deadline = time.monotonic() + timeout
-        while self._subscribers < count:
+        while self.subscribers < count:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 return False
@@ -289,7 +283,7 @@ class RouterFeed(Sink):
         if now - self._served_at >= SERVE_SECONDS:
             self._served_at = now
             self.transport.tick(self._take_state)
-            self._subscribers = self.transport.subscribers
+            self.subscribers = self.transport.subscribers
 
     def close(self) -> None:
         """Send held changes, close the transport, return unused numbers."""

@@ -48,13 +48,9 @@ class NativeFold(StreamFold[Batched]):
         batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
         whole, last = origin_of_state(batch) is not None, -1 if self.last_seq is None else self.last_seq
         missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
-        has_state = any(isinstance(event, StateExported) for event in batch.events) and bool(
-            self._beginning_events
-        )
-        was_lost, self.lost = (
-            self.lost,
-            not whole and ((missed and not has_state) or has_unhealed_gap(batch, last)),
-        )
+        has_state = self._beginning_events and any(isinstance(event, StateExported) for event in batch.events)
+        was_lost = self.lost
+        self.lost = not whole and ((missed and not has_state) or has_unhealed_gap(batch, last))
         self.last_seq, self._last_ts = batch.seq, batch.ts
         if self.lost:
             return [] if was_lost else [self._gap(min(last + 1, batch.seq))]

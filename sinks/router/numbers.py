@@ -7,7 +7,7 @@ before that number is used. The next process to open the file continues there; n
 skipped. Closing returns unused numbers.
 
 Without a file, or before there is one, a router may have received an earlier feed all the same. So numbers then begin
-with the clock, at microseconds since 1970, which no feed can have reached before (`clock_number`).
+with the clock, at microseconds since 1970, which no feed can have reached before.
 
 File format, three lines: what it is, the reservation, CRC-32 of the lines before in hex.
 """
@@ -15,7 +15,6 @@ File format, three lines: what it is, the reservation, CRC-32 of the lines befor
 from __future__ import annotations
 
 import re
-import time
 import zlib
 from pathlib import Path
 
@@ -26,6 +25,10 @@ STEP = 4096
 """Numbers per reservation, so that a sync is needed only once in minutes."""
 
 _MAGIC = "kvcache feed numbers 1"
+_IF_DAMAGED = (
+    "so the used numbers are unknown: restore it, or remove it and restart the routers that follow this feed"
+)
+_ELSEWHERE = "each feed needs its own, choose another with state="
 _CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32 ([0-9a-f]{8})\n")
 
 
@@ -38,7 +41,7 @@ class FeedNumbers:
     def __init__(self, path: Path | None, step: int | None = None, first: int = 0) -> None:
         if path is not None and not path.name:
             raise SinkError("state= must be the name of a file, not / or .")
-        self._file = None if path is None else _file(path)
+        self._file = None if path is None else StateFile(path, _encode, _decode, _IF_DAMAGED, _ELSEWHERE)
         self._step = STEP if step is None else step
         self._reserved = 0
         self.next = first
@@ -73,25 +76,6 @@ class FeedNumbers:
                 self._reserved = self.next
         finally:
             self._file.close()
-
-
-def clock_number() -> int:
-    """Return the first number of a feed without a known predecessor: microseconds since 1970."""
-    return time.time_ns() // 1000
-
-
-def _file(path: Path) -> StateFile[int]:
-    """Return the file with the first number that is not reserved."""
-    return StateFile(
-        path,
-        _encode,
-        _decode,
-        if_damaged=(
-            "so the used numbers are unknown: restore it, or remove it and restart the routers that "
-            "follow this feed"
-        ),
-        elsewhere="each feed needs its own, choose another with state=",
-    )
 
 
 def _encode(reserved: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -10,27 +11,21 @@ import msgspec
 
 from events.feed.changes import AnyChange, Batched, EncodedEvent, Stored
 from events.feed.fold import Feed
+from events.formats import vllm
 from events.formats.native import NativeCodec
-from events.formats.vllm import (
-    ARRAY_OVERHEAD,
-    Encode,
-    Join,
-    Salts,
-    encode_arrays,
-    encode_batch,
-    encode_sglang,
-    join_batches,
-    with_salts,
-)
 from events.subscribe.workers import WorkerFeed
 from events.types import EventBatch, GroupCreated, WorkerSeen
-from sinks.base import SinkContext, SinkURL, SinkURLError
+from sinks.base import SinkContext, SinkURL
 from sinks.router.feed import FeedTransport, RouterFeed
 from sinks.router.native import NativeFeed
-from sinks.router.numbers import FeedNumbers, clock_number
+from sinks.router.numbers import FeedNumbers
 
 WireFormat = Literal["vllm", "vllm-array", "sglang", "native", "native-json"]
-_ENCODERS: dict[str, Encode] = {"vllm": encode_batch, "vllm-array": encode_arrays, "sglang": encode_sglang}
+_ENCODERS: dict[str, vllm.Encode] = {
+    "vllm": vllm.encode_batch,
+    "vllm-array": vllm.encode_arrays,
+    "sglang": vllm.encode_sglang,
+}
 INT32 = 2**31 - 1
 """Largest value accepted for a socket option or a rank."""
 
@@ -69,14 +64,14 @@ _NOT_NATIVE = ("engine", "salts", "coalesce", "pad")
 class PayloadWriter:
     """The writer of one feed's batches in its format."""
 
-    encoder: Encode = encode_batch
-    joiner: Join = join_batches
+    encoder: vllm.Encode = vllm.encode_batch
+    joiner: vllm.Join = vllm.join_batches
     overhead: int = 1
     """Factor by which payloads may exceed the estimated size of a batch."""
     is_cut: bool = False
     """True if a payload that is too large for a broker may be cut anywhere."""
     rank: int = 0
-    salts: Salts | None = None
+    salts: vllm.Salts | None = None
     """Finds a cache salt by its digest, to publish it in clear; None: all are published as digests."""
     holds: str = "token ids"
     """Description of the secrets in the payloads."""
@@ -87,7 +82,7 @@ class PayloadWriter:
 
     def encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
         """Encode a batch as a payload."""
-        return self.encoder(with_salts(changes, self.salts), ts, self.rank, groups)
+        return self.encoder(vllm.with_salts(changes, self.salts), ts, self.rank, groups)
 
     def join(self, payloads: Sequence[bytes]) -> bytes:
         """Join several payloads into one with all their events, and the time of the last one."""
@@ -100,11 +95,11 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
         for name in _NOT_NATIVE:
             if name in url.options:
                 reason = "does not apply to format=native, which publishes batches unchanged: omit it"
-                raise SinkURLError(str(url), f"{name}= {reason}")
+                raise url.error(f"{name}= {reason}")
         codec = NativeCodec("json" if options.format == "native-json" else "msgpack", context.key_bytes)
         encode, join = _encode_native(codec), lambda payloads, rank: codec.join(payloads)
     else:
-        encode, join = _ENCODERS[options.format], join_batches
+        encode, join = _ENCODERS[options.format], vllm.join_batches
         if not options.has_tokens:
             encode = _encode_without_tokens(encode)
     salts = context.salts.ask() if options.salts == "plain" else None
@@ -112,7 +107,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
     return PayloadWriter(
         encode,
         join,
-        overhead=ARRAY_OVERHEAD if options.format == "vllm-array" else 1,
+        overhead=vllm.ARRAY_OVERHEAD if options.format == "vllm-array" else 1,
         is_cut=options.is_native,
         rank=options.rank,
         salts=salts,
@@ -120,7 +115,7 @@ def writer_of(url: SinkURL, options: FeedOptions, context: SinkContext) -> Paylo
     )
 
 
-def _encode_native(codec: NativeCodec) -> Encode:
+def _encode_native(codec: NativeCodec) -> vllm.Encode:
     """Make an encoder of the only batch among the changes."""
 
     def encode(changes: Sequence[AnyChange], ts: float, rank: int, groups: Sequence[GroupCreated]) -> bytes:
@@ -130,7 +125,7 @@ def _encode_native(codec: NativeCodec) -> Encode:
     return encode
 
 
-def _encode_without_tokens(encode: Encode) -> Encode:
+def _encode_without_tokens(encode: vllm.Encode) -> vllm.Encode:
     """Make an encoder without token ids: blocks are known by their names alone."""
     return lambda changes, *rest: encode([_without_tokens(each) for each in changes], *rest)
 
@@ -169,7 +164,8 @@ def make_feed(
         path = url.file_path(options.state) if options.state else None
     elif context.state_dir is not None and numbers_file is not None:
         path = context.state_dir / numbers_file
-    begin = options.first if options.first is not None else clock_number() if first is None else first
+    microseconds = time.time_ns() // 1000
+    begin = next(each for each in (options.first, first, microseconds) if each is not None)
     numbers = FeedNumbers(path, first=begin)
     if options.is_native:
         tokens = options.has_tokens
@@ -188,8 +184,7 @@ def _fold(url: SinkURL, engine: str | None, context: SinkContext) -> Feed | Work
     if context.kind == "feed":
         return WorkerFeed(engine)
     if context.kind == "cache" and engine is not None:
-        reason = (
+        raise url.error(
             "engine= selects an engine in a log of `kvcache tap`, but this is the log of a cache: omit it"
         )
-        raise SinkURLError(str(url), reason)
     return Feed()

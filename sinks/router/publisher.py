@@ -236,11 +236,6 @@ class SocketPlace:
         )
 
 
-def binds_by_default(host: str) -> bool:
-    """Return True if the default is to bind: for any address of this machine, and for loopback."""
-    return is_wildcard(host) or is_loopback(host)
-
-
 def pod_at(endpoint: str) -> str:
     """Return the host and port of an endpoint as others reach them."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -268,12 +263,6 @@ _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 than sending."""
 SUBSCRIBE_BYTE, UNSUBSCRIBE_BYTE = b"\x01", b"\x00"
 """First byte of a subscriber's message; the prefix of a topic follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingSubscriber:
-    prefix: bytes
-    connection: int | None
 
 
 @dataclass(slots=True)
@@ -324,7 +313,8 @@ class FeedSocket:
         self.endpoint = place.address if place.connects else endpoint_of(self._socket)
         self._place = replace(place, port=port_of(self.endpoint))
         self._turned_away_at: float | None = None
-        self._pending_subscriber: _PendingSubscriber | None = None
+        self._pending_subscriber: tuple[bytes, int | None] | None = None
+        """The prefix and the connection of a subscription that waits to be admitted."""
         self.topics: dict[int, set[bytes]] = {}
         """The subscriptions per connection."""
         self._admitted: set[int] = set()
@@ -377,12 +367,12 @@ class FeedSocket:
 
     def admit(self, first: tuple[int, bytes] | None) -> None:
         """Send the new subscriber `first`, a number and a payload for it alone, then everything from now on."""
-        subscriber, self._pending_subscriber = self._pending_subscriber, None
-        assert subscriber is not None
-        self._socket.setsockopt(zmq.SUBSCRIBE, subscriber.prefix)
-        if subscriber.connection is None or subscriber.connection not in self.peers.connected:
+        assert self._pending_subscriber is not None
+        (prefix, connection), self._pending_subscriber = self._pending_subscriber, None
+        self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
+        if connection is None or connection not in self.peers.connected:
             return  # without a recipient, it would go to all
-        self._admitted.add(subscriber.connection)
+        self._admitted.add(connection)
         if first is None:
             return
         seq, payload = first
@@ -392,7 +382,7 @@ class FeedSocket:
         tracker = self._socket.send(payload, _LAST, copy=False, track=True)
         _address_last_subscriber(self._socket, False)
         if not tracker.done:
-            self.in_flight.append(FirstMessage(tracker, payload, subscriber.connection, time.monotonic()))
+            self.in_flight.append(FirstMessage(tracker, payload, connection, time.monotonic()))
 
     def close(self) -> None:
         """Close the socket; sent messages are still delivered during its linger time."""
@@ -430,7 +420,7 @@ class FeedSocket:
         if connection in self._admitted:
             self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
         else:
-            self._pending_subscriber = _PendingSubscriber(prefix, connection)
+            self._pending_subscriber = prefix, connection
 
     def _unsubscribe(self, prefix: bytes, connection: int | None) -> None:
         topics = self.topics.get(connection, set()) if connection is not None else set()

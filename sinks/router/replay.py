@@ -29,10 +29,8 @@ from dataclasses import dataclass
 import zmq
 
 from events.diagnostics import get_logger
-from events.feed.changes import AnyChange
 from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.subscribe.sockets import SEEN_BY_SERVER
-from events.types import GroupCreated
 from sinks.router.feed import FeedSnapshot, in_batches
 from sinks.router.options import PayloadWriter
 from sinks.router.publisher import Peers, PeerWarnings, connection_of
@@ -74,16 +72,14 @@ class ReplayRing:
 MIN_TAIL_BYTES = 1 << 20
 """Minimum number of bytes sent before the state is encoded again, however small it is."""
 
-Encode = Callable[[Sequence[AnyChange], float, Sequence[GroupCreated]], bytes]
-"""Changes, a time and the groups to a payload."""
-Join = Callable[[Sequence[bytes]], bytes]
-"""Payloads to one with all their events, and the time of the last one."""
-
 
 class EncodedState:
-    """An encoded state and the batches since. The feed's thread only appends, so any may read once `ready`."""
+    """An encoded state and the batches since. The feed's thread only appends, so any may read once `ready`.
 
-    def __init__(self, state: FeedSnapshot, encode: Encode, piece_bytes: int) -> None:
+    `encode` is a feed's `PayloadWriter.encode`.
+    """
+
+    def __init__(self, state: FeedSnapshot, encode: Callable[..., bytes], piece_bytes: int) -> None:
         self.seq = state.seq
         """The number of the last batch that the state includes."""
         self.ts = state.ts
@@ -123,8 +119,8 @@ class EncodedState:
         self.tail.append(payload)
         self._tail_bytes += len(payload)
 
-    def in_payloads(self, count: int, join: Join) -> Iterator[bytes]:
-        """Yield the state in at most `count` payloads."""
+    def in_payloads(self, count: int, join: Callable[[Sequence[bytes]], bytes]) -> Iterator[bytes]:
+        """Yield the state in at most `count` payloads, joined by `join`."""
         each = -(-len(self.pieces) // count)
         for at in range(0, len(self.pieces), each):
             yield join(self.pieces[at : at + each])
@@ -150,14 +146,6 @@ Numbered = tuple[int, bytes]
 """A number and a payload."""
 
 _log = get_logger("sinks")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayRequest:
-    """A reader's request."""
-
-    start: int
-    connection: int | None
 
 
 @dataclass(slots=True)
@@ -207,8 +195,9 @@ class ReplayServer:
         the first one, may be that reader's, and receives the whole state again: the batches sent under the numbers are
         not the rest."""
         self.answers: deque[ReplayAnswer] = deque()
-        self.line: dict[bytes, ReplayRequest] = {}
-        """Waiting readers, longest wait first. All of them were connected at the last check."""
+        self.line: dict[bytes, tuple[int, int | None]] = {}
+        """Waiting readers, longest wait first: the first number and the connection of each request. All of them were
+        connected at the last check."""
         self.snapshot: EncodedState | None = None
         """The ready state, and the batches since; None: there is none."""
         self.wants_snapshot = False
@@ -251,9 +240,9 @@ class ReplayServer:
             self._peers.close()
             self._socket.close()
 
-    def _receive(self) -> list[tuple[bytes, ReplayRequest]]:
-        """Read the pending requests, with their senders. Messages that are no request get no answer."""
-        asked: list[tuple[bytes, ReplayRequest]] = []
+    def _receive(self) -> list[tuple[bytes, int, int | None]]:
+        """Read the pending requests: sender, first number, connection. Messages that are no request get no answer."""
+        asked: list[tuple[bytes, int, int | None]] = []
         for _ in range(READ_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -261,23 +250,21 @@ class ReplayServer:
                 break
             if len(frames) == 3 and not len(frames[1]):
                 start = int.from_bytes(frames[2].bytes, "big")
-                asked.append((frames[0].bytes, ReplayRequest(start, connection_of(frames[2]))))
+                asked.append((frames[0].bytes, start, connection_of(frames[2])))
         return asked
 
     def _forget_disconnected(self) -> None:
         left = set(self._peers.refresh())
         if left:
             waiting = len(self.line)
-            self.line = {
-                reader: request for reader, request in self.line.items() if request.connection not in left
-            }
+            self.line = {reader: asked for reader, asked in self.line.items() if asked[1] not in left}
             self.dropped += waiting - len(self.line)
 
-    def _enqueue(self, asked: Iterable[tuple[bytes, ReplayRequest]]) -> None:
+    def _enqueue(self, asked: Iterable[tuple[bytes, int, int | None]]) -> None:
         """Append still connected senders to the queue; those in it keep their place."""
-        for reader, request in asked:
-            if request.connection in self._peers.connected:
-                self.line[reader] = request
+        for reader, start, connection in asked:
+            if connection in self._peers.connected:
+                self.line[reader] = start, connection
                 self._start_answers()
             else:
                 self.dropped += 1
@@ -289,9 +276,8 @@ class ReplayServer:
         busy = {answer.reader for answer in self.answers}
         ready = [reader for reader in self.line if reader not in busy]
         for reader in ready[: ANSWERS_AT_ONCE - len(self.answers)]:
-            request = self.line.pop(reader)
-            messages = self._messages(request.start)
-            self.answers.append(ReplayAnswer(reader, request.connection, messages, self.clock()))
+            start, connection = self.line.pop(reader)
+            self.answers.append(ReplayAnswer(reader, connection, self._messages(start), self.clock()))
 
     def _messages(self, start: int) -> Iterator[Numbered | None]:
         """Yield the batches from `start` up to the last one sent when this began: later ones come live."""
