@@ -17,6 +17,7 @@ from kvcache.audit.contents import Ids
 from kvcache.audit.reasons import Reason
 
 Names = npt.NDArray[np.uint64]
+Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,6 @@ class Lacking:
 
     group: int
     kind: str
-    window: int
-    """Window in tokens; 0 if the kind has none."""
     first_block: int
     """First of full attention's blocks that is lost for that reason."""
     stop_block: int
@@ -42,10 +41,9 @@ class SharedGroup:
 
     def __init__(self, number: int, made: ev.SharingGroup, key_bytes: int) -> None:
         self.number, self.made, self._key_bytes = number, made, key_bytes
-        self._named = Counter[int]()
+        self._named = Counter(self._numbers(made.keys))
         self.gone: dict[int, tuple[int, int, int]] = {}
         """By name: batch, time and request number of its last removal."""
-        self._named.update(self._numbers(made.keys))
 
     def _numbers(self, keys: bytes) -> Iterator[int]:
         for at in range(0, len(keys), self._key_bytes):
@@ -158,8 +156,8 @@ class SharedGroups:
         if guilty.made.kind != STATE:
             missing.update(guilty.missing(known, size))
         gone = [guilty.gone[name] for name in missing if name in guilty.gone]
-        kind, window, first = guilty.made.kind, guilty.made.window, max(reused, common)
-        return Lacking(guilty.number, kind, window, first, blocks, *max(gone, default=(-1, -1, -1)))
+        last_gone = max(gone, default=(-1, -1, -1))
+        return Lacking(guilty.number, guilty.made.kind, max(reused, common), blocks, *last_gone)
 
 
 class RequestOrigin(NamedTuple):
@@ -201,52 +199,46 @@ class ExplainedAdmission:
     """Window (as an index) per block that the reason concerns; -1: none in particular."""
     lacking: Lacking | None = None
     """Blocks that a further group lacked."""
-    facts: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
-    """Facts known of each block, filled if details were requested."""
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by reason."""
     origin: RequestOrigin = NO_ORIGIN
 
+    def pieces(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+        """Return columns of the prompt's pieces, which have one reason each: first token, token after the last, reason,
+        window.
+
+        A piece is a block, a part of a block that was copied or loaded only in part, or the last token.
+        """
+        size, last = self.tokens_per_block, self.num_tokens - 1
+        cuts = [cut for cut in {self.reused, self.reused + self.external} if cut % size and cut <= last]
+        begins = np.append(np.arange(len(self.reasons)) * size, [*{*cuts, last}])
+        begins.sort()
+        blocks = begins[:-1] // size
+        reasons = np.append(self.reasons[blocks], Reason.LAST_TOKEN)
+        windows = np.append(self.windows[blocks], -1)
+        for cut in cuts:
+            before = int(np.searchsorted(begins, cut)) - 1
+            reason = Reason.PARTIAL if cut == self.reused else Reason.EXTERNAL
+            if reasons[before] > reason:
+                reasons[before], windows[before] = reason, -1
+        return begins, np.append(begins[1:], last + 1), reasons, windows
+
     def spans(self) -> list[tuple[int, int, Reason, int]]:
-        """Return the prompt in parts of one reason: first token, token after the last, reason, window."""
-        size, last = self.tokens_per_block, self.num_tokens - 1
-        spans: list[tuple[int, int, Reason, int]] = []
-        for block, (reason, window) in enumerate(
-            zip(self.reasons.tolist(), self.windows.tolist(), strict=True)
-        ):
-            begin, end = block * size, min((block + 1) * size, last)
-            middle = min(max(self.reused, begin), end)
-            if begin < middle and reason not in (Reason.PRIMARY, Reason.SECONDARY):
-                spans.append((begin, middle, Reason.PARTIAL, -1))
-                begin = middle
-            middle = min(max(self.reused + self.external, begin), end)
-            if begin < middle and reason > Reason.EXTERNAL:
-                spans.append((begin, middle, Reason.EXTERNAL, -1))
-                begin = middle
-            if begin < end:
-                spans.append((begin, end, Reason(reason), window))
-        return [*spans, (last, last + 1, Reason.LAST_TOKEN, -1)]
+        """Return the same pieces one by one."""
+        columns = (column.tolist() for column in self.pieces())
+        return [
+            (first, stop, Reason(reason), window)
+            for first, stop, reason, window in zip(*columns, strict=True)
+        ]
 
-    def tokens(self) -> npt.NDArray[np.int64]:
+    def tokens(self) -> Tokens:
         """Return the tokens per block that the reason concerns: neither reused nor loaded in part, nor the last one."""
-        size, last = self.tokens_per_block, self.num_tokens - 1
-        begins = np.arange(len(self.reasons)) * size
-        tokens = np.minimum(begins + size, last) - begins
-        if self.partial:
-            tokens[(self.reused - self.partial) // size] -= self.partial
-        if self._begun:
-            tokens[(self.reused + self.external) // size] -= self._begun
-        return tokens
-
-    @property
-    def _begun(self) -> int:
-        """Tokens that were to be loaded in a block of which only a part was to be loaded."""
-        end = self.reused + self.external
-        return end % self.tokens_per_block if self.external and end < self.num_tokens - 1 else 0
+        begins, stops, reasons, _ = (column[:-1] for column in self.pieces())
+        blocks = begins // self.tokens_per_block
+        lengths = np.where(reasons == self.reasons[blocks], stops - begins, 0)
+        return np.bincount(blocks, lengths, len(self.reasons)).astype(np.int64)
 
     def count(self) -> None:
         """Fill `counts`."""
-        self.counts += np.bincount(self.reasons, self.tokens(), len(Reason)).astype(np.int64)
-        self.counts[Reason.PARTIAL] += self.partial
-        self.counts[Reason.EXTERNAL] += self._begun
-        self.counts[Reason.LAST_TOKEN] += 1
+        begins, stops, reasons, _ = self.pieces()
+        self.counts += np.bincount(reasons, stops - begins, len(Reason)).astype(np.int64)

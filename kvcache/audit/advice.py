@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from events.log import LogReader
 from kvcache.audit.block_cache import COMPILED
-from kvcache.audit.curve import CurveRecorder, HitCurve, LoggedPrompts
+from kvcache.audit.curve import TIMEOUTS, CurveRecorder, HitCurve, LoggedPrompts, TimeoutCurve
 from kvcache.audit.history import HistoryFold
 from kvcache.audit.losses import LossCounter, SharedPrefix, SharedPrefixes
 from kvcache.audit.policies import POLICIES, Policy, RequestRecorder, Workload
-from kvcache.audit.timeouts import TIMEOUTS, TimeoutCurve
 from kvcache.audit.totals import WORTH
 from kvcache.audit.volatile import PromptSample, VolatileCount
 from kvcache.errors import UsageError

@@ -156,12 +156,8 @@ def _places(cache: PrefixCache, heap: int) -> Any:
 
 @compiled
 def _rise(cache: PrefixCache, heap: int, at: int) -> None:
-    tree, places, keys, ties = (
-        cache.trees[heap],
-        _places(cache, heap),
-        cache.blocks["keys"],
-        cache.blocks["ties"],
-    )
+    tree, places = cache.trees[heap], _places(cache, heap)
+    keys, ties = cache.blocks["keys"], cache.blocks["ties"]
     block = tree[at]
     key, tie = keys[block], ties[block]
     while at:
@@ -178,12 +174,8 @@ def _rise(cache: PrefixCache, heap: int, at: int) -> None:
 
 @compiled
 def _sink(cache: PrefixCache, heap: int, at: int) -> None:
-    tree, places, keys, ties = (
-        cache.trees[heap],
-        _places(cache, heap),
-        cache.blocks["keys"],
-        cache.blocks["ties"],
-    )
+    tree, places = cache.trees[heap], _places(cache, heap)
+    keys, ties = cache.blocks["keys"], cache.blocks["ties"]
     size, block = cache.sizes[heap], tree[at]
     key, tie = keys[block], ties[block]
     while 2 * at + 1 < size:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from events.feed.exported import exported_runs
+from events.feed.cache_fold import exported_runs
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.structs import SymbolPage
 from events.types import PRIMARY, BlocksMoved, GroupCreated, GroupExported, MoveReason, Namespace
@@ -20,6 +20,13 @@ from kvcache.audit.reasons import Reason
 
 Ids = npt.NDArray[np.intp]
 _FIRST = 1024
+
+
+def leading_alike(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> int:
+    """Return the number of leading items that are equal."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 class Columns:
@@ -182,28 +189,35 @@ class Window:
             gone_by=(np.int32, -1),
         )
         """Per content: level in which it is cached; if it ever was; `Reason`, time and beneficiary of its removal;
-        storing request and
-        time; last use; reuses since it was stored, and in all; number of sequences and pins that hold it; priority;
-        copies to
-        each level since it was stored, and time of the last one. Requests are numbered as they come
-        (`RunningRequest.number`)."""
+        storing request and time; last use; reuses since it was stored, and in all; number of sequences and pins that
+        hold it; priority; copies to each level since it was stored, and time of the last one. Requests are numbered as
+        they come (`RunningRequest.number`)."""
 
     def contents(self, level: int, slots: bytes | array[int]) -> Ids:
         """Return the contents of these slots; NOWHERE for blocks that are not full, or not cached."""
         return self.slots[level][np.frombuffer(slots, np.int32)].astype(np.intp)
 
     def store(
-        self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, by: int, batch: int, now: int
+        self,
+        ids: Ids,
+        slots: npt.NDArray[np.int32],
+        level: int,
+        priority: int,
+        by: int,
+        batch: int,
+        now: int,
+        *,
+        new: npt.NDArray[np.bool_] | slice = slice(None),
     ) -> None:
-        """Mark contents as cached from now on."""
+        """Mark contents as cached from now on; `new` selects those whose life begins now."""
         of = self.of
-        of.reach(int(ids.max(initial=-1)) + 1)
         self.slots[level][slots] = ids
-        of["level"][ids], of["seen"][ids], of["priority"][ids] = level, 1, priority
-        of["stored_by"][ids], of["stored_batch"][ids] = by, batch
-        of["stored_at"][ids] = of["used_at"][ids] = now
-        for name in ("uses", "holders", "offloads", "onboards"):
-            of[name][ids] = 0
+        of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
+        begun = ids[new]
+        of["stored_by"][begun], of["stored_batch"][begun] = by, batch
+        of["stored_at"][begun] = of["used_at"][begun] = now
+        for name in ("uses", "offloads", "onboards"):
+            of[name][begun] = 0
 
     def restore(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
@@ -211,16 +225,8 @@ class Window:
         """Cache contents listed by an exported state of this batch. Those cached before live on; others have no
         history.
         """
-        of = self.of
-        of.reach(int(ids.max(initial=-1)) + 1)
-        lost_now = (of["gone_batch"][ids] == batch) & (of["why"][ids] == Reason.RESTARTED)
-        new = ids[~lost_now]
-        of["stored_by"][new], of["stored_batch"][new] = -1, batch
-        for name in ("uses", "offloads", "onboards"):
-            of[name][new] = 0
-        of["stored_at"][new] = of["used_at"][new] = now
-        self.slots[level][slots] = ids
-        of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
+        lost_now = (self.of["gone_batch"][ids] == batch) & (self.of["why"][ids] == Reason.RESTARTED)
+        self.store(ids, slots, level, priority, -1, batch, now, new=~lost_now)
 
     def move(self, event: BlocksMoved, now: int) -> Ids:
         """Move contents to other slots; return them."""

@@ -1,10 +1,9 @@
 """Hit curves: reused blocks of a log's prompts at every cache size, exact or sampled, and the optimum.
 
 A prompt uses all blocks of a chain at once, so a request that used a block also used the blocks before it. Along a
-chain
-the last users therefore only get older, and the blocks that one request used last lie together: a prompt is described
-by a few such *spans*, not block by block. This is the walk that brings a path of a tree to the front: the number of
-spans is O(log n) per request on average.
+chain the last users therefore only get older, and the blocks that one request used last lie together: a prompt is
+described by a few such *spans*, not block by block. This is the walk that brings a path of a tree to the front: the
+number of spans is O(log n) per request on average.
 
 **LRU.** Evicting leaves, least recently used first and the deepest first among those of one request, is plain LRU over
 blocks where a request's shallower block counts as the more recent: no request uses a block without those before it, so
@@ -14,9 +13,9 @@ places only grow, so that a prefix ends at its first absent block by itself.
 
 **The bound.** The optimal policy, which knows the future, first evicts leaves that are never used again, then the leaf
 used again last. A block is used again no later than the blocks after it, so that leaf is also the block that is used
-again last
-(Belady's choice); among equals it is the deepest. At any time the cached blocks that one later request uses next lie
-together in its prompt, and the last of them go first. So counts of blocks suffice: their identity does not matter.
+again last (Belady's choice); among equals it is the deepest. At any time the cached blocks that one later request uses
+next lie together in its prompt, and the last of them go first. So counts of blocks suffice: their identity does not
+matter.
 
 **Samples.** A sample has the blocks with a hash below a bound, in any prompt, and is a workload of its own, in which
 everything is `rate` times as far apart. It is drawn block by block, not by conversations: most
@@ -24,6 +23,11 @@ prompts may begin with the same few blocks, and a sample by first blocks would h
 nothing. Misses are estimated from the samples, and hits are all block requests, which are counted, minus the misses:
 misses are spread over many blocks that are each requested once or twice, while a block that every prompt begins with
 has a large part of the hits alone, so that the curve would depend on its being in a sample.
+
+**Timeouts.** An unbounded cache drops a block that was not used for longer than a timeout. A request uses all blocks of
+its prompt, so using a block uses all before it. Therefore along a prompt the times since the last use only grow: after
+the first dropped block all were dropped, and the prefix ends there. A block therefore hits if it was there before, and
+the time since its last use is at most the timeout. The spans of `Reuses` have these times.
 """
 
 from __future__ import annotations
@@ -69,6 +73,9 @@ from kvcache.audit.prefill import hours_between
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting
+from kvcache.workload.tokens import mix64
+
+Int64s = npt.NDArray[np.int64]
 
 
 class PrefixSums:
@@ -135,6 +142,21 @@ class Reuses:
         """Number of distinct blocks."""
         return len(self._last)
 
+    @property
+    def users(self) -> Int64s:
+        """Earlier request of each span."""
+        return np.array(self._users, np.int64)
+
+    @property
+    def counts(self) -> Int64s:
+        """Number of blocks of each span."""
+        return np.array(self._blocks, np.int64)
+
+    def by_request(self, blocks: Int64s) -> Int64s:
+        """Return the sum of each request's spans, given a number for each span."""
+        sums = np.concatenate([[0], np.cumsum(blocks)])
+        return np.diff(sums[np.array(self._ends, np.int64)], prepend=0)
+
     def prompts(self) -> Iterator[tuple[int, list[ReuseSpan]]]:
         """Yield each prompt's length in blocks, and its spans; blocks after these are new."""
         begin = 0
@@ -146,8 +168,7 @@ class Reuses:
         """Add the next prompt, which arrived at `at` ns, not before the previous one.
 
         Equal numbers must mean equal blocks after equal blocks. Raises `InconsistentBlocks` if they visibly do not,
-        without
-        adding anything.
+        without adding anything.
         """
         last, now, begin, length = self._last, len(self.lengths), 0, len(blocks)
         while begin < length and (user := last.get(blocks[begin])) is not None:
@@ -173,25 +194,18 @@ class Reuses:
         return bisect_left(blocks, 1, begin + 1, most, key=lambda block: last.get(block) != user)
 
 
-Int64s = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanDistances:
     """Cache sizes from which the spans of all consecutive prompts hit."""
 
+    reuses: Reuses
     before: Int64s
     """Per span: number of blocks before its first one in LRU order. Larger caches hit."""
-    counts: Int64s
-    """Number of blocks of each span."""
-    stops: Int64s
-    """Per request: number of spans up to its last."""
 
     @classmethod
     def of(cls, reuses: Reuses) -> SpanDistances:
         """Compute the stack distances of all spans."""
-        before, counts, stops = array("q"), array("q"), array("q")
-        remaining = PrefixSums(len(reuses.lengths))
+        before, remaining = array("q"), PrefixSums(len(reuses.lengths))
         """Per request: its blocks that no later request has used. Those of one request are consecutive in the order."""
         seen = 0
         for request, (length, spans) in enumerate(reuses.prompts()):
@@ -199,27 +213,24 @@ class SpanDistances:
             for user, count in spans:
                 # Everything more recent precedes this span: blocks of later requests, and this prompt's own.
                 before.append(seen - remaining.through(user))
-                counts.append(count)
                 remaining.add(user, -count)
                 new -= count
-            stops.append(len(before))
             remaining.add(request, length)
             seen += new
-        return cls(*(np.array(column, np.int64) for column in (before, counts, stops)))
+        return cls(reuses, np.array(before, np.int64))
 
     def hits(self, size: int) -> Int64s:
         """Return the number of blocks of each prompt that a cache of `size` blocks serves."""
-        sums = np.concatenate([[0], np.cumsum(np.clip(size - self.before, 0, self.counts))])
-        return np.diff(sums[self.stops], prepend=0)
+        return self.reuses.by_request(np.clip(size - self.before, 0, self.reuses.counts))
 
 
 def misses_by_size(reuses: Reuses) -> Int64s:
     """Return block requests that a cache of C blocks misses, as entry C. Larger caches than the last miss as many."""
-    spans = SpanDistances.of(reuses)
+    first = SpanDistances.of(reuses).before + 1
     arrivals = np.zeros(reuses.distinct + 2, np.int64)
     """Per size: block requests that hit from this size on, less those that hit from the size before."""
-    np.add.at(arrivals, spans.before + 1, 1)
-    np.add.at(arrivals, spans.before + 1 + spans.counts, -1)
+    np.add.at(arrivals, first, 1)
+    np.add.at(arrivals, first + reuses.counts, -1)
     return np.asarray(sum(reuses.lengths) - np.cumsum(np.cumsum(arrivals))[:-1], np.int64)
 
 
@@ -398,8 +409,7 @@ class CurveRecorder:
     """Recorder of consecutive prompts for a hit curve.
 
     `rate` is the part of the blocks in each of the samples, which are drawn by `seed`; with 1 there is one, of all
-    blocks.
-    Raises `UsageError` for a rate that is not above 0 and at most 1.
+    blocks. Raises `UsageError` for a rate that is not above 0 and at most 1.
     """
 
     def __init__(self, rate: float = 1.0, *, samples: int = SAMPLES, seed: int = 0) -> None:
@@ -438,8 +448,7 @@ class CurveRecorder:
         """Add the next prompt's full blocks, numbered from 0 to 2**64 - 1, and its arrival time in ns.
 
         A time before the previous one, as after a clock was set back, counts as equal to it. Raises
-        `InconsistentBlocks` (see
-        `Reuses`).
+        `InconsistentBlocks` (see `Reuses`).
         """
         self.prompts += 1
         self.block_requests += len(blocks)
@@ -451,7 +460,7 @@ class CurveRecorder:
             return
         numbers = np.array(blocks, np.uint64)
         for index, (salt, reuses) in enumerate(self._samples):
-            hashed = _hashed(numbers, salt)
+            hashed = mix64(numbers + np.uint64(salt))
             chosen = numbers[hashed < self.rate * _ALL]
             if len(chosen):
                 reuses.add(chosen.tolist(), at)
@@ -479,12 +488,68 @@ def measure(prompts: Iterable[Sequence[int]], rate: float = 1.0) -> HitCurve:
     return recorder.curve()
 
 
-def _hashed(numbers: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:
-    """Return pseudo-random numbers (the finalizer of SplitMix64)."""
-    mixed = numbers + np.uint64(salt)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+# -- idle times
+
+TIMEOUTS = (10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400)
+"""Timeouts in a table, in seconds."""
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanAges:
+    """Idle times of the blocks of all prompts' spans."""
+
+    reuses: Reuses
+    ages: Int64s
+    """Idle time of each span, in ns."""
+
+    @classmethod
+    def of(cls, reuses: Reuses) -> SpanAges:
+        """Return the idle times of a workload."""
+        at, spans = np.array(reuses.times, np.int64), [len(each) for _, each in reuses.prompts()]
+        return cls(reuses, np.repeat(at, spans) - at[reuses.users])
+
+    def hits(self, timeout: float = np.inf) -> Int64s:
+        """Return the blocks of each prompt that hit if blocks are dropped after `timeout` idle seconds."""
+        return self.reuses.by_request(np.where(self.ages <= timeout * _NS, self.reuses.counts, 0))
+
+    def quantile(self, part: float) -> float:
+        """Return the ns that this part of the hits, of which there are some, does not exceed."""
+        order = np.argsort(self.ages, kind="stable")
+        blocks = np.cumsum(self.reuses.counts[order])
+        return float(self.ages[order[np.searchsorted(blocks, part * blocks[-1])]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimeoutCurve:
+    """Block requests that an unbounded cache serves, by timeout."""
+
+    block_requests: int
+    samples: tuple[SpanAges, ...]
+    rate: float = 1.0
+    """Part of the blocks in each sample; 1: all blocks, and the curve is exact."""
+    seconds: float = 0.0
+    """Seconds from the first request to the last: no idle time is longer."""
+
+    @classmethod
+    def of(cls, recorder: CurveRecorder) -> TimeoutCurve:
+        """Return the curve of the prompts recorded so far."""
+        ages = tuple(map(SpanAges.of, recorder.workloads))
+        return cls(recorder.block_requests, ages, recorder.rate, recorder.seconds)
+
+    def hits(self, timeout: float = np.inf) -> int:
+        """Return the block requests served if blocks are dropped after `timeout` idle seconds."""
+        misses = [sum(each.reuses.lengths) - int(each.hits(timeout).sum()) for each in self.samples]
+        return max(round(self.block_requests - float(np.mean(misses)) / self.rate), 0)
+
+    def hit_rate(self, timeout: float = np.inf) -> float:
+        """Return the hit rate at a timeout, from 0 to 1."""
+        return self.hits(timeout) / max(self.block_requests, 1)
+
+    def quantile(self, part: float) -> float | None:
+        """Return the seconds that this part of the served block requests does not exceed; None if none are served."""
+        ages = [each.quantile(part) for each in self.samples if len(each.ages)]
+        return float(np.mean(ages)) / _NS if ages else None
 
 
 # -- the prompts that a log records
@@ -538,17 +603,18 @@ class NumberedPrompts:
 
     def before(self, event: AnyEvent) -> None:
         """Take the names that a sequence is about to lose."""
-        if isinstance(event, SequenceRemoved) and event.handle in self.incomplete:
-            self._complete(event.handle)
-        elif isinstance(event, SequenceRewound) and event.handle in self.incomplete:
-            if event.num_tokens < self.incomplete[event.handle].event.num_tokens:
-                self._complete(event.handle)
-        elif isinstance(event, BlocksStored) and event.handle in self.incomplete:
-            if event.last_tokens < self._tokens_per_block:
-                self._cut[event.handle] = event.first_block + len(event.slots) // SLOT_BYTES - 1
-        elif isinstance(event, StateExported):
-            for handle in self.incomplete:
-                self._learn(handle)
+        match event:
+            case SequenceRemoved(handle=handle) if handle in self.incomplete:
+                self._complete(handle)
+            case SequenceRewound(handle=handle) if handle in self.incomplete:
+                if event.num_tokens < self.incomplete[handle].event.num_tokens:
+                    self._complete(handle)
+            case BlocksStored(handle=handle) if handle in self.incomplete:
+                if event.last_tokens < self._tokens_per_block:
+                    self._cut[handle] = event.first_block + len(event.slots) // SLOT_BYTES - 1
+            case StateExported():
+                for handle in self.incomplete:
+                    self._learn(handle)
 
     def after(self, event: AnyEvent) -> None:
         """Follow the cache and its requests. Raises `UsageError` if blocks are named in another way than before."""

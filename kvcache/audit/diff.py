@@ -9,7 +9,7 @@ and fingerprints in checkpoints differ as well; the rest of these events is comp
 
 For reuse, an admission in one log is paired with the admission of the same request id in the other; if an id recurs
 (after preemption, or reused), the k-th with the k-th. Admissions before a gap in their batch are left
-out, as in audits. The log with fewer admissions so far is read on, so that partners follow each other closely: only
+out, as in audits. The logs are read in turn, an admission at a time, so that partners follow each other closely: only
 admissions still without a partner, and reported ones, are kept.
 """
 
@@ -19,7 +19,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
+from heapq import nlargest
 from itertools import zip_longest
 from typing import Any
 
@@ -101,15 +101,11 @@ def _first_difference(a: EventBatch, b: EventBatch, *, alike: bool) -> int | Non
     if a.events == b.events:
         return None
     for index, (one, other) in enumerate(zip_longest(a.events, b.events)):
-        if one is None or other is None or not _same(one, other, alike=alike):
+        if one == other or (type(one) is type(other) and isinstance(one, _HEADERS)):
+            continue
+        if one is None or other is None or alike or _without_blocks(one) != _without_blocks(other):
             return index
     return None
-
-
-def _same(a: AnyEvent, b: AnyEvent, *, alike: bool) -> bool:
-    if a == b or (type(a) is type(b) and isinstance(a, _HEADERS)):
-        return True
-    return not alike and _without_blocks(a) == _without_blocks(b)
 
 
 def _without_blocks(event: AnyEvent) -> AnyEvent:
@@ -144,7 +140,7 @@ def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
         config = json.loads(created.config)
     except (ValueError, RecursionError):
         config = created.config
-    yield from _settings_in("", config)
+    yield from settings_in("", config)
     yield "windows", [[group.window, *group.num_blocks] for group in created.groups]
     yield "key_bytes", created.key_bytes
     yield "hash_algorithm", created.hash_algorithm
@@ -152,13 +148,13 @@ def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
         yield "engine", created.engine
 
 
-def _settings_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def settings_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield settings by dotted name, as in ``log.fsync``."""
     if not isinstance(value, dict):
         yield name or "config", value
         return
     for key, inner in value.items():
-        yield from _settings_in(f"{name}.{key}" if name else key, inner)
+        yield from settings_in(f"{name}.{key}" if name else key, inner)
 
 
 @dataclass(frozen=True)
@@ -221,19 +217,42 @@ class ReuseDifference:
 
 def compare_reuse(a: Iterable[EventBatch], b: Iterable[EventBatch], top: int = 10) -> ReuseDifference:
     """Compare request by request; list `top` of each kind. Raises what reading the logs does."""
-    pairing = _Pairing(top)
-    sides = [_admissions(a), _admissions(b)]
-    read = [0, 0]
-    reading = {0, 1}
-    while reading:
-        side = min(reading, key=lambda each: read[each])
-        found = next(sides[side], None)
-        if found is None:
-            reading.discard(side)
-        else:
-            read[side] += 1
-            pairing.add(side, *found)
-    return pairing.finish()
+    result = ReuseDifference()
+    alone: tuple[_Alone, _Alone] = {}, {}
+    changed = (pair for pair in _pairs(a, b, alone, result) if pair.reused_tokens)
+    result.largest = nlargest(max(top, 1), changed, key=lambda pair: abs(pair.reused_tokens))[:top]
+    for only, waiting in zip((result.only_a, result.only_b), alone, strict=True):
+        rest = [(name, each) for name, those in waiting.items() for each in those]
+        rest.sort(key=lambda entry: entry[1].seq)
+        for _, admitted in rest:
+            only.add(admitted)
+        only.first = rest[:top]
+    return result
+
+
+_Alone = dict[RequestId, deque[Admitted]]
+"""Admissions of one log that are still without a partner; an id is in at most one of the two."""
+
+
+def _pairs(
+    a: Iterable[EventBatch], b: Iterable[EventBatch], alone: tuple[_Alone, _Alone], result: ReuseDifference
+) -> Iterator[ReuseChange]:
+    """Yield the requests in both logs, and count them; `alone` keeps the others."""
+    for found in zip_longest(_admissions(a), _admissions(b)):
+        for side, (request_id, admitted) in ((side, each) for side, each in enumerate(found) if each):
+            waiting = alone[1 - side].get(request_id)
+            if waiting is None:
+                alone[side].setdefault(request_id, deque()).append(admitted)
+                continue
+            partner = waiting.popleft()
+            if not waiting:
+                del alone[1 - side][request_id]
+            pair = ReuseChange(request_id, *((admitted, partner) if side == 0 else (partner, admitted)))
+            result.a.add(pair.a)
+            result.b.add(pair.b)
+            result.changed += bool(pair.reused_tokens)
+            result.other_prompts += pair.a.prompt_tokens != pair.b.prompt_tokens
+            yield pair
 
 
 def _admissions(batches: Iterable[EventBatch]) -> Iterator[tuple[RequestId, Admitted]]:
@@ -241,52 +260,3 @@ def _admissions(batches: Iterable[EventBatch]) -> Iterator[tuple[RequestId, Admi
         for event in known_events(batch):
             if type(event) is SequenceAdded:
                 yield event.request_id, Admitted(batch.seq, event.num_tokens, event.reused)
-
-
-class _Pairing:
-    """Pairing of the admissions of two logs."""
-
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self._result = ReuseDifference()
-        self._alone: tuple[dict[RequestId, deque[Admitted]], ...] = ({}, {})
-        """Per log: admissions still without a partner; an id is in at most one of the two."""
-        self._largest: list[tuple[int, int, ReuseChange]] = []
-        """Heap with the smallest change first, and the last among equals."""
-
-    def add(self, side: int, request_id: RequestId, admitted: Admitted) -> None:
-        """Take the next admission of a log."""
-        waiting = self._alone[1 - side].get(request_id)
-        if waiting is None:
-            self._alone[side].setdefault(request_id, deque()).append(admitted)
-            return
-        partner = waiting.popleft()
-        if not waiting:
-            del self._alone[1 - side][request_id]
-        self._compare(ReuseChange(request_id, *((admitted, partner) if side == 0 else (partner, admitted))))
-
-    def _compare(self, pair: ReuseChange) -> None:
-        result = self._result
-        result.a.add(pair.a)
-        result.b.add(pair.b)
-        result.other_prompts += pair.a.prompt_tokens != pair.b.prompt_tokens
-        if not pair.reused_tokens:
-            return
-        result.changed += 1
-        entry = (abs(pair.reused_tokens), -result.a.requests, pair)
-        if len(self._largest) < self._top:
-            heappush(self._largest, entry)
-        elif self._top:
-            heappushpop(self._largest, entry)
-
-    def finish(self) -> ReuseDifference:
-        """Return the result; admissions still without a partner stay so."""
-        result = self._result
-        result.largest = [pair for *_, pair in sorted(self._largest, reverse=True)]
-        for only, alone in zip((result.only_a, result.only_b), self._alone, strict=True):
-            rest = [(name, each) for name, waiting in alone.items() for each in waiting]
-            rest.sort(key=lambda entry: entry[1].seq)
-            for _, admitted in rest:
-                only.add(admitted)
-            only.first = rest[: self._top]
-        return result

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
 
 from events import types as ev
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.admission import NO_ORIGIN, ExplainedAdmission, RequestOrigin
+from kvcache.audit.contents import Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.errors import UsageError, shown
@@ -91,7 +96,7 @@ class Residency:
     namespace: ev.Namespace
     num_tokens: int
     reused: int
-    parts: list[PromptPart]
+    parts: list[PromptPart] = field(default_factory=list)
     computed_again: int = 0
     """Tokens that this stay had to compute again although an earlier stay had computed them."""
     not_loaded: int = 0
@@ -126,18 +131,16 @@ class Explanation:
 
 
 class Explanations(HistoryListener):
-    """Listener that explains requests; admissions must have details (`HistoryFold`)."""
+    """Listener that explains requests."""
 
     def __init__(self, wanted: Callable[[RequestId], bool]) -> None:
         self._wanted = wanted
         self.found: dict[RequestId, Explanation] = {}
         """Explanations by the engine's request id: 7 and "7" are two requests."""
-        self._admitted: set[int] = set()
-        """Admission numbers seen."""
+        self._looked_up: dict[int, tuple[Residency, _Facts]] = {}
+        """Stays that begin in this batch, with facts known at the lookup, by handle."""
         self._open: dict[int, Residency | Exported] = {}
         """Stays and exported requests that have not ended, by admission number."""
-        self._ended: list[tuple[int, ev.SequenceRemoved]] = []
-        self._not_loaded: list[tuple[int, int]] = []
 
     def _of(self, request_id: RequestId) -> Explanation | None:
         if not self._wanted(request_id):
@@ -145,15 +148,39 @@ class Explanations(HistoryListener):
         return self.found.setdefault(request_id, Explanation(request_id))
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Record that the admission is in the log."""
-        if self._wanted(admission.request_id):
-            self._admitted.add(admission.number)
+        """Begin a stay, and record what is known of each block at the lookup."""
+        explanation = self._of(admission.request_id)
+        if explanation is None:
+            return
+        before = max((stay.computed_at_end for stay in explanation.stays), default=0)
+        stay = Residency(
+            LogMoment(admission.batch, admission.at),
+            admission.namespace,
+            admission.num_tokens,
+            admission.reused,
+            computed_again=max(0, min(before, admission.num_tokens) - admission.reused - admission.external),
+            origin=admission.origin,
+        )
+        explanation.stays.append(stay)
+        self._open[admission.number] = stay
+        self._looked_up[admission.handle] = stay, _facts_of(history, admission)
+
+    def reused(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksReused) -> None:
+        """Add slots and storing requests of reused blocks; the first window that has them counts."""
+        if event.handle not in self._looked_up:
+            return
+        _, facts = self._looked_up[event.handle]
+        slots, contents = np.frombuffer(event.slots, np.int32), window.contents(event.level, event.slots)
+        at = np.arange(event.first_block, event.first_block + len(slots))
+        new = facts["slot"][at] < 0
+        facts["slot"][at[new]] = slots[new]
+        for name in ("stored_by", "stored_batch", "stored_at"):
+            facts[name][at[new & (contents >= 0)]] = window.of[name][contents[new & (contents >= 0)]]
 
     def restarted(self, history: HistoryFold) -> None:
         """Record the requests that run without an admission in the log."""
         for request in history.running.values():
-            unknown = request.number not in self._admitted and request.number not in self._open
-            if unknown:
+            if request.number not in self._open:
                 self.forked(history, request)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
@@ -179,65 +206,58 @@ class Explanations(HistoryListener):
         explanation.refusals.append(refusal)
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
-        """Record an admission, part by part."""
-        explanation = self._of(admission.request_id)
-        if explanation is None:
-            return
-        before = max((stay.computed_at_end for stay in explanation.stays), default=0)
-        stay = Residency(
-            LogMoment(admission.batch, admission.at),
-            admission.namespace,
-            admission.num_tokens,
-            admission.reused,
-            list(_parts(history, admission)),
-            max(0, min(before, admission.num_tokens) - admission.reused - admission.external),
-            origin=admission.origin,
-        )
-        explanation.stays.append(stay)
-        self._open[admission.number] = stay
+        """Explain an admission, part by part."""
+        if admission.handle in self._looked_up:
+            stay, facts = self._looked_up.pop(admission.handle)
+            stay.parts += _parts(history, admission, facts)
 
     def not_loaded(self, history: HistoryFold, request: RunningRequest, tokens: int) -> None:
         """Record tokens that did not arrive."""
-        self._not_loaded.append((request.number, tokens))
+        waited = self._open.get(request.number)
+        if isinstance(waited, Residency):
+            waited.not_loaded += tokens
 
     def ended(self, history: HistoryFold, request: RunningRequest, event: ev.SequenceRemoved) -> None:
         """Record an end."""
-        if self._wanted(request.sequence.request_id):
-            # Added at the batch's end, because the admission may be in the same batch.
-            self._ended.append((request.number, event))
-
-    def batch_ended(self, history: HistoryFold) -> None:
-        """Add the ends of the batch, now that its admissions are known."""
-        for number, tokens in self._not_loaded:
-            waited = self._open.get(number)
-            if isinstance(waited, Residency):
-                waited.not_loaded += tokens
-        self._not_loaded.clear()
-        for number, event in self._ended:
-            stay = self._open.pop(number)
+        if (stay := self._open.pop(request.number, None)) is not None:
             stay.ended = LogMoment(history.batch, history.now)
             stay.tokens_at_end, stay.computed_at_end = event.num_tokens, event.computed
-        self._ended.clear()
 
 
-def _parts(history: HistoryFold, admission: ExplainedAdmission) -> list[PromptPart]:
-    """Return the prompt's parts, with equal neighbours joined."""
-    joined: list[PromptPart] = []
-    for first, stop, reason, group in admission.spans():
-        part = _part(history, admission, first, stop, reason, group)
-        if joined and _said(joined[-1]) == _said(part):
-            before = joined[-1]
-            again = before.stored and part.stored and before.stored[-1].moment == part.stored[0].moment
-            joined[-1] = replace(
-                before,
-                stop=part.stop,
-                last_block=part.last_block,
-                slots=before.slots + part.slots,
-                stored=before.stored if again else before.stored + part.stored,
-            )
-        else:
-            joined.append(part)
-    return joined
+_Facts = dict[str, npt.NDArray[np.int64]]
+_PENDING = (*range(Reason.COMPUTING_AGAIN, Reason.COMPUTING_RESTARTED + 1), Reason.BEING_COMPUTED)
+
+
+def _facts_of(history: HistoryFold, admission: ExplainedAdmission) -> _Facts:
+    """Return what each block's window knows of it now: numbers of requests and batches, times in ns, or -1."""
+    names = ("stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
+    size = len(admission.ids)
+    blocks = (admission.num_tokens - 1) // admission.tokens_per_block
+    facts = {name: np.full(blocks, -1, np.int64) for name in (*names, "slot", "computed_by")}
+    windows = admission.windows[:size]
+    for group, window in enumerate(history.windows):
+        at = (windows == group) | ((windows < 0) & (group == 0))
+        for name in names:
+            facts[name][:size][at] = window.of[name][admission.ids[at]]
+    for block in np.flatnonzero(np.isin(admission.reasons[:size], _PENDING)).tolist():
+        facts["computed_by"][block] = history.computing(int(admission.ids[block]), block)
+    return facts
+
+
+def _parts(history: HistoryFold, admission: ExplainedAdmission, facts: _Facts) -> Iterator[PromptPart]:
+    """Yield the prompt's parts, with equal neighbours joined."""
+    parts = [_part(history, admission, facts, *span) for span in admission.spans()]
+    for _, same in groupby(parts, _said):
+        own = list(same)
+        stored = [each for part in own for each in part.stored]
+        moments = [next(those) for _, those in groupby(stored, lambda each: each.moment)]
+        yield replace(
+            own[0],
+            stop=own[-1].stop,
+            last_block=own[-1].last_block,
+            slots=tuple([slot for part in own for slot in part.slots]),
+            stored=tuple(moments),
+        )
 
 
 def _said(part: PromptPart) -> PromptPart:
@@ -246,14 +266,20 @@ def _said(part: PromptPart) -> PromptPart:
 
 
 def _part(
-    history: HistoryFold, admission: ExplainedAdmission, first: int, stop: int, reason: Reason, group: int
+    history: HistoryFold,
+    admission: ExplainedAdmission,
+    facts_of: _Facts,
+    first: int,
+    stop: int,
+    reason: Reason,
+    group: int,
 ) -> PromptPart:
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
-    if block >= len(admission.facts["slot"]) or reason in _UNKNOWN:
+    if block >= len(facts_of["slot"]) or reason in _UNKNOWN:
         return PromptPart(first, stop, block, last, reason, window)
-    facts = {name: int(column[block]) for name, column in admission.facts.items()}
+    facts = {name: int(column[block]) for name, column in facts_of.items()}
     known = reason.is_reuse or reason.is_lost or reason in _CACHED
     lost = reason.is_lost
     lacking = admission.lacking if reason == Reason.NOT_SERVABLE else None
@@ -302,7 +328,7 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
         return name == request_id
 
     watch = Explanations(wanted)
-    history = HistoryFold(watch, details=wanted)
+    history = HistoryFold(watch)
     for batch in batches:
         history.fold(batch)
     if not watch.found:

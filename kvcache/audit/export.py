@@ -10,11 +10,12 @@ import shutil
 import sqlite3
 import tempfile
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -101,13 +102,15 @@ COLUMNS["occupancy"] = [*COLUMNS["steps"][:3], *_columns_of(OccupancyRow)]
 
 def tables_in(name: TableName, rows: Sequence[Any]) -> dict[str, Values]:
     """Return rows of a log as columns of tables: rows of steps make two tables."""
+    found: dict[str, Values] = {name: _columns(name, rows, _ROWS[name]._fields)}
     if name == "steps":
-        return {"steps": _columns("steps", rows, StepRow), "occupancy": _occupancy(rows)}
-    return {name: _columns(name, rows, _ROWS[name])}
+        levels = [(row.seq, row.ts, *level) for row in rows for level in row.occupancy]
+        found["occupancy"] = _columns("occupancy", levels, ("seq", "ts", *OccupancyRow._fields))
+    return found
 
 
-def _columns(table: str, rows: Sequence[Any], kind: Any) -> Values:
-    of_field = dict(zip(kind._fields, zip(*rows, strict=True), strict=True))
+def _columns(table: str, rows: Sequence[Any], fields: Sequence[str]) -> Values:
+    of_field = dict(zip(fields, zip(*rows, strict=True) if rows else repeat(()), strict=False))
     return [_column(column, of_field) for column in COLUMNS[table]]
 
 
@@ -121,15 +124,6 @@ def _column(column: Column, of_field: dict[str, Any]) -> list[Any]:
         return list(of_field[name])
     reason = name.removeprefix("tokens_")
     return [tokens.get(reason) for tokens in of_field["tokens_by_reason"]]
-
-
-def _occupancy(rows: Sequence[StepRow]) -> Values:
-    times = [(row.seq, row.ts, row.ts) for row in rows for _ in row.occupancy]
-    levels: list[OccupancyRow] = [level for row in rows for level in row.occupancy]
-    if not levels:
-        return [[] for _ in COLUMNS["occupancy"]]
-    columns = (*zip(*times, strict=True), *zip(*levels, strict=True))
-    return list(map(list, columns))
 
 
 @dataclass(eq=False, repr=False)
@@ -154,10 +148,9 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
     """Yield a temporary path next to the target, which replaces the target if the block ends without an error.
 
     A file beginning with `header` is written, or a directory of tables (None). Raises `TargetExists`, also with `force`
-    if
-    the target is anything else, and FileNotFoundError if the target's own directory is missing. Until the end the old
-    target stays. A full disk is an OSError that names `path`. Like the log, the target is readable by its owner alone,
-    because it names requests.
+    if the target is anything else, and FileNotFoundError if the target's own directory is missing. Until the end the
+    old target stays. A full disk is an OSError that names `path`. Like the log, the target is readable by its owner
+    alone, because it names requests.
     """
     _refuse(path, header, force)
     parent = path.absolute().parent
@@ -220,6 +213,16 @@ def _is_export(path: Path) -> bool:
     )
 
 
+Spelling = Callable[[list[Any]], Sequence[Any]]
+
+
+def _spelled(table: str, values: Values, **how: Spelling) -> Iterator[tuple[Any, ...]]:
+    """Return rows of a table, with columns spelled by kind: times as text, others as given by `how`."""
+    ways: dict[str, Spelling] = {"time": times, **how}
+    columns = zip(COLUMNS[table], values, strict=True)
+    return zip(*(ways.get(column.kind, list)(own) for column, own in columns), strict=True)
+
+
 class _Directory:
     """Directory with a file per table. Like all writers it takes the columns of tables, some rows at a time."""
 
@@ -251,8 +254,7 @@ class CsvWriter(_Directory):
 
     def write(self, table: str, values: Values) -> None:
         """Append rows."""
-        spelled = [_for_csv(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
-        self._writers[table].writerows(zip(*spelled, strict=True))
+        self._writers[table].writerows(_spelled(table, values, text=_unlike_formulas, boolean=_lower))
 
 
 class _Lines:
@@ -272,14 +274,12 @@ _FORMULA = ("=", "+", "-", "@", *_FULL_WIDTH, "\t", "\r", "\n", "'")
 """Beginnings of formulas; also ', so that removing one prefix restores any text."""
 
 
-def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
-    if column.kind == "time":
-        return times(values)
-    if column.kind == "text":
-        return [
-            f"'{each}" if isinstance(each, str) and each.startswith(_FORMULA) else each for each in values
-        ]
-    return [str(value).lower() for value in values] if column.kind == "boolean" else values
+def _unlike_formulas(values: list[Any]) -> list[Any]:
+    return [f"'{each}" if isinstance(each, str) and each.startswith(_FORMULA) else each for each in values]
+
+
+def _lower(values: list[Any]) -> list[str]:
+    return [str(value).lower() for value in values]
 
 
 class JsonlWriter(_Directory):
@@ -291,13 +291,9 @@ class JsonlWriter(_Directory):
 
     def write(self, table: str, values: Values) -> None:
         """Append rows."""
-        columns = COLUMNS[table]
-        names = [column.name for column in columns]
-        spelled = [
-            times(own) if column.kind == "time" else own for column, own in zip(columns, values, strict=True)
-        ]
+        names = [column.name for column in COLUMNS[table]]
         self._writers[table].writelines(
-            json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in zip(*spelled, strict=True)
+            json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in _spelled(table, values)
         )
 
 
@@ -327,13 +323,12 @@ class SqliteWriter:
     def write(self, table: str, values: Values) -> None:
         """Append rows."""
         places = ", ".join("?" * len(COLUMNS[table]))
-        spelled = [_for_sqlite(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
         with _as_of_system(self._path):
             self._database.execute("BEGIN")
             # SECURITY: the names are the schema's own; values are bound.
             self._database.executemany(
                 f"INSERT INTO {table} VALUES ({places})",  # noqa: S608
-                zip(*spelled, strict=True),
+                _spelled(table, values, text=texts),
             )
             self._database.execute("COMMIT")
 
@@ -351,12 +346,6 @@ def _as_of_system(path: Path) -> Iterator[None]:
         # The lower byte is the kind of error.
         number = errno.ENOSPC if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
-
-
-def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
-    if column.kind == "time":
-        return times(values)
-    return texts(values) if column.kind == "text" else values
 
 
 class ParquetWriter(_Directory):
@@ -413,8 +402,8 @@ def export(batches: Iterable[EventBatch], to: str, path: Path, *, force: bool = 
     """Write all tables in one of `FORMATS`; return the number of rows of each.
 
     `path` becomes a file (``sqlite``) or a directory with a file per table, once everything is written. `force`
-    replaces
-    an earlier export. Raises `TargetExists`, `UsageError` if there is no batch or no pyarrow, and what reading raises.
+    replaces an earlier export. Raises `TargetExists`, `UsageError` if there is no batch or no pyarrow, and what reading
+    raises.
     """
     with (
         replacing(path, force=force, header=SQLITE_HEADER if to == "sqlite" else None) as new,

@@ -32,7 +32,7 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import ContentIds, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener
 from kvcache.audit.prefill import PrefillModel, PrefillSeconds, PrefillTotals
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import CountedByReason, Reason
 from kvcache.audit.totals import Audit, AuditTotals, chains_of
 from kvcache.errors import InternalError, Unsupported
 from kvcache.replay import Unreplayable
@@ -80,48 +80,30 @@ def computed(missed: Ids, names: _Names, contents: ContentIds) -> Computed:
 
 def spread(workers: Sequence[tuple[str, Computed]], tokens_per_block: int, top: int) -> list[Spread]:
     """Return the prefixes with the most tokens computed by several workers, in descending order."""
-    shared = _shared(workers)
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for name, block in shared.items():
-        children[block.parent].append(name)
-    roots = [name for name, block in shared.items() if block.parent not in shared]
-    chains = [chain for _, _, chain in chains_of(children, roots, lambda name: shared[name].by)]
-    names = [name for name, _ in workers]
-    found = [_spread(chain, shared[chain[0]], names, tokens_per_block) for chain in chains]
-    return sorted(found, key=lambda each: (-each.duplicated_tokens, each.first, each.name))[:top]
-
-
-@dataclass(slots=True)
-class _Block:
-    parent: int
-    depth: int
-    by: tuple[int, ...] = ()
-    """Numbers of the workers that computed it."""
-
-
-def _shared(workers: Sequence[tuple[str, Computed]]) -> dict[int, _Block]:
-    """Return blocks of more than one worker, by name."""
     names, times = np.unique(
         np.concatenate([np.empty(0, np.uint64), *(each.names for _, each in workers)]), return_counts=True
     )
-    several, blocks = names[times > 1], dict[int, _Block]()
-    for number, (_, each) in enumerate(workers):
-        at = np.flatnonzero(np.isin(each.names, several))
+    by: defaultdict[int, list[str]] = defaultdict(list)
+    """Workers that computed a block, by its name."""
+    places: dict[int, tuple[int, int]] = {}
+    """The block before it, and the number of blocks before it."""
+    for worker, each in workers:
+        at = np.isin(each.names, names[times > 1])
         columns = (each.names[at].tolist(), each.parents[at].tolist(), each.depths[at].tolist())
-        for name, parent, depth in zip(*columns, strict=True):
-            block = blocks.setdefault(name, _Block(parent, depth))
-            block.by += (number,)
-    return blocks
-
-
-def _spread(chain: list[int], first: _Block, workers: Sequence[str], tokens_per_block: int) -> Spread:
-    return Spread(
-        np.uint64(chain[-1]).tobytes().hex(),
-        first.depth * tokens_per_block,
-        (first.depth + len(chain)) * tokens_per_block,
-        tuple(workers[number] for number in first.by),
-        (len(first.by) - 1) * len(chain) * tokens_per_block,
-    )
+        for name, *place in zip(*columns, strict=True):
+            by[name].append(worker)
+            places[name] = place[0], place[1]
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for name, (parent, _) in places.items():
+        children[parent].append(name)
+    roots = [name for name, (parent, _) in places.items() if parent not in places]
+    found = []
+    for _, _, chain in chains_of(children, roots, by.__getitem__):
+        depth, those = places[chain[0]][1], by[chain[0]]
+        begin, stop = depth * tokens_per_block, (depth + len(chain)) * tokens_per_block
+        last = np.uint64(chain[-1]).tobytes().hex()
+        found.append(Spread(last, begin, stop, tuple(those), (len(those) - 1) * (stop - begin)))
+    return sorted(found, key=lambda each: (-each.duplicated_tokens, each.first, each.name))[:top]
 
 
 _Times = npt.NDArray[np.int64]
@@ -151,7 +133,7 @@ class WorkerAudit:
 
 
 @dataclass(slots=True)
-class Fleet:
+class Fleet(CountedByReason):
     """All workers of a fleet."""
 
     workers: list[WorkerAudit]
@@ -161,31 +143,31 @@ class Fleet:
     """Number of distinct blocks by the number of workers that computed them."""
     spread: list[Spread]
     """Prefixes with the most tokens computed by several workers, in descending order."""
-
-    @property
-    def reasons(self) -> npt.NDArray[np.int64]:
-        """Prompt tokens of all workers by `Reason`."""
-        return sum((worker.audit.reasons for worker in self.workers), np.zeros(len(Reason), np.int64))
+    reasons: npt.NDArray[np.int64]
+    """Prompt tokens of all workers by `Reason`."""
 
 
 class _Presence(HistoryListener):
-    """Listener for lives and misses of the first window, as content numbers and times."""
+    """Listener for lives and misses of the first window, as content numbers, times, and times or tokens."""
 
     def __init__(self) -> None:
-        self.lives: list[tuple[Ids, _Times, int]] = []
-        self.misses: list[tuple[Ids, int, _Tokens]] = []
+        none = np.empty(0, np.int64)
+        self.lives: list[tuple[Ids, _Times, _Times]] = [(none, none, none)]
+        self.misses: list[tuple[Ids, _Times, _Tokens]] = [(none, none, none)]
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         blocks = len(admission.ids)
         missed = np.flatnonzero(admission.reasons[:blocks] > Reason.LAST_TOKEN)
-        self.misses.append((admission.ids[missed], history.now, admission.tokens()[missed]))
+        at = np.full(len(missed), history.now)
+        self.misses.append((admission.ids[missed], at, admission.tokens()[missed]))
 
     def lost(self, history: HistoryFold, window: Window, ids: Ids) -> None:
         self._end(history, window, ids, history.now)
 
     def _end(self, history: HistoryFold, window: Window, ids: Ids, now: int) -> None:
         if len(ids) and window.of is history.windows[0].of:
-            self.lives.append((ids, window.of["stored_at"][ids], now))
+            begins = window.of["stored_at"][ids]
+            self.lives.append((ids, begins, np.maximum(begins, now)))
 
     def finish(self, history: HistoryFold) -> None:
         """End the lives of blocks cached at the end of the log at infinity."""
@@ -212,17 +194,16 @@ def audit_worker(path: Path, top: int = 10, model: PrefillModel | None = None) -
         )
     presence.finish(history)
     names = history.names["name"]
-    missed = _joined([ids for ids, _, _ in presence.misses])
-    at = np.repeat([now for _, now, _ in presence.misses], [len(ids) for ids, _, _ in presence.misses])
-    tokens = _joined([tokens for _, _, tokens in presence.misses])
+    ids, begins, ends = map(np.concatenate, zip(*presence.lives, strict=True))
+    missed, at, tokens = map(np.concatenate, zip(*presence.misses, strict=True))
     known = names[missed] != 0
     return WorkerAudit(
         path.name,
         totals.finish(history, top),
         history.tokens_per_block,
         algorithm,
-        _lives(presence, names),
-        (names[missed][known], at[known].astype(np.int64), tokens[known]),
+        (names[ids], begins, ends),
+        (names[missed][known], at[known], tokens[known]),
         computed(missed, names, history.contents),
         reader.end,
         prefill[0].finish() if prefill else None,
@@ -259,17 +240,6 @@ def audit_or_leave_out(path: Path, top: int = 10, model: PrefillModel | None = N
         return LeftOut.of(path, error)
 
 
-def _joined(parts: list[Ids]) -> Ids:
-    return np.concatenate([np.empty(0, np.intp), *parts])
-
-
-def _lives(presence: _Presence, names: _Names) -> tuple[_Names, _Times, _Times]:
-    ids = _joined([ids for ids, _, _ in presence.lives])
-    begins = np.concatenate([np.empty(0, np.int64), *(begin for _, begin, _ in presence.lives)])
-    ends = np.repeat([end for _, _, end in presence.lives], [len(ids) for ids, _, _ in presence.lives])
-    return names[ids], begins, ends.astype(np.int64)
-
-
 def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
     """Compare workers; name the `top` prefixes that several of them computed.
 
@@ -291,40 +261,23 @@ def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
     size = max((worker.tokens_per_block for worker in workers), default=0)
     known = [(worker.name, worker.computed) for worker in workers if worker.computed is not None]
     on = dict(zip(numbers.tolist(), blocks.tolist(), strict=True))
-    return Fleet(workers, elsewhere, on, spread(known, size, top))
+    reasons = sum((worker.audit.reasons for worker in workers), np.zeros(len(Reason), np.int64))
+    return Fleet(workers, elsewhere, on, spread(known, size, top), reasons)
 
 
 def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.bool_]:
-    """Return, for each miss, if another worker had the block cached at that time."""
+    """Return, for each miss, if another worker had the block cached at that time: more lives had begun than ended."""
     asked, at, _ = worker.misses
-    names = np.concatenate([np.empty(0, np.uint64), *(other.lives[0] for other in others)])
-    begins = np.concatenate([np.empty(0, np.int64), *(other.lives[1] for other in others)])
-    ends = np.concatenate([np.empty(0, np.int64), *(other.lives[2] for other in others)])
-    found = np.zeros(len(asked), np.bool_)
-    if not len(names):
-        return found
-    order = np.lexsort([begins, names])
-    names, begins, ends = names[order], begins[order], ends[order]
-    # The lives of one name are consecutive, by start: among those that started before, the latest end counts.
-    starts = np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
-    first = np.searchsorted(names, asked, "left")
-    last = np.searchsorted(names, asked, "right")
-    latest = _latest(ends, starts)
-    for number in np.flatnonzero(first < last).tolist():
-        begun = first[number] + int(
-            np.searchsorted(begins[first[number] : last[number]], at[number], "right")
-        )
-        found[number] = begun > first[number] and latest[begun - 1] > at[number]
-    return found
-
-
-def _latest(ends: _Times, starts: Ids) -> _Times:
-    """Return the running maximum of the ends, restarted at each of `starts`."""
-    latest = ends.copy()
-    for begin, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ends)], strict=True):
-        if stop - begin > 1:
-            latest[begin:stop] = np.maximum.accumulate(ends[begin:stop])
-    return latest
+    lives = [other.lives for other in others]
+    moments = [(names, begins, 1) for names, begins, _ in lives]
+    moments += [(names, ends, -1) for names, _, ends in lives]
+    moments.append((asked, at, 0))
+    names, times = (np.concatenate([each[column] for each in moments]) for column in (0, 1))
+    steps = np.repeat([step for _, _, step in moments], [len(names) for names, _, _ in moments])
+    order = np.lexsort([steps == 0, times, names])
+    cached = np.empty(len(order), np.int64)
+    cached[order] = np.cumsum(steps[order])
+    return cached[len(cached) - len(asked) :] > 0
 
 
 _SECONDS_BETWEEN = 0.5

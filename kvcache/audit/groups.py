@@ -17,7 +17,7 @@ from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
 from kvcache.audit.contents import NOWHERE, Ids, Window
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.audit.prefill import PrefillModel, seconds_by_reason
-from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
+from kvcache.audit.reasons import CountedByReason, Reason
 from kvcache.errors import UsageError, shown
 from kvcache.phrases import printable
 
@@ -61,7 +61,7 @@ def _rule(by: str) -> _Rule:
 
 
 @dataclass(slots=True)
-class GroupTotals:
+class GroupTotals(CountedByReason):
     """Totals of the requests of one group, or of several."""
 
     requests: int = 0
@@ -71,26 +71,6 @@ class GroupTotals:
     """Seconds of its prefills, provided that loads from outside succeeded."""
     saved_seconds: float = 0.0
     """Further seconds that they would have taken without reuse."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of all its requests."""
-        return int(self.reasons.sum())
-
-    @property
-    def reused(self) -> int:
-        """Prompt tokens found in the cache."""
-        return int(self.reasons[: Reason.PARTIAL + 1].sum())
-
-    @property
-    def evicted(self) -> int:
-        """Tokens computed again because of evictions."""
-        return int(self.reasons[list(EVICTIONS)].sum())
-
-    @property
-    def lost(self) -> int:
-        """Tokens computed again because they had been cleared or lost."""
-        return int(self.reasons[list(LOSSES)].sum())
 
 
 class CacheShares(NamedTuple):
@@ -154,14 +134,8 @@ class RequestGroups(HistoryListener):
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Record the request's group, and charge the groups that caused its recomputed tokens."""
         key = self._know(history, admission.number, admission.namespace)
-        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
-        if not len(lost) or not self.counting:
-            return
-        tokens_of = admission.tokens()
-        for group, window in enumerate(history.windows):
-            blocks = lost[admission.windows[lost] == group]
-            gone_by = window.of["gone_by"][admission.ids[blocks]].tolist()
-            for by, tokens in zip(gone_by, tokens_of[blocks].tolist(), strict=True):
+        for window, ids, lost in history.evicted_blocks(admission) if self.counting else ():
+            for by, tokens in zip(window.of["gone_by"][ids].tolist(), lost.tolist(), strict=True):
                 self.recomputed_tokens[key, self._names[self._of[by + 1]]] += tokens
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
@@ -222,19 +196,6 @@ class RequestGroups(HistoryListener):
         """Cached blocks over time, at most `MOMENTS` samples."""
         return list(self._moments.values())
 
-    def largest(self, top: int) -> list[Key]:
-        """Return the groups with the most prompt tokens, at most `top`."""
-        return sorted(self.totals, key=lambda key: -self.totals[key].prompt_tokens)[:top]
-
-    def others(self, named: list[Key]) -> GroupTotals | None:
-        """Return all groups but these, as one; None if there are none."""
-        rest = [totals for key, totals in self.totals.items() if key not in set(named)]
-        if not rest:
-            return None
-        reasons = np.sum([each.reasons for each in rest], axis=0)
-        spent, saved = sum(each.spent_seconds for each in rest), sum(each.saved_seconds for each in rest)
-        return GroupTotals(sum(each.requests for each in rest), reasons, spent, saved)
-
 
 def _mean_shares(groups: RequestGroups, until: int) -> dict[Key, float]:
     """Return the mean share of each group in the cached blocks, up to time `until` (ns)."""
@@ -283,16 +244,21 @@ class TopGroups:
 
     def __init__(self, groups: RequestGroups, until: int, top: int) -> None:
         self.groups = groups
-        self.named = groups.largest(top)
-        self.rest = groups.others(self.named)
+        self.named = sorted(groups.totals, key=lambda key: -groups.totals[key].prompt_tokens)[:top]
         self.shares = _mean_shares(groups, until)
         self._shown = set(self.named)
-        if self.rest is None and None not in self._shown and None in self._without_requests():
-            self.rest = GroupTotals()
+        self.rest = self._rest()
 
-    def _without_requests(self) -> set[Key]:
-        """Return the groups that only have, or have evicted, blocks."""
-        return {*self.shares, *(key for pair in self.groups.evicted_blocks for key in pair)}
+    def _rest(self) -> GroupTotals | None:
+        """Return all groups without a row of their own as one; None if there are none."""
+        rest = [totals for key, totals in self.groups.totals.items() if key not in self._shown]
+        if not rest:
+            # Requests of no known group only have, or have evicted, blocks.
+            with_blocks = {*self.shares, *(key for pair in self.groups.evicted_blocks for key in pair)}
+            return GroupTotals() if None in with_blocks - self._shown else None
+        reasons = np.sum([each.reasons for each in rest], axis=0)
+        spent, saved = sum(each.spent_seconds for each in rest), sum(each.saved_seconds for each in rest)
+        return GroupTotals(sum(each.requests for each in rest), reasons, spent, saved)
 
     def is_named(self, key: Key) -> bool:
         """Return True if the group has a row of its own."""

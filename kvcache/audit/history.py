@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from events import types as ev
 from events.ids import first_number
@@ -20,7 +19,6 @@ from events.types import (
     PRIMARY,
     SECONDARY,
     SLIDING,
-    BlocksReused,
     EpochStarted,
     EventBatch,
     MoveReason,
@@ -28,9 +26,16 @@ from events.types import (
     RequestId,
     SequenceAdded,
 )
-from kvcache.audit.admission import NO_ORIGIN, ExplainedAdmission, Lacking, RequestOrigin, SharedGroups
+from kvcache.audit.admission import (
+    NO_ORIGIN,
+    ExplainedAdmission,
+    Lacking,
+    RequestOrigin,
+    SharedGroups,
+    Tokens,
+)
 from kvcache.audit.contents import NOWHERE, Columns, ContentIds, Ids, Window, cached_in
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import IS_EVICTION, Reason
 from kvcache.fold.sequence import Pin, Sequence
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting, known_events
@@ -128,8 +133,8 @@ class HistoryListener:
     def counted(self, history: HistoryFold, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
         """Handle the prompt and reused tokens since the cache was created, as counted by the log and by its engine."""
 
-    def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
-        """Handle the reuse of full blocks from a level, before it is folded."""
+    def reused(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksReused) -> None:
+        """Handle the reuse of full blocks, before it is folded."""
 
     def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
         """Handle full blocks that a request computed although another request had stored them meanwhile."""
@@ -164,8 +169,7 @@ class HistoryFold:
     """Fold of batches that notifies listeners of what happens to contents, and explains each admission.
 
     Each event is also applied to the cache's state, which refuses events that do not follow from earlier ones.
-    Ownership
-    of slots is read there: before the event is applied for released blocks, after it for everything else.
+    Ownership of slots is read there: before the event is applied for released blocks, after it for everything else.
     """
 
     tokens_recorded = True
@@ -179,9 +183,7 @@ class HistoryFold:
     tokens_per_block = 0
     key_bytes = 0
 
-    def __init__(
-        self, *listeners: HistoryListener, details: Callable[[RequestId], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, *listeners: HistoryListener) -> None:
         self.contents = ContentIds()
         self.windows: list[Window] = []
         self.running: dict[int, RunningRequest] = {}
@@ -202,7 +204,6 @@ class HistoryFold:
         self.replayed = Replayed(CacheState())
         """Cache after the last event."""
         self.listeners = listeners
-        self._details = details
         self._cross: int | None = None
         """The cross-attention group. It and the encoders' inputs are not audited: an audit explains why prompts were
         computed, and a prompt's namespace already distinguishes inputs."""
@@ -258,6 +259,16 @@ class HistoryFold:
     def request_id(self, number: int) -> RequestId | None:
         """Return the id of a request by its admission number; None for -1."""
         return self.requests[number] if number >= 0 else None
+
+    def evicted_blocks(self, admission: ExplainedAdmission) -> Iterator[tuple[Window, Ids, Tokens]]:
+        """Yield each window, with the contents that a prompt computes again because of evictions, and their tokens."""
+        evicted = np.flatnonzero(IS_EVICTION[admission.reasons])
+        if not len(evicted):
+            return
+        tokens = admission.tokens()
+        for group, window in enumerate(self.windows):
+            blocks = evicted[admission.windows[evicted] == group]
+            yield window, admission.ids[blocks], tokens[blocks]
 
     def reach(self) -> None:
         """Extend all tables to the number of known contents."""
@@ -422,6 +433,18 @@ class HistoryFold:
         self.origins.append(origin)
         return len(self.requests) - 1
 
+    def computing(self, content: int, block: int) -> int:
+        """Return the first running request with this content in its prompt, as this block, which it has still to
+        compute; -1: none.
+        """
+        size = self.tokens_per_block
+        for request in self.running.values():
+            stop = request.sequence.num_prompt_tokens // size
+            to_come = block < stop and (block + 1) * size > request.computed
+            if to_come and int(request.contents(self.contents, stop, size)[block]) == content:
+                return request.number
+        return -1
+
     def _on_added(self, event: ev.SequenceAdded) -> None:
         said = event.session, event.labels
         origin = NO_ORIGIN if said == (None, None) else RequestOrigin(*said)
@@ -437,8 +460,6 @@ class HistoryFold:
         self.running[event.handle] = request
         self._set_computed(request, event.reused, added=True)
         self._admitted[event.handle] = admission
-        if self._details(event.request_id):
-            admission.facts = facts_of(self, admission)
 
     def _contents(self, request: RunningRequest, stop: int) -> Ids:
         ids = request.contents(self.contents, stop, self.tokens_per_block)
@@ -524,12 +545,10 @@ class HistoryFold:
                 each.computed_twice(self, window, len(known))
         else:
             admission = self._admitted[event.handle]
-            if admission.facts:
-                note_reused(admission, event, window, ids)
             if event.level == SECONDARY:
                 admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
             for each in self.listeners:
-                each.reused(self, window, known, event.level)
+                each.reused(self, window, known, event)
             window.reuse(known, self.now)
         window.hold(known)
 
@@ -702,43 +721,6 @@ def _why_not(history: HistoryFold, ids: Ids) -> tuple[Ids, Ids]:
     return reasons, windows
 
 
-def facts_of(history: HistoryFold, admission: ExplainedAdmission) -> dict[str, npt.NDArray[np.int64]]:
-    """Return what each block's window knows of it now: numbers of requests and batches, times in ns, or -1."""
-    names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
-    size = len(admission.ids)
-    blocks = (admission.num_tokens - 1) // admission.tokens_per_block
-    facts = {name: np.full(blocks, -1, np.int64) for name in (*names, "slot", "computed_by")}
-    windows = admission.windows[:size]
-    for group, window in enumerate(history.windows):
-        at = (windows == group) | ((windows < 0) & (group == 0))
-        for name in names:
-            facts[name][:size][at] = window.of[name][admission.ids[at]]
-    for block in np.flatnonzero(np.isin(admission.reasons[:size], _PENDING)).tolist():
-        facts["computed_by"][block] = _computing(history, int(admission.ids[block]), block)
-    return facts
-
-
-def note_reused(admission: ExplainedAdmission, event: BlocksReused, window: Window, ids: Ids) -> None:
-    """Add slots and storing requests of reused blocks to the facts; the first window that has them counts."""
-    slots = np.frombuffer(event.slots, np.int32)
-    at = np.arange(event.first_block, event.first_block + len(slots))
-    new = admission.facts["slot"][at] < 0
-    admission.facts["slot"][at[new]] = slots[new]
-    for name in ("stored_by", "stored_batch", "stored_at"):
-        admission.facts[name][at[new & (ids >= 0)]] = window.of[name][ids[new & (ids >= 0)]]
-
-
-def _computing(history: HistoryFold, content: int, block: int) -> int:
-    """Return the first running request that has this content in its prompt and has still to compute it, or -1."""
-    size = history.tokens_per_block
-    for request in history.running.values():
-        stop = request.sequence.num_prompt_tokens // size
-        to_come = block < stop and (block + 1) * size > request.computed
-        if to_come and int(request.contents(history.contents, stop, size)[block]) == content:
-            return request.number
-    return -1
-
-
 _ONE = ([True], [True, False])
 """For the two blocks after the reused prefix, if they were reusable: only the first was."""
 _COMPUTING = np.full(len(Reason), Reason.COMPUTING_AGAIN)
@@ -747,4 +729,3 @@ _COMPUTING[Reason.COPY_FAILED] = Reason.COMPUTING_COPY_FAILED
 _COMPUTING[Reason.INVALIDATED] = Reason.COMPUTING_INVALIDATED
 _COMPUTING[Reason.RESTARTED] = Reason.COMPUTING_RESTARTED
 """Reason for a block that a running request is already computing again, by the reason for which it is gone."""
-_PENDING = (*range(Reason.COMPUTING_AGAIN, Reason.COMPUTING_RESTARTED + 1), Reason.BEING_COMPUTED)

@@ -146,7 +146,8 @@ class _Config:
 
     def __init__(self, given: dict[str, Any], file: str) -> None:
         nested = next((given[name] for name in _NESTED if isinstance(given.get(name), dict)), None)
-        own = given if nested is None else {**_types_of(given), **nested}
+        types = {name: given[name] for name in ("torch_dtype", "dtype") if given.get(name) is not None}
+        own = given if nested is None else {**types, **nested}
         self.type = str(own.get("model_type", "model"))
         known = {name: value for name, value in own.items() if value is not None}
         self._values = {**_OWN_DEFAULTS.get(self.type, {}), **known}
@@ -324,8 +325,3 @@ class _Config:
             return True
         longest = self._values.get("max_position_embeddings")
         return isinstance(longest, int) and self._window(_SLIDING) >= longest
-
-
-def _types_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the types that a multi-part configuration gives for all its parts."""
-    return {name: given[name] for name in ("torch_dtype", "dtype") if given.get(name) is not None}

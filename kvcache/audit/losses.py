@@ -14,7 +14,7 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Columns, Ids, Window
 from kvcache.audit.explanation import namespace_in_words
 from kvcache.audit.history import HistoryFold, HistoryListener
-from kvcache.audit.reasons import EVICTIONS
+from kvcache.audit.reasons import IS_EVICTION
 from kvcache.audit.tables import occupancy
 
 NEARLY_ALL = 0.9
@@ -113,12 +113,12 @@ class RunningHeld:
     most_at: int = -1
     """Batch of that moment."""
 
-    def note(self, held: int, size: int, requests: int, batch: int) -> None:
-        """Add a moment at which `requests` requests hold `held` of `size` blocks."""
-        self.moments += 1
-        self.full += held >= NEARLY_ALL * size
-        self.blocks += held
-        self.requests += requests
+    def note(self, moments: int, held: int, size: int, requests: int, batch: int) -> None:
+        """Add moments of a batch at which `requests` requests hold `held` of `size` blocks."""
+        self.moments += moments
+        self.full += moments * (held >= NEARLY_ALL * size)
+        self.blocks += moments * held
+        self.requests += moments * requests
         if held > self.most:
             self.most, self.most_at = held, batch
 
@@ -164,9 +164,9 @@ class LossCounter(HistoryListener):
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Count the lost tokens of a prompt."""
-        blocks = len(admission.ids)
-        reasons = admission.reasons[:blocks]
-        lost = np.where(np.isin(reasons, EVICTIONS), admission.tokens()[:blocks], 0)
+        evicted, lost = IS_EVICTION[admission.reasons[: len(admission.ids)]], np.zeros(1, np.int64)
+        if evicted.any():
+            lost = np.where(evicted, admission.tokens()[: len(evicted)], 0)
         self.request_ids.append(admission.request_id)
         self.reused_tokens += admission.reused
         self.lost_tokens += int(lost.sum())
@@ -178,10 +178,9 @@ class LossCounter(HistoryListener):
         own.requests += 1
         own.prompt_tokens += admission.num_tokens
         own.lost += int(lost.sum())
-        for block in np.flatnonzero(lost).tolist():
-            window = history.windows[admission.windows[block]]
-            taker = int(window.of["gone_by"][admission.ids[block]])
-            own.lost_to[self._tenant_of.get(taker)] += int(lost[block])
+        for window, ids, tokens in history.evicted_blocks(admission):
+            for taker, each in zip(window.of["gone_by"][ids].tolist(), tokens.tolist(), strict=True):
+                own.lost_to[self._tenant_of.get(taker)] += each
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
@@ -200,6 +199,5 @@ class LossCounter(HistoryListener):
         self.primary, self.secondary = state.created.groups[full].num_blocks
         primary = occupancy(state)[2 * full]
         self.used = max(self.used, primary.blocks - primary.blank)
-        for _ in range(self._moments):
-            self.held.note(primary.held, primary.blocks, len(state.sequences), history.batch)
+        self.held.note(self._moments, primary.held, primary.blocks, len(state.sequences), history.batch)
         self._moments = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from events.types import CROSS, FULL, PRIMARY, SECONDARY, CacheCreated
+from events.types import CROSS, FULL, PRIMARY, SECONDARY
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.totals import Audit
 from kvcache.config import KVCacheConfig
@@ -21,21 +21,6 @@ def names_model(settings: Mapping[str, Any]) -> bool:
     """Return True if the settings have a model's shape: the defaults are those of no model."""
     fields = KVCacheConfig.model_fields
     return any(settings.get(name, fields[name].default) != fields[name].default for name in _SHAPE)
-
-
-def bytes_per_block(created: CacheCreated, model: KVShape | None) -> int | None:
-    """Return the bytes of a block's K and V, for the window with full attention: by `model`, or else by the cache's
-    settings.
-
-    None if neither has a model.
-    """
-    if model is not None:
-        return model.bytes_per_token * created.tokens_per_block
-    if not names_model(json.loads(created.config)):
-        return None
-    own = [group for group in created.groups if group.kind != CROSS]
-    full = next((group for group in own if group.kind == FULL), own[-1])
-    return sum(pool.bytes_per_block for pool in full.pools)
 
 
 def cache_bytes(config: KVCacheConfig, model: KVShape | None) -> tuple[int, int] | None:
@@ -69,11 +54,14 @@ class Memory:
     def of(cls, audit: Audit, model: KVShape | None) -> Memory | None:
         """Return the memory by `model`, or by the log's own settings; None if unknown."""
         created = audit.created
-        block = None if created is None else bytes_per_block(created, model)
-        if created is None or block is None:
+        if created is None or (model is None and not names_model(json.loads(created.config))):
             return None
         own = [group for group in created.groups if group.kind != CROSS]
         full = next((group for group in own if group.kind == FULL), own[-1])
+        if model is None:
+            block = sum(pool.bytes_per_block for pool in full.pools)
+        else:
+            block = model.bytes_per_token * created.tokens_per_block
         primary, secondary = (blocks * block for blocks in full.num_blocks)
         if len(own) > 1:
             return cls(block, (primary, secondary), None, None, None, None)

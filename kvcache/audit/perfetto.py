@@ -31,6 +31,7 @@ _GZIP = b"\x1f\x8b"
 _STEPS, _REQUESTS, _CACHE = 1, 2, 3
 """Groups of lines, which Chrome calls processes."""
 _TITLES = {_STEPS: "steps", _REQUESTS: "requests", _CACHE: "cache"}
+_OF_REQUEST = ("request_id", "outcome", "prompt_tokens", "reused_tokens", "output_tokens")
 _PER_STEP = ("stored", "removed", "cleared", "offloaded", "onboarded")
 Event = dict[str, Any]
 
@@ -136,19 +137,10 @@ class _Picture:
             return
         lane, computed = self._lanes.release(row.admission)
         begin, end = row.admitted_ts, self._now if row.ended_ts is None else row.ended_ts
-        args = {
-            "request_id": row.request_id,
-            "outcome": row.outcome,
-            "prompt_tokens": row.prompt_tokens,
-            "reused_tokens": row.reused_tokens,
-            "output_tokens": row.output_tokens,
-            **{reason: tokens for reason, tokens in row.tokens_by_reason.items() if tokens},
-            **{
-                name: said
-                for name in ("session", "labels", "stop")
-                if (said := getattr(row, name)) is not None
-            },
-        }
+        said = row._asdict()
+        args = {name: said[name] for name in _OF_REQUEST}
+        args |= {reason: tokens for reason, tokens in row.tokens_by_reason.items() if tokens}
+        args |= {name: said[name] for name in ("session", "labels", "stop") if said[name] is not None}
         yield self._slice(_REQUESTS, lane, name, begin, end, args)
         middle = end if computed is None else computed
         yield self._slice(_REQUESTS, lane, "prefill", begin, middle, {})

@@ -138,29 +138,14 @@ def _order(workload: Workload, kind: int, **given: Any) -> Order:
     return Order(kind, **{**fields, **given})
 
 
-def _lru(workload: Workload, size: int, parameter: float) -> Order:
-    return _order(workload, LEVELS)
-
-
-def _fifo(workload: Workload, size: int, parameter: float) -> Order:
-    return _order(workload, FIFO)
-
-
-def _lfu(workload: Workload, size: int, parameter: float) -> Order:
-    return _order(workload, RANK)
-
-
 def _gdsf(workload: Workload, size: int, parameter: float) -> Order:
     deepest = int(workload.requests.depths.max(initial=0))
     return _order(workload, RANK, weights=1 + np.arange(deepest + 1) * workload.tokens_per_block / parameter)
 
 
-def _slru(workload: Workload, size: int, parameter: float) -> Order:
-    return _order(workload, SEGMENTS, part=max(1, round(size * parameter)))
-
-
-def _s3fifo(workload: Workload, size: int, parameter: float) -> Order:
-    return _order(workload, S3FIFO, part=max(1, round(size * parameter)))
+def _in_parts(kind: int) -> Callable[[Workload, int, float], Order]:
+    """Return the order with two parts, of which the parameter is one's share of the cache."""
+    return lambda workload, size, parameter: _order(workload, kind, part=max(1, round(size * parameter)))
 
 
 def _tlru(workload: Workload, size: int, parameter: float) -> Order:
@@ -196,12 +181,12 @@ class PolicyKind:
 
 
 _KINDS: dict[str, PolicyKind] = {
-    "lru": PolicyKind(_lru),
-    "fifo": PolicyKind(_fifo),
-    "lfu": PolicyKind(_lfu),
+    "lru": PolicyKind(lambda workload, size, parameter: _order(workload, LEVELS)),
+    "fifo": PolicyKind(lambda workload, size, parameter: _order(workload, FIFO)),
+    "lfu": PolicyKind(lambda workload, size, parameter: _order(workload, RANK)),
     "gdsf": PolicyKind(_gdsf, _EVEN_AT),
-    "slru": PolicyKind(_slru, _PROTECTED),
-    "s3fifo": PolicyKind(_s3fifo, _SMALL),
+    "slru": PolicyKind(_in_parts(SEGMENTS), _PROTECTED),
+    "s3fifo": PolicyKind(_in_parts(S3FIFO), _SMALL),
     "tlru": PolicyKind(_tlru, 4096),
     "stop": PolicyKind(_stop, _RETAINED),
     "gap": PolicyKind(_gap, 20.0),

@@ -121,9 +121,11 @@ class Pricing:
         `saved` are the seconds saved by reuse, `besides` the seconds of other computation.
         """
         spent, kept = self.gpu_hours(float(seconds.sum()) + extra_seconds), self.gpu_hours(saved)
-        return PrefillCost(
-            *_quantiles(seconds), spent, kept, self.per_hour(spent, hours), self.per_hour(kept, hours)
-        )
+        costs = spent, kept, self.per_hour(spent, hours), self.per_hour(kept, hours)
+        if not len(seconds):
+            return PrefillCost(None, None, None, *costs)
+        half, most = np.quantile(seconds, (0.5, 0.95)).tolist()
+        return PrefillCost(float(seconds.mean()), half, most, *costs)
 
     def of_prompts(
         self, tokens: npt.ArrayLike, reused: npt.ArrayLike, hours: float | None, *, again: npt.ArrayLike = ()
@@ -149,13 +151,6 @@ class Pricing:
 def hours_between(first: int, last: int) -> float | None:
     """Return the hours between two times in ns; None if no time has passed."""
     return (last - first) / (_HOUR * 1e9) if last > first else None
-
-
-def _quantiles(seconds: Seconds) -> tuple[float | None, float | None, float | None]:
-    if not len(seconds):
-        return None, None, None
-    half, most = np.quantile(seconds, (0.5, 0.95)).tolist()
-    return float(seconds.mean()), half, most
 
 
 @dataclass(slots=True)
@@ -201,6 +196,26 @@ class PrefillSeconds:
         return {**asdict(self.cost(pricing, hours)), "gpu_hours_by_reason": by_reason}
 
 
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """Prefills of one log or of several, with their pricing."""
+
+    pricing: Pricing
+    seconds: PrefillSeconds
+    hours: float | None
+    """Hours of the logs; None if no time has passed."""
+
+    @property
+    def cost(self) -> PrefillCost:
+        """Cost of all prefills."""
+        return self.seconds.cost(self.pricing, self.hours)
+
+    def spent(self, seconds: float) -> tuple[float, float | None]:
+        """Return GPU-hours for `seconds` of prefills, and their cost per hour."""
+        gpu_hours = self.pricing.gpu_hours(seconds)
+        return gpu_hours, self.pricing.per_hour(gpu_hours, self.hours)
+
+
 class PrefillTotals(HistoryListener):
     """Listener that sums up prefill seconds while it listens."""
 
@@ -243,18 +258,5 @@ class PrefillTotals(HistoryListener):
 
 def seconds_by_reason(model: PrefillModel, admission: ExplainedAdmission) -> Seconds:
     """Return the seconds to compute the prompt tokens of each reason, even if they were reused."""
-    size, last, reused = admission.tokens_per_block, admission.num_tokens - 1, admission.reused
-    begins = np.arange(len(admission.reasons), dtype=np.float64) * size
-    of_blocks = model.work(begins, np.minimum(begins + size, last))
-    seconds = np.bincount(admission.reasons, of_blocks, len(Reason)).astype(np.float64)
-    # The rest of a block that was copied or loaded only in part has another reason.
-    loaded = reused + admission.external
-    parts = [(Reason.PARTIAL, reused - admission.partial, reused)]
-    parts += [(Reason.EXTERNAL, max(loaded - loaded % size, reused), loaded)] * (admission.external > 0)
-    for reason, first, stop in parts:
-        if first < stop <= last and (own := admission.reasons[first // size]) != reason:
-            part = model.work(float(first), float(stop))
-            seconds[own] -= part
-            seconds[reason] += part
-    seconds[Reason.LAST_TOKEN] += model.work(float(last), last + 1.0)
-    return seconds
+    begins, stops, reasons, _ = admission.pieces()
+    return np.bincount(reasons, model.work(begins, stops), len(Reason)).astype(np.float64)

@@ -24,7 +24,6 @@ _LEAST, _MOST = 1e-3, 0.5
 """Minimum part of a step that the longest prompts take, and maximum median error, for a fit to be meaningful."""
 _SHORTEST = 1e-9
 """Minimum seconds of a prefill."""
-_AGAIN = (ev.CacheCreated, ev.EpochStarted, ev.Gap, ev.StateExported)
 
 
 class PrefillSample(NamedTuple):
@@ -129,7 +128,7 @@ class _Steps:
                     self.left.pop(event.handle, None)
                 case ev.TransferFailed() | ev.LoadFailed() | ev.SequenceRewound():
                     known = False
-                case _ if isinstance(event, _AGAIN):
+                case ev.CacheCreated() | ev.EpochStarted() | ev.Gap() | ev.StateExported():
                     self.left.clear()
                     known = False
         if not known:

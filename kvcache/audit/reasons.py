@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Reason(IntEnum):
     """Reason why a prompt token was reused or computed when its request was admitted."""
@@ -70,7 +73,37 @@ class Reason(IntEnum):
 
 EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
 """Reasons of tokens that are computed again because their blocks made room for others."""
+IS_EVICTION = np.isin(list(Reason), EVICTIONS)
+"""True for these, by reason."""
 LOSSES = tuple(reason for reason in Reason if reason.is_lost and reason not in EVICTIONS)
 """Reasons of tokens that are computed again because their blocks were cleared, or lost."""
 IN_WORDS = {reason: reason.words for reason in Reason}
 """Texts for tables."""
+
+
+class CountedByReason:
+    """Base of totals with prompt tokens by `Reason`."""
+
+    __slots__ = ()
+
+    reasons: npt.NDArray[np.int64]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return int(self.reasons.sum())
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens found in the cache."""
+        return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+    @property
+    def evicted(self) -> int:
+        """Tokens computed again because of evictions."""
+        return int(self.reasons[list(EVICTIONS)].sum())
+
+    @property
+    def lost(self) -> int:
+        """Tokens computed again because they had been cleared or lost."""
+        return int(self.reasons[list(LOSSES)].sum())

@@ -117,17 +117,13 @@ class SlotWatch:
             return
         state = replayed.state
         for index, group in self._groups(state):
-            history = self._histories.get(index)
-            if history is None:
-                history = self._histories[index] = SlotHistory(index, group.window)
+            history = self._histories.setdefault(index, SlotHistory(index, group.window))
             occupant = occupant_of(state, index, self.level, self.slot)
             if occupant != history.now:
                 place = next(at for at, each in enumerate(batch.events) if each is event)
-                why = getattr(event, "why", None)
-                cause = None if why is None else str(why)
-                history.changes.append(
-                    SlotChange(batch.seq, place, batch.ts, type(event).__name__, cause, occupant)
-                )
+                why = None if (given := getattr(event, "why", None)) is None else str(given)
+                change = SlotChange(batch.seq, place, batch.ts, type(event).__name__, why, occupant)
+                history.changes.append(change)
 
     def _is_named(self, event: ev.AnyEvent) -> bool:
         """Return True if the slot's number is in any column of an event, perhaps by chance."""
@@ -161,10 +157,8 @@ def _sharer(state: CacheState, group: PositionalGroup, slot: int) -> Occupant:
         (handle, at) for handle, table in group.tables.items() for at, own in table.items() if own == slot
     ]
     requests = tuple([state.sequences[handle].request_id for handle, _ in held])
-    names = group.names.get(slot, {})
-    places = [at for _, at in held] + [
-        -(-end // group.created.tokens_per_block) - 1 for end in names.values()
-    ]
+    names, size = group.names.get(slot, {}), group.created.tokens_per_block
+    places = [at for _, at in held] + [-(-end // size) - 1 for end in names.values()]
     name = names_of_keys(next(iter(names)), group.key_bytes).hex() if names else None
     return Occupant(requests, places[0], bool(names), name, of_group=group.index)
 

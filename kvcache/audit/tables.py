@@ -176,33 +176,40 @@ class RowCollector(HistoryListener, Generic[Row]):
         yield from ()
 
 
-_Fields = dict[str, Any]
-"""Some fields of a `RequestRow`."""
-
-
 class Requests(RowCollector[RequestRow]):
     """Rows of requests: one when a request ends; at the log's end those that still run or were never admitted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._refused: dict[RequestId, _Fields] = {}
+        self._refused: dict[RequestId, RequestRow] = {}
         """Refused requests by id, since their last admission."""
-        self._running: dict[int, _Fields] = {}
+        self._running: dict[int, RequestRow] = {}
         """Running requests by admission number."""
         self._exported: dict[int, RunningRequest] = {}
         """Running requests without an admission in the log, by number."""
-        self._over: list[tuple[RunningRequest, _Fields]] = []
+        self._over: list[tuple[RunningRequest, dict[str, Any]]] = []
         """Requests that ended in this batch; their rows follow at its end, when its admissions are known."""
 
     def refused(self, history: HistoryFold, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
-        first = {"refusals": 0, "first_refused_ts": history.now}
-        self._refused.setdefault(event.request_id, first)["refusals"] += 1
+        new = RequestRow(None, event.request_id, "refused", first_refused_ts=history.now)
+        row = self._refused.get(event.request_id, new)
+        self._refused[event.request_id] = row._replace(refusals=row.refusals + 1)
 
     def admitted(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Record the admission until the request's end."""
-        refused = self._refused.pop(admission.request_id, {})
-        self._running[admission.number] = _admitted(admission) | refused
+        counts = zip(Reason, admission.counts.tolist(), strict=True)
+        row = _row_of(admission.request_id, admission.namespace, admission.num_tokens, admission.origin)
+        row = row._replace(
+            admission=admission.number,
+            admitted_seq=admission.batch,
+            admitted_ts=admission.at,
+            reused_tokens=admission.reused,
+            tokens_by_reason={reason.label: count for reason, count in counts},
+        )
+        if (refused := self._refused.pop(admission.request_id, None)) is not None:
+            row = row._replace(refusals=refused.refusals, first_refused_ts=refused.first_refused_ts)
+        self._running[admission.number] = row
         self._exported.pop(admission.number, None)
 
     def forked(self, history: HistoryFold, child: RunningRequest) -> None:
@@ -220,7 +227,7 @@ class Requests(RowCollector[RequestRow]):
         """Add rows for requests that the exported state lacks: they are lost."""
         known = {request.number: request for request in history.running.values()}
         for number in sorted(self._running.keys() - known.keys()):
-            self.rows.append(RequestRow(outcome="lost", **self._running.pop(number)))
+            self.rows.append(self._running.pop(number)._replace(outcome="lost"))
         for number in sorted(self._exported.keys() - known.keys()):
             self._add(history, self._exported[number], {"outcome": "lost"})
         self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
@@ -231,13 +238,13 @@ class Requests(RowCollector[RequestRow]):
             self._add(history, request, end)
         self._over.clear()
 
-    def _add(self, history: HistoryFold, request: RunningRequest, end: _Fields) -> None:
-        known, sequence = self._running.pop(request.number, None), request.sequence
+    def _add(self, history: HistoryFold, request: RunningRequest, end: dict[str, Any]) -> None:
+        row, sequence = self._running.pop(request.number, None), request.sequence
         self._exported.pop(request.number, None)
-        if known is None:  # its admission is not in the log
+        if row is None:  # its admission is not in the log
             prompt = sequence.request_id, sequence.namespace, sequence.num_prompt_tokens
-            known = _of_prompt(*prompt, history.origins[request.number])
-        self.rows.append(RequestRow(**known, **end))
+            row = _row_of(*prompt, history.origins[request.number])
+        self.rows.append(row._replace(**end))
 
     def remaining(self, history: HistoryFold) -> Iterator[list[RequestRow]]:
         """Yield the rows of requests that still run, and of those refused last."""
@@ -245,39 +252,26 @@ class Requests(RowCollector[RequestRow]):
             output = request.sequence.num_tokens - request.sequence.num_prompt_tokens
             self._add(history, request, {"outcome": "running", "output_tokens": output})
         yield self.take()
-        yield [
-            RequestRow(None, request_id, "refused", **refused)
-            for request_id, refused in self._refused.items()
-        ]
+        yield list(self._refused.values())
 
 
-def _admitted(admission: ExplainedAdmission) -> _Fields:
-    counts = zip(Reason, admission.counts.tolist(), strict=True)
-    return {
-        **_of_prompt(admission.request_id, admission.namespace, admission.num_tokens, admission.origin),
-        "admission": admission.number,
-        "admitted_seq": admission.batch,
-        "admitted_ts": admission.at,
-        "reused_tokens": admission.reused,
-        "tokens_by_reason": {reason.label: count for reason, count in counts},
-    }
-
-
-def _of_prompt(
+def _row_of(
     request_id: RequestId, namespace: Namespace, num_tokens: int, origin: RequestOrigin
-) -> _Fields:
+) -> RequestRow:
+    """Return the row of a request that runs, by its prompt alone."""
     digest = namespace.salt_digest
-    return {
-        "admission": None,
-        "request_id": request_id,
-        "lora_id": namespace.lora_id,
-        "lora_name": namespace.lora_name,
-        "salt_digest": None if digest is None else digest.hex(),
-        "uses_extra_ids": namespace.uses_extra_ids,
-        "prompt_tokens": num_tokens,
-        "session": origin.session,
-        "labels": origin.labels,
-    }
+    return RequestRow(
+        None,
+        request_id,
+        "running",
+        lora_id=namespace.lora_id,
+        lora_name=namespace.lora_name,
+        salt_digest=None if digest is None else digest.hex(),
+        uses_extra_ids=namespace.uses_extra_ids,
+        prompt_tokens=num_tokens,
+        session=origin.session,
+        labels=origin.labels,
+    )
 
 
 class Lives(RowCollector[BlockLife]):
@@ -456,8 +450,7 @@ class Log:
 
     Rows are yielded as soon as they are known and are not kept: a request's when it ends, a block's when it is gone,
     the rest at the end of the log. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not
-    follow
-    from those before them; rows read until then have been yielded.
+    follow from those before them; rows read until then have been yielded.
     """
 
     def __init__(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.contents import Ids, Window
 from kvcache.audit.histogram import Ages
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
-from kvcache.audit.reasons import EVICTIONS, Reason
+from kvcache.audit.reasons import CountedByReason, Reason
 from kvcache.phrases import count, duration, share
 
 PARTS = 120
@@ -179,11 +179,10 @@ class LevelLives:
 
 
 @dataclass(slots=True)
-class Audit:
+class Audit(CountedByReason):
     """Reuse in a log, as totals."""
 
     requests: int = 0
-    prompt_tokens: int = 0
     reasons: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
     """Prompt tokens by `Reason`; their sum is `prompt_tokens`."""
     by_namespace: dict[Namespace, npt.NDArray[np.int64]] = field(default_factory=dict)
@@ -230,11 +229,6 @@ class Audit:
     """The last cache of the log."""
 
     @property
-    def reused(self) -> int:
-        """Prompt tokens found in the cache."""
-        return int(self.reasons[: Reason.PARTIAL + 1].sum())
-
-    @property
     def loaded(self) -> int:
         """Prompt tokens loaded from outside."""
         return int(self.reasons[Reason.EXTERNAL]) - self.not_loaded
@@ -250,18 +244,14 @@ class AuditTotals(HistoryListener):
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Charge evictions with the tokens that are computed again."""
-        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
-        tokens_of = admission.tokens()
-        for group, window in enumerate(history.windows):
-            blocks = lost[admission.windows[lost] == group]
-            ids, tokens, of = admission.ids[blocks], tokens_of[blocks], window.of
+        for group, (window, ids, tokens) in enumerate(history.evicted_blocks(admission)):
+            of = window.of
             self.audit.lost_ages.add(history.now - of["gone_at"][ids])
             for why, lives in zip((Reason.EVICTED, Reason.DROPPED), self.audit.levels, strict=True):
                 lives.recomputed += int(tokens[of["why"][ids] == why].sum())
-            for priority in np.unique(of["priority"][ids]):
-                self.audit.lost_by_priority[int(priority)] += int(
-                    tokens[of["priority"][ids] == priority].sum()
-                )
+            priorities = of["priority"][ids]
+            for priority in np.unique(priorities).tolist():
+                self.audit.lost_by_priority[priority] += int(tokens[priorities == priority].sum())
             columns = (of[name][ids].tolist() for name in ("gone_batch", "gone_at", "gone_by"))
             for *row, recomputed in zip(*columns, tokens.tolist(), strict=True):
                 self._lost[group, *row] += recomputed
@@ -270,7 +260,6 @@ class AuditTotals(HistoryListener):
         """Count a prompt."""
         audit = self.audit
         audit.requests += 1
-        audit.prompt_tokens += admission.num_tokens
         audit.reasons += admission.counts
         audit.by_namespace.setdefault(admission.namespace, np.zeros(len(Reason), np.int64))[:] += (
             admission.counts
@@ -294,10 +283,10 @@ class AuditTotals(HistoryListener):
         if before is None or before[0] == before[1]:
             self.audit.counts = ours, theirs
 
-    def reused(self, history: HistoryFold, window: Window, ids: Ids, level: int) -> None:
+    def reused(self, history: HistoryFold, window: Window, ids: Ids, event: ev.BlocksReused) -> None:
         """Record idle times of reused blocks."""
         idle = ids[window.of["holders"][ids] == 0]
-        self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
+        self.audit.levels[event.level].hit_ages.add(history.now - window.of["used_at"][idle])
 
     def computed_twice(self, history: HistoryFold, window: Window, blocks: int) -> None:
         """Count tokens computed twice, in the first window only, because other windows mostly repeat it."""
@@ -347,14 +336,9 @@ class AuditTotals(HistoryListener):
         for window in history.windows:
             ids = np.flatnonzero(window.of["level"] >= 0)
             audit.never_reused += int((window.of["uses"][ids] == 0).sum())
+        sizes = [window.created.window for window in history.windows]
         audit.worst = [
-            Eviction(
-                history.windows[group].created.window,
-                batch,
-                at,
-                history.request_id(by),
-                tokens,
-            )
+            Eviction(sizes[group], batch, at, history.request_id(by), tokens)
             for (group, batch, at, by), tokens in self._lost.most_common(top)
         ]
         audit.prefixes = hot_prefixes(history, top)
@@ -411,7 +395,8 @@ class Verdict:
     @property
     def crosses(self) -> bool:
         """True if late hits are as late as early evictions."""
-        return None not in (self.late_hit, self.early_eviction) and self.late_hit >= self.early_eviction  # type: ignore[operator]
+        late, early = self.late_hit, self.early_eviction
+        return late is not None and early is not None and late >= early
 
     def in_words(self) -> list[str]:
         """Return one sentence each on the cost, the ages, and offloaded blocks."""

@@ -2,7 +2,7 @@
 
 The numbers are keyed hashes (HMAC-SHA256) of the names of blocks: without the key it cannot be found out if a known
 text was among the prompts, and traces with different keys cannot be joined. Sessions, agents, tenants and
-models have pseudonyms by the same key.
+models have pseudonyms by the same key; `stop` is as it was. Times begin with the first line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from events.types import EpochStarted, Gap, SequenceRemoved
 from kvcache.audit.curve import LoggedPrompt, LoggedPrompts
 from kvcache.audit.export import replacing
 from kvcache.errors import UsageError
+from kvcache.workload.traces import MooncakeLine
 
 TraceForm = Literal["mooncake", "bailian"]
 KEY_BYTES = 32
@@ -28,22 +29,8 @@ _BEGINS: dict[TraceForm, bytes] = {"mooncake": b'{"timestamp":', "bailian": b'{"
 _MASK = 2**64 - 1
 
 
-class MooncakeLine(msgspec.Struct, omit_defaults=True):
-    """One admission. `timestamp` is in milliseconds since the first; names are pseudonyms, but `stop` is as it was."""
-
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-    session_id: str | None = None
-    agent: str | None = None
-    tenant: str | None = None
-    model: str | None = None
-    stop: str | None = None
-
-
 class BailianLine(msgspec.Struct):
-    """One admission: a turn of its session, or else a chat of one turn. `timestamp` is in seconds since the first."""
+    """One admission: a turn of its session, or else a chat of one turn. `timestamp` is in seconds."""
 
     chat_id: int
     parent_chat_id: int
@@ -135,7 +122,9 @@ class TraceWriter:
         agent, tenant, model = (
             self._pseudonym(name, labels.get(name)) for name in ("agent", "tenant", "model")
         )
-        return MooncakeLine(ts // 10**6, *lengths, hashes, session, agent, tenant, model, admission.stop)
+        return MooncakeLine(
+            ts // 10**6, *lengths, tuple(hashes), session, agent, tenant, model, admission.stop
+        )
 
     def _pseudonym(self, kind: str, name: str | None) -> str | None:
         """Return a pseudonym, equal for equal names of one kind."""

@@ -16,7 +16,7 @@ import numpy as np
 from events import types as ev
 from events.types import EventBatch, Namespace, RequestId
 from kvcache.audit.admission import ExplainedAdmission
-from kvcache.audit.contents import Ids
+from kvcache.audit.contents import Ids, leading_alike
 from kvcache.audit.groups import GroupTotals
 from kvcache.audit.history import HistoryFold, HistoryListener, RunningRequest
 from kvcache.errors import UsageError, shown
@@ -147,9 +147,7 @@ class SessionTurns(HistoryListener):
             return TurnKind.FIRST
         if not history.tokens_recorded:
             return TurnKind.UNKNOWN
-        both = min(len(admission.ids), len(before.ids))
-        differing = np.flatnonzero(admission.ids[:both] != before.ids[:both])
-        common = int(differing[0]) if len(differing) else both
+        common = leading_alike(admission.ids, before.ids)
         end = before.num_tokens - min(MOST_END, before.num_tokens // _PART)
         if (common + 1) * admission.tokens_per_block > end:
             return TurnKind.EXTENDS
@@ -177,10 +175,8 @@ def _compare(history: HistoryFold, turn: Turn, now: _LastTurn, before: _LastTurn
     running = history.running.get(before.handle)
     tokens = before.tokens if running is None else running.sequence.packed(0, running.sequence.num_tokens)
     one, other = np.frombuffer(now.tokens, np.int32), np.frombuffer(tokens, np.int32)
-    both = min(len(one), len(other))
-    differing = np.flatnonzero(one[:both] != other[:both])
-    turn.common_tokens = int(differing[0]) if len(differing) else both
-    turn.differs_at = int(differing[0]) if len(differing) else None
+    turn.common_tokens = common = leading_alike(one, other)
+    turn.differs_at = common if common < min(len(one), len(other)) else None
 
 
 def turns_of(batches: Iterable[EventBatch], session: str) -> list[Turn]:

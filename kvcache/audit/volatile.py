@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.audit.contents import leading_alike
+
 Symbols = npt.NDArray[np.int64]
 """Token ids, or numbers that stand for blocks of tokens."""
 MOST_VOLATILE = 64
@@ -55,7 +57,7 @@ class VolatilePart:
             return None
         hay = symbols[at : at + _most(unit) + least].tobytes()
         begin = _index(hay, self.tail[:least].tobytes())
-        return None if begin is None else (at + begin, _common(symbols[at + begin :], self.tail))
+        return None if begin is None else (at + begin, leading_alike(symbols[at + begin :], self.tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class PromptSample:
         found = []
         for one, symbols in enumerate(self._kept):
             for other in self._kept[:one]:
-                position = _common(symbols, other)
+                position = leading_alike(symbols, other)
                 if (again := _again(symbols[position:], other[position:], self.unit)) is not None:
                     found.append(_Pair(one, position, position + again[0], again[1]))
         return found
@@ -244,14 +246,6 @@ def _least(unit: int) -> int:
     return max(LEAST_ALIKE // unit, 1)
 
 
-def _common(one: Symbols, other: Symbols) -> int:
-    """Return the number of leading symbols that are equal."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    at = int(differs.argmax()) if length else 0
-    return at if length and differs[at] else length
-
-
 def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
     """Return where `one`, which differs from `other` in its first symbol, continues like it, and for how long."""
     most, least = _most(unit), _least(unit)
@@ -261,7 +255,7 @@ def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
         if len(window) < least:
             return None
         if (at := _index(hay, window.tobytes())) is not None:
-            return begin, _common(one[begin:], other[at:])
+            return begin, leading_alike(one[begin:], other[at:])
     return None
 
 

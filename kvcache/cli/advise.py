@@ -6,7 +6,7 @@ import argparse
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from events.structs import LEVEL_NAMES
 from kvcache.audit.advice import (
     Advice,
     AdviceLine,
@@ -31,10 +30,9 @@ from kvcache.cli import times
 from kvcache.cli.costs import Costs
 from kvcache.cli.curve import bytes_per_block, trace_prompts
 from kvcache.cli.options import add_cost_options, add_shared, option, positive, seekable
-from kvcache.cli.output import Facts, Output, pick
+from kvcache.cli.output import Facts, Output, by_level, pick
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.served import Served
-from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
+from kvcache.cli.traces import LOG_OR_TRACE, Served, add_trace, as_log, is_trace
 from kvcache.errors import UsageError
 from kvcache.phrases import count, few, printable, share, size, span
 
@@ -58,18 +56,6 @@ _COSTS = (
 )
 _LEFT_OUT = {"currency": "USD", "tensor_parallel": 1}
 """Options left out of commands when they have these values, the defaults."""
-_NAMES: dict[Topic, str] = {
-    "volatile": "volatile part",
-    "size": "size",
-    "primary": "double primary",
-    "host": "host tier",
-    "policy": "eviction order",
-    "ttl": "timeout",
-    "pin": "pin a prefix",
-    "running": "concurrency",
-    "tenant": "tenants",
-}
-"""Labels of topics."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "`kvcache docs advise` explains each line, and when it is missing."
     add_shared(parser, "json")
-    option(parser, "LOG", f"{LOG_OR_TRACE}; a log must contain token ids", type=Path, nargs="+")
+    option(parser, "LOG", f"{LOG_OR_TRACE}; a log must contain token ids", nargs="+")
     option(
         parser,
         "--ttl TIME",
@@ -127,7 +113,13 @@ def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
         @contextmanager
         def play(tokens_per_block: int) -> Iterator[Path]:
             nonlocal served
-            with _played(args, out, source, tokens_per_block) as served:
+            if args.tokens_per_block not in (None, tokens_per_block):
+                raise UsageError(
+                    f"the blocks of this trace have {tokens_per_block:,} tokens, which cannot be changed: omit "
+                    "--tokens-per-block"
+                )
+            sizes = {"tokens_per_block": tokens_per_block, "secondary_blocks": args.secondary_blocks or 0}
+            with as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out) as served:
                 yield served.log
 
         about_a_cache = (args.secondary_blocks, args.concurrency, args.keep_log)
@@ -135,18 +127,6 @@ def _observe(args: argparse.Namespace, out: Output) -> tuple[Observed, Served]:
             raise UsageError("--secondary-blocks, --concurrency and --keep-log require --primary-blocks")
         played = None if args.primary_blocks is None else play
         return observe_trace(printable(str(args.log)), partial(trace_prompts, args, source), played), served
-
-
-def _played(
-    args: argparse.Namespace, out: Output, source: Path, tokens_per_block: int
-) -> AbstractContextManager[Served]:
-    if args.tokens_per_block not in (None, tokens_per_block):
-        raise UsageError(
-            f"the blocks of this trace have {tokens_per_block:,} tokens, which cannot be changed: omit "
-            "--tokens-per-block"
-        )
-    sizes = {"tokens_per_block": tokens_per_block, "secondary_blocks": args.secondary_blocks or 0}
-    return as_log(argparse.Namespace(**{**vars(args), **sizes, "log": source}), out)
 
 
 # -- for people
@@ -363,31 +343,34 @@ class Page:
 
     def words(self, advice: Advice) -> AdviceText:
         """Return the sentence of a piece of advice, and the command that proves it."""
-        by_topic: dict[Topic, Callable[[Advice], AdviceText]] = {
-            "volatile": self.volatile,
-            "size": self.size,
-            "primary": self.primary,
-            "host": self.host,
-            "policy": self.policy,
-            "ttl": self.ttl,
-            "pin": self.pin,
-            "running": self.running,
-            "tenant": self.tenant,
-        }
-        return by_topic[advice.topic](advice)
+        return _TOPICS[advice.topic][1](self, advice)
 
     def lines(self, advised: Advised) -> Iterator[tuple[str, list[AdviceLine]]]:
         """Yield all advice in words, under the titles that it has."""
         for title, worth in (("worth doing", True), ("not worth it", False)):
             of = [each for each in advised.advice if each.worth is worth]
             if of:
-                yield title, [AdviceLine(_NAMES[each.topic], *self.words(each)) for each in of]
+                yield title, [AdviceLine(_TOPICS[each.topic][0], *self.words(each)) for each in of]
+
+
+_TOPICS: dict[Topic, tuple[str, Callable[[Page, Advice], AdviceText]]] = {
+    "volatile": ("volatile part", Page.volatile),
+    "size": ("size", Page.size),
+    "primary": ("double primary", Page.primary),
+    "host": ("host tier", Page.host),
+    "policy": ("eviction order", Page.policy),
+    "ttl": ("timeout", Page.ttl),
+    "pin": ("pin a prefix", Page.pin),
+    "running": ("concurrency", Page.running),
+    "tenant": ("tenants", Page.tenant),
+}
+"""Topics with their labels, and the sentences of their advice."""
 
 
 def unanswered(advised: Advised) -> Iterator[str]:
     """Yield topics without advice, by reason."""
     for reason, topics in groupby(sorted(advised.left_out, key=_reason), _reason):
-        yield f"{', '.join(_NAMES[each.topic] for each in topics)}: {reason}"
+        yield f"{', '.join(_TOPICS[each.topic][0] for each in topics)}: {reason}"
 
 
 def _facts(line: AdviceLine, width: int) -> Facts:
@@ -444,7 +427,7 @@ def to_json(page: Page, advised: Advised) -> dict[str, Any]:
         "log": page.args.log,
         **pick(found, "requests", "prompt_tokens", "tokens_per_block", "seconds"),
         "bytes_per_block": page.bytes_per_block,
-        "num_blocks": None if blocks is None else dict(zip(LEVEL_NAMES, blocks, strict=True)),
+        "num_blocks": by_level(blocks),
         "reused_tokens": None if losses is None else losses.reused_tokens,
         "lost_tokens": None if losses is None else losses.lost_tokens,
         "advice": [

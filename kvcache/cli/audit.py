@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from events.log import LogEnd, LogReader
+from events.log import LogReader
 from events.log.segments import is_log
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, Namespace, RequestId
@@ -25,13 +24,13 @@ from kvcache.audit.explanation import group_in_words, namespace_in_words
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, in_processes, on_ray, together
 from kvcache.audit.groups import DIMENSIONS, RequestGroups
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillSeconds, PrefillTotals, hours_between
+from kvcache.audit.prefill import PrefillSeconds, PrefillTotals, Spending, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import MOST_USES, Audit, HotPrefix, audit_batches, verdict_on
 from kvcache.audit.turns import SessionTurns
 from kvcache.cli import feed_log, groups, times
 from kvcache.cli.costs import AuditCosts, Costs, memory_facts, memory_json
-from kvcache.cli.options import add_cost_options, add_shared, option, positive
+from kvcache.cli.options import add_cost_options, add_shared, option
 from kvcache.cli.output import (
     Facts,
     Output,
@@ -43,9 +42,8 @@ from kvcache.cli.output import (
     pick,
     stamp,
 )
-from kvcache.cli.served import Served
 from kvcache.cli.times import Times, UpTo, span
-from kvcache.cli.traces import add_trace, as_log, reported_json, show_reported
+from kvcache.cli.traces import Served, add_trace, as_log, reported_json, show_reported
 from kvcache.errors import UsageError
 from kvcache.phrases import count, iso, later, printable, share
 
@@ -78,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--top N",
         "maximum number of evictions and prefixes listed, or of groups with --by (default: 10)",
-        type=positive,
         default=10,
     )
     add(
@@ -92,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--jobs N",
         "number of logs to read in parallel (default: number of cores)",
-        type=positive,
         default=jobs,
     )
     add(
@@ -109,20 +105,24 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once (for a trace, that of the cache that served it), and print the audit."""
     costs = Costs.of(args)
     with as_log(args, out) as served:
+        if feed_log.is_feed_log(args.log):
+            if costs.pricing is not None or costs.model is not None:
+                raise UsageError(
+                    "--prefill and --model-config do not apply to a log of published events: omit them"
+                )
+            return feed_log.audit(args, out)
+        logs, left_out = logs_in(args.log)
+        if logs or left_out:
+            if args.by is not None:
+                raise UsageError(f"--by requires a single log: give that of one worker ({some_of(logs)})")
+            return _audit_fleet(args, logs, left_out, costs, out)
+        if args.engine != "processes":
+            raise UsageError(f"--engine {args.engine} requires a directory of logs")
         return _audit(served, args, costs, out)
 
 
 def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) -> int:
-    if feed_log.is_feed_log(args.log):
-        costs.refuse_for("a log of published events")
-        return feed_log.audit(args, out)
-    directory = logs_in(args.log)
-    if (directory.logs or directory.left_out) and args.by is not None:
-        raise UsageError(f"--by requires a single log: give that of one worker ({some_of(directory.logs)})")
-    if directory.logs or directory.left_out:
-        return _audit_fleet(args, directory, costs, out)
-    if args.engine != "processes":
-        raise UsageError(f"--engine {args.engine} requires a directory of logs")
+    """Audit one log."""
     reader = LogReader(served.log)
     batches = UpTo(reader, args.until)
 
@@ -134,59 +134,34 @@ def _audit(served: Served, args: argparse.Namespace, costs: Costs, out: Output) 
 
     model = None if costs.pricing is None else costs.pricing.model
     by = None if args.by is None else RequestGroups(args.by, model)
-    turns = SessionTurns()
+    turns = SessionTurns() if args.by == "session" else None
     totals = [] if model is None else [PrefillTotals(model)]
-    others = [] if by is None else [by, turns] if args.by == "session" else [by]
+    others = [each for each in (by, turns) if each is not None]
     audit = audit_batches(watched(), *totals, top=args.top, others=others)
     if audit.first_batch < 0:
         raise UsageError(f"{printable(str(args.log))} has no batches yet")
     end = reader.end if batches.ended else None
     out.note_end(end)
-    when = Times(args.time, batches.first_ts, later)
-    spent = AuditCosts(costs, totals[0].finish() if totals else None, hours_of([audit]))
-    if by is not None:
-        _show_groups(by, turns, audit, spent, (when, end), served, args, out)
-        return 0
-    if args.json:
+    when, hours = Times(args.time, batches.first_ts, later), hours_between(audit.first_at, audit.last_at)
+    pricing = costs.pricing
+    spent = AuditCosts(costs, None if pricing is None else Spending(pricing, totals[0].finish(), hours))
+    if args.json and by is not None:
+        sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
+        sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top, spent)
+        sums |= {} if turns is None else {"turns": groups.turns_json(turns)}
+        out.json(sums | spent.to_json() | served.to_json() | {"end": end_json(end)})
+    elif args.json:
         memory = memory_json(Memory.of(audit, costs.model))
         own = {**spent.to_json(), "memory": memory, **served.to_json(), **reported_json(served.reported)}
         out.json({**to_json(audit), **own, "end": end_json(end)})
+    elif by is not None:
+        groups.show(args.log, by, audit, args.top, when, spent, out, served.facts())
+        if turns is not None:
+            groups.show_turns(turns, out)
     else:
         _show(args.log, audit, spent, when, args.top, out, served.facts())
         show_reported(served.reported, out)
     return 0
-
-
-def _show_groups(
-    by: RequestGroups,
-    turns: SessionTurns,
-    audit: Audit,
-    spent: AuditCosts,
-    when: tuple[Times, LogEnd | None],
-    served: Served,
-    args: argparse.Namespace,
-    out: Output,
-) -> None:
-    """Print the requests by what `--by` names; `when` states the format of times, and the end of the log."""
-    of_sessions, (times_of, end) = args.by == "session", when
-    if args.json:
-        sums = pick(audit, "requests", "prompt_tokens", reused_tokens="reused")
-        sums |= {"reasons": reasons_json(audit.reasons)} | groups.to_json(by, audit, args.top, spent)
-        sums |= {"turns": groups.turns_json(turns)} if of_sessions else {}
-        out.json(sums | spent.to_json() | served.to_json() | {"end": end_json(end)})
-    else:
-        groups.show(args.log, by, audit, args.top, times_of, spent, out, served.facts())
-        groups.show_turns(turns, out)
-
-
-def hours_of(audits: Sequence[Audit]) -> float | None:
-    """Return the hours from the first batch that counts to the last; None if no time has passed."""
-    known = [audit for audit in audits if audit.first_batch >= 0]
-    first, last = (
-        min((each.first_at for each in known), default=0),
-        max((each.last_at for each in known), default=0),
-    )
-    return hours_between(first, last)
 
 
 # -- for people
@@ -202,10 +177,20 @@ def _show(
     memory = Memory.of(audit, spent.costs.model)
     out.facts([*origin, *_admitted(audit), *spent.facts(), *spent.costs.model_facts(), *memory_facts(memory)])
     out.line()
-    _show_reasons(audit, spent, out)
+    show_reasons("prompt tokens", audit.reasons, out, spent.of_reason)
+    for (group, kind), tokens in sorted(audit.lost_by_group.items()):
+        lost = count(tokens, "token")
+        out.line(f"  lost in {group_in_words(group, kind)}: {lost} that full attention had cached")
     _show_time(audit, when, out)
     _show_namespaces(audit, out)
-    _show_evictions(audit, when, out)
+    out.line()
+    out.facts(_evicted(audit))
+    worst = [
+        {"evicted in batch": each.batch, "time": when.of(each.at)}
+        | {"for request": _request(each.for_request), "tokens computed again": each.tokens}
+        for each in audit.worst
+    ]
+    out.table(worst, gap=True)
     out.line()
     out.facts(_lives(audit))
     _show_prefixes(audit.prefixes[:top], when, out)
@@ -220,24 +205,12 @@ def _admitted(audit: Audit) -> Facts:
     if audit.engine:
         yield "decided by", printable(audit.engine)
     if audit.counts is not None:
-        yield "engine count", _compared(*audit.counts)
+        ours, theirs = audit.counts
+        counted = f"{theirs[0]:,} looked up, {theirs[1]:,} reused"
+        different = f"differs: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
+        yield "engine count", f"identical: {counted}" if ours == theirs else different
     if not audit.tokens_recorded:
         yield "tokens", "not recorded, so the reasons for computed tokens are unknown"
-
-
-def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
-    if ours == theirs:
-        return f"identical: {theirs[0]:,} looked up, {theirs[1]:,} reused"
-    counted = f"{theirs[0]:,} looked up, {theirs[1]:,} reused"
-    return f"differs: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
-
-
-def _show_reasons(audit: Audit, spent: AuditCosts, out: Output) -> None:
-    show_reasons("prompt tokens", audit.reasons, out, spent.cells)
-    for (group, kind), tokens in sorted(audit.lost_by_group.items()):
-        out.line(
-            f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
-        )
 
 
 def show_reasons(
@@ -275,8 +248,7 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
         hits = share(reused / total) if total else ""
         row: Row = {"from": at, "tokens": total, "reused": hits, _PARTS: bar(reused, lost, total, _BAR)}
         rows.append(row)
-    out.line()
-    out.table(rows, right=["reused"])
+    out.table(rows, right=["reused"], gap=True)
     for batch in audit.set_back:
         out.line(
             f"  the clock was set back in batch {batch:,}: later times are shifted to follow the earlier ones"
@@ -297,21 +269,7 @@ def _show_namespaces(audit: Audit, out: Output) -> None:
         | {"reused": share(_reused(tokens) / total)}
         for namespace, tokens in most
     ]
-    out.line()
-    out.table(rows, right=["reused"])
-
-
-def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
-    out.line()
-    out.facts(_evicted(audit))
-    if audit.worst:
-        out.line()
-        rows = [
-            {"evicted in batch": each.batch, "time": when.of(each.at)}
-            | {"for request": _request(each.for_request), "tokens computed again": each.tokens}
-            for each in audit.worst
-        ]
-        out.table(rows)
+    out.table(rows, right=["reused"], gap=True)
 
 
 def _evicted(audit: Audit) -> Facts:
@@ -369,8 +327,6 @@ def _lives(audit: Audit) -> Facts:
 
 
 def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
-    if not prefixes:
-        return
     rows = [
         {
             "most reused prefixes": f"{each.first:,}–{each.stop - 1:,}",
@@ -383,8 +339,7 @@ def _show_prefixes(prefixes: list[HotPrefix], when: Times, out: Output) -> None:
         }
         for each in prefixes
     ]
-    out.line()
-    out.table(rows)
+    out.table(rows, gap=True)
 
 
 # -- for programs
@@ -478,55 +433,46 @@ def _time_json(audit: Audit) -> dict[str, Any]:
 # -- several workers
 
 
-@dataclass(slots=True)
-class LogsFound:
-    """Logs in a directory."""
+def logs_in(directory: Path) -> tuple[list[Path], list[LeftOut]]:
+    """Return the logs directly in a directory, and entries that may be logs but cannot be read.
 
-    logs: list[Path]
-    left_out: list[LeftOut]
-    """Entries that may be logs, but cannot be read."""
-
-
-def logs_in(directory: Path) -> LogsFound:
-    """Return the logs directly in a directory; none if it is a log itself, or no directory."""
-    found = LogsFound([], [])
-    if is_log(directory) or not directory.is_dir():
-        return found
-    for path in sorted(directory.iterdir()):
-        try:
-            if is_log(path):
-                found.logs.append(path)
-        except OSError as error:
-            found.left_out.append(LeftOut.of(path, error))
-    return found
+    There are none if it is a log itself, or no directory.
+    """
+    logs, left_out = list[Path](), list[LeftOut]()
+    if not is_log(directory) and directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            try:
+                if is_log(path):
+                    logs.append(path)
+            except OSError as error:
+                left_out.append(LeftOut.of(path, error))
+    return logs, left_out
 
 
-def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, out: Output) -> int:
+def _audit_fleet(
+    args: argparse.Namespace, logs: list[Path], left_out: list[LeftOut], costs: Costs, out: Output
+) -> int:
     """Audit each log, and compare them."""
-    logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
         raise UsageError(
             f"--since and --until require a single log: give that of one worker ({some_of(logs)})"
         )
+    model, workers = None if costs.pricing is None else costs.pricing.model, list[WorkerAudit]()
     with out.progress("reading logs", len(logs)) as update:
-        model = None if costs.pricing is None else costs.pricing.model
-        engine = (
-            on_ray(logs, args.top, model)
-            if args.engine == "ray"
-            else in_processes(logs, args.jobs, args.top, model)
-        )
-        workers: list[WorkerAudit] = []
-        for number, worker in enumerate(engine):
+        of_ray = args.engine == "ray"
+        audits = on_ray(logs, args.top, model) if of_ray else in_processes(logs, args.jobs, args.top, model)
+        for number, worker in enumerate(audits):
             if isinstance(worker, LeftOut):
                 left_out.append(worker)
             else:
                 workers.append(worker)
             update(number + 1)
     left_out.sort(key=lambda each: each.path)
+    skipped = [f"{printable(str(each.path))}: {each.reason}" for each in left_out]
     if not workers:
-        raise UsageError(f"none of the logs can be read: {'; '.join(map(_left_out, left_out))}")
-    for each in left_out:
-        out.warning(f"skipped {_left_out(each)}")
+        raise UsageError(f"none of the logs can be read: {'; '.join(skipped)}")
+    for each in skipped:
+        out.warning(f"skipped {each}")
     fleet = together(workers, args.top)
     for worker in fleet.workers:
         out.note_end(worker.end, args.log / worker.name)
@@ -538,18 +484,23 @@ def _audit_fleet(args: argparse.Namespace, directory: LogsFound, costs: Costs, o
 
 
 def _costs_of(workers: Sequence[WorkerAudit], costs: Costs) -> AuditCosts:
-    """Return the costs of all of these together."""
-    seconds = None if costs.pricing is None else PrefillSeconds()
+    """Return the costs of all of these together, from the first batch that counts to the last."""
+    if costs.pricing is None:
+        return AuditCosts(costs, None)
+    seconds = PrefillSeconds()
     for worker in workers:
-        if seconds is not None and worker.prefill is not None:
+        if worker.prefill is not None:
             seconds += worker.prefill
-    return AuditCosts(costs, seconds, hours_of([worker.audit for worker in workers]))
+    known = [each.audit for each in workers if each.audit.first_batch >= 0]
+    first = min((each.first_at for each in known), default=0)
+    hours = hours_between(first, max((each.last_at for each in known), default=0))
+    return AuditCosts(costs, Spending(costs.pricing, seconds, hours))
 
 
 def _show_fleet(directory: Path, fleet: Fleet, costs: Costs, out: Output) -> None:
     out.heading(f"{printable(str(directory))}: {count(len(fleet.workers), 'worker')}")
     prompt, elsewhere = int(fleet.reasons.sum()), sum(fleet.elsewhere)
-    reused = int(fleet.reasons[: Reason.PARTIAL + 1].sum())
+    reused = _reused(fleet.reasons)
     part, other = share(reused / max(prompt, 1)), share(elsewhere / max(prompt, 1))
     blocks = sum(fleet.computed_on.values())
     several, spent = blocks - fleet.computed_on.get(1, 0), _costs_of(fleet.workers, costs)
@@ -566,23 +517,19 @@ def _show_fleet(directory: Path, fleet: Fleet, costs: Costs, out: Output) -> Non
             *costs.model_facts(),
         ]
     )
-    out.line()
     rows = [
         _worker_row(each, tokens, costs) for each, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
     ]
-    out.table(rows, right=list(rows[0])[3:])
+    out.table(rows, right=list(rows[0])[3:], gap=True)
     out.line()
-    show_reasons("prompt tokens of all workers", fleet.reasons, out, spent.cells)
-    if fleet.spread:
-        out.line()
-        title = "prefixes computed by several workers"
-        spread = [
-            {title: f"{each.first:,}–{each.stop - 1:,}", "last block": each.name}
-            | {"computed repeatedly": each.duplicated_tokens}
-            | {"workers": _first_of(list(map(printable, each.workers)))}
-            for each in fleet.spread
-        ]
-        out.table(spread)
+    show_reasons("prompt tokens of all workers", fleet.reasons, out, spent.of_reason)
+    spread = [
+        {"prefixes computed by several workers": f"{each.first:,}–{each.stop - 1:,}", "last block": each.name}
+        | {"computed repeatedly": each.duplicated_tokens}
+        | {"workers": _first_of(list(map(printable, each.workers)))}
+        for each in fleet.spread
+    ]
+    out.table(spread, gap=True)
 
 
 def _first_of(names: list[str]) -> str:
@@ -609,16 +556,12 @@ def _worker_row(worker: WorkerAudit, elsewhere: int, costs: Costs) -> Row:
     }
 
 
-def _left_out(each: LeftOut) -> str:
-    return f"{printable(str(each.path))}: {each.reason}"
-
-
 def _fleet_json(fleet: Fleet, costs: Costs, left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """Return a whole fleet."""
     return {
         **_costs_of(fleet.workers, costs).to_json(),
         "prompt_tokens": int(fleet.reasons.sum()),
-        "reused_tokens": int(fleet.reasons[: Reason.PARTIAL + 1].sum()),
+        "reused_tokens": _reused(fleet.reasons),
         "elsewhere_tokens": sum(fleet.elsewhere),
         "reasons": reasons_json(fleet.reasons),
         "blocks_computed_on": fleet.computed_on,

@@ -60,7 +60,7 @@ def _run(argv: Sequence[str] | None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     messages.configure_diagnostics(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
     try:
-        return int(args.run(args, Output(quiet=args.quiet, verbose=args.verbose)))
+        return int(args.run(args, Output(quiet=args.quiet)))
     except SystemExit as stopped:
         return int(stopped.code or 0)
     except BrokenPipeError:

@@ -79,19 +79,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     ]
     out.table(rows)
     if not missing and config.free_gpu_memory_fraction is None:
-        _show_windows(Layout.of(config), out)
+        windows = [
+            {"window": group.window, "attention": group.kind, "layers": len(group.layers)}
+            | {f"{level} blocks": blocks for level, blocks in zip(LEVEL_NAMES, group.num_blocks, strict=True)}
+            for group in Layout.of(config).groups
+        ]
+        out.table(windows, gap=True)
     return 0
-
-
-def _show_windows(layout: Layout, out: Output) -> None:
-    """Print the blocks that follow from the settings."""
-    out.line()
-    rows = [
-        {"window": group.window, "attention": group.kind, "layers": len(group.layers)}
-        | {f"{level} blocks": blocks for level, blocks in zip(LEVEL_NAMES, group.num_blocks, strict=True)}
-        for group in layout.groups
-    ]
-    out.table(rows)
 
 
 def _origin(name: str, sources: Sources) -> str | None:
@@ -129,7 +123,7 @@ def spelled(value: Any) -> str:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declare the options for settings."""
-    option(parser, "--config FILE", "file of settings (.toml, .yaml or .yml)", type=Path)
+    option(parser, "--config FILE", "file of settings (.toml, .yaml or .yml)")
     option(
         parser,
         "--set FIELD=VALUE",

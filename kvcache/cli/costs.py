@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillCost, PrefillModel, PrefillSeconds, Pricing
+from kvcache.audit.prefill import PrefillCost, PrefillModel, Pricing, Spending
 from kvcache.audit.prefill_fit import FittedPrefill, fit, logged_samples, read_samples
 from kvcache.audit.reasons import Reason
-from kvcache.cli.output import Facts, Row
+from kvcache.cli.output import Facts, Row, by_level, pick
 from kvcache.errors import UsageError
 from kvcache.phrases import count, duration, few, printable, share, size
 
@@ -34,7 +34,9 @@ class Costs:
                 raise UsageError("--prefill and --prefill-fit exclude each other: give one of them")
             prefill = PrefillModel.parse(args.prefill)
         elif args.prefill_fit is not None:
-            fitted = _fitted(args)
+            path = args.prefill_fit
+            samples = logged_samples(path) if path.is_dir() else read_samples(path)
+            fitted = fit(samples, printable(str(path)))
             prefill = fitted.model
         elif args.price is not None or args.gpus is not None:
             raise UsageError("--price and --gpus require --prefill or --prefill-fit")
@@ -46,15 +48,6 @@ class Costs:
         gpus = args.gpus or args.tensor_parallel
         pricing = None if prefill is None else Pricing(prefill, gpus, args.price, args.currency)
         return cls(pricing, fitted, model)
-
-    def __bool__(self) -> bool:
-        """Return True if any option was given."""
-        return self.pricing is not None or self.model is not None
-
-    def refuse_for(self, what: str) -> None:
-        """Raise `UsageError` if any option was given, because costs do not apply to `what`."""
-        if self:
-            raise UsageError(f"--prefill and --model-config do not apply to {what}: omit them")
 
     # -- for people
 
@@ -69,18 +62,6 @@ class Costs:
                 fitted.per_decoding > 0
             )
             yield "", f"fitted to {count(fitted.samples, 'prefill')}: {error}{decoding}"
-
-    def cost_facts(self, cost: PrefillCost | None) -> Facts:
-        """Return the time and cost of some requests' prefills."""
-        if self.pricing is None or cost is None or cost.mean_seconds is None:
-            return
-        half, most = duration(cost.p50_seconds or 0.0), duration(cost.p95_seconds or 0.0)
-        yield "time to prefill", f"{duration(cost.mean_seconds)} on average, p50 {half}, p95 {most}"
-        spent, saved = few(cost.gpu_hours), few(cost.saved_gpu_hours)
-        yield "GPU-hours", f"{spent} for prefills; reuse saved {saved}"
-        if cost.cost_per_hour is not None and cost.saved_per_hour is not None:
-            spent, saved = few(cost.cost_per_hour), few(cost.saved_per_hour)
-            yield f"{self.currency} per hour", f"{spent} for prefills; reuse saves {saved}"
 
     def cost_cells(self, cost: PrefillCost | None) -> Row:
         """Return time and cost for a row of a table."""
@@ -128,11 +109,18 @@ class Costs:
 
     def to_json(self, hours: float | None) -> dict[str, Any]:
         """Return the assumptions behind the other numbers; `hours` is the requests' own time."""
-        pricing, fitted, model = self.pricing, self.fitted, self.model
-        return {
-            "prefill_model": None if pricing is None else pricing.to_json(hours) | {"fit": _fit_json(fitted)},
-            "model": None if model is None else _model_json(model),
+        model: dict[str, Any] | None = None
+        if self.model is not None:
+            names = ("window", "layers", "bytes_per_token")
+            sliding = [dict(zip(names, each, strict=True)) for each in self.model.sliding]
+            model = asdict(self.model) | {"sliding": sliding}
+        if self.pricing is None:
+            return {"prefill_model": None, "model": model}
+        fitted = self.fitted and {
+            "prefills": self.fitted.samples,
+            **pick(self.fitted, "rms_seconds", "median_part", seconds_per_decoding="per_decoding"),
         }
+        return {"prefill_model": self.pricing.to_json(hours) | {"fit": fitted}, "model": model}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,121 +128,82 @@ class AuditCosts:
     """Cost of the prefills of one log, or of several."""
 
     costs: Costs
-    seconds: PrefillSeconds | None
-    """Prefill seconds; None if no prefill model was given."""
-    hours: float | None
-    """Hours of the logs."""
+    spending: Spending | None
+    """Their spending; None if no prefill model was given."""
 
     @property
     def cost(self) -> PrefillCost | None:
         """Cost of all prefills."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        return None if pricing is None or seconds is None else seconds.cost(pricing, self.hours)
+        return None if self.spending is None else self.spending.cost
 
     def facts(self) -> Facts:
         """Return the cost, and the part that is lost."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        if pricing is None or seconds is None:
+        if (spending := self.spending) is None:
             return
         yield from self.costs.prefill_facts()
-        yield from self.costs.cost_facts(self.cost)
-        for lost, why in ((seconds.evicted, "evicted"), (seconds.lost, "cleared or lost")):
+        cost, currency = spending.cost, self.costs.currency
+        if cost.mean_seconds is not None:
+            half, most = duration(cost.p50_seconds or 0.0), duration(cost.p95_seconds or 0.0)
+            yield "time to prefill", f"{duration(cost.mean_seconds)} on average, p50 {half}, p95 {most}"
+            yield "GPU-hours", f"{few(cost.gpu_hours)} for prefills; reuse saved {few(cost.saved_gpu_hours)}"
+            if cost.cost_per_hour is not None and cost.saved_per_hour is not None:
+                each_hour = f"{few(cost.cost_per_hour)} for prefills; reuse saves {few(cost.saved_per_hour)}"
+                yield f"{currency} per hour", each_hour
+        for lost, why in ((spending.seconds.evicted, "evicted"), (spending.seconds.lost, "cleared or lost")):
             if lost:
-                spent = pricing.gpu_hours(lost)
-                money = pricing.per_hour(spent, self.hours)
-                per_hour = "" if money is None else f", {few(money)} {self.costs.currency} per hour"
-                yield "lost", f"{few(spent)} GPU-hours{per_hour}, on tokens that had been {why}"
+                hours, money = spending.spent(lost)
+                per_hour = "" if money is None else f", {few(money)} {currency} per hour"
+                yield "lost", f"{few(hours)} GPU-hours{per_hour}, on tokens that had been {why}"
 
-    def cells(self, reason: Reason) -> Row:
-        """Return the cost of a reason's tokens, even if they were reused."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        if pricing is None or seconds is None:
+    def of_reason(self, reason: Reason) -> Row:
+        """Return cells for a reason's tokens, even if they were reused."""
+        return {} if self.spending is None else self.cells(float(self.spending.seconds.by_reason[reason]))
+
+    def cells(self, seconds: float, saved: float | None = None) -> Row:
+        """Return cells for seconds of prefills, and for the saved ones if given."""
+        if self.spending is None:
             return {}
-        spent = pricing.gpu_hours(float(seconds.by_reason[reason]))
-        money = pricing.per_hour(spent, self.hours)
-        return {"GPU-hours": few(spent)} | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
+        hours, money = self.spending.spent(seconds)
+        row = {"GPU-hours": few(hours)}
+        row |= {} if saved is None else {"saved": few(self.spending.spent(saved)[0])}
+        return row | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
 
     def to_json(self) -> dict[str, Any]:
         """Return everything."""
-        pricing, seconds = self.costs.pricing, self.seconds
-        prefill = None if pricing is None or seconds is None else seconds.to_json(pricing, self.hours)
-        return {**self.costs.to_json(self.hours), "prefill": prefill}
-
-    def of_group(self, spent_seconds: float, saved_seconds: float) -> Row:
-        """Return cells for some of the requests."""
-        found = self.of_group_json(spent_seconds, saved_seconds)
-        if found is None:
-            return {}
-        row = {"GPU-hours": few(found["gpu_hours"]), "saved": few(found["saved_gpu_hours"])}
-        money = found["cost_per_hour"]
-        return row | ({} if money is None else {f"{self.costs.currency}/h": few(money)})
+        if (of := self.spending) is None:
+            return {**self.costs.to_json(None), "prefill": None}
+        return {**self.costs.to_json(of.hours), "prefill": of.seconds.to_json(of.pricing, of.hours)}
 
     def of_group_json(self, spent_seconds: float, saved_seconds: float) -> dict[str, Any] | None:
         """Return the spent and saved costs of some of the requests."""
-        if (pricing := self.costs.pricing) is None:
+        if self.spending is None:
             return None
-        spent, saved = pricing.gpu_hours(spent_seconds), pricing.gpu_hours(saved_seconds)
-        money = pricing.per_hour(spent, self.hours), pricing.per_hour(saved, self.hours)
-        per_hour = dict(zip(("cost_per_hour", "saved_per_hour"), money, strict=True))
-        return {"gpu_hours": spent, "saved_gpu_hours": saved, **per_hour}
-
-
-def _fitted(args: argparse.Namespace) -> FittedPrefill:
-    path, shown = args.prefill_fit, printable(str(args.prefill_fit))
-    return fit(logged_samples(path) if path.is_dir() else read_samples(path), shown)
-
-
-def _fit_json(fitted: FittedPrefill | None) -> dict[str, Any] | None:
-    if fitted is None:
-        return None
-    return {
-        "prefills": fitted.samples,
-        "rms_seconds": fitted.rms_seconds,
-        "median_part": fitted.median_part,
-        "seconds_per_decoding": fitted.per_decoding,
-    }
-
-
-def _model_json(model: KVShape) -> dict[str, Any]:
-    sliding = [
-        dict(zip(("window", "layers", "bytes_per_token"), each, strict=True)) for each in model.sliding
-    ]
-    return {**asdict(replace(model, sliding=())), "sliding": sliding}
-
-
-def cost_json(cost: PrefillCost | None) -> dict[str, Any] | None:
-    """Return a whole cost."""
-    return None if cost is None else asdict(cost)
+        (spent, cost), (saved, not_paid) = map(self.spending.spent, (spent_seconds, saved_seconds))
+        hours = {"gpu_hours": spent, "saved_gpu_hours": saved}
+        return {**hours, "cost_per_hour": cost, "saved_per_hour": not_paid}
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any] | None:
     """Return the memory, with levels by name."""
-    from events.structs import LEVEL_NAMES
-
     if memory is None:
         return None
-    by_level = {
-        name: dict(zip(LEVEL_NAMES, each, strict=True))
-        for name, each in (("cache_bytes", memory.cache_bytes), ("evicted_bytes", memory.evicted_bytes))
-        if each is not None
-    }
-    return {**asdict(memory), **by_level}
+    levels = {"cache_bytes": by_level(memory.cache_bytes), "evicted_bytes": by_level(memory.evicted_bytes)}
+    return asdict(memory) | levels
 
 
 def memory_facts(memory: Memory | None) -> Facts:
     """Return the memory of blocks."""
     if memory is None:
         return
-    primary, secondary = memory.cache_bytes
-    levels = f"{size(primary)} in primary" + f", {size(secondary)} in secondary" * (secondary > 0)
-    yield "memory", f"{levels}; {size(memory.bytes_per_block)} per block"
+    yield "memory", f"{_levels(memory.cache_bytes, 'in')}; {size(memory.bytes_per_block)} per block"
     if memory.evicted_bytes is None or memory.stored_bytes is None:
         return
-    primary, secondary = memory.evicted_bytes
-    evicted = f"{size(primary)} evicted from primary" + f", {size(secondary)} from secondary" * (
-        secondary > 0
-    )
-    moved = ""
+    evicted, moved = _levels(memory.evicted_bytes, "evicted from", "from"), ""
     if memory.offloaded_bytes and memory.onboarded_bytes is not None:
         moved = f"; {size(memory.offloaded_bytes)} offloaded, {size(memory.onboarded_bytes)} onboarded"
     yield "", f"{size(memory.stored_bytes)} stored, {evicted}{moved}"
+
+
+def _levels(num_bytes: tuple[int, int], where: str, also: str = "in") -> str:
+    primary, secondary = num_bytes
+    return f"{size(primary)} {where} primary" + f", {size(secondary)} {also} secondary" * (secondary > 0)

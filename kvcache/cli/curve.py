@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,35 @@ import numpy.typing as npt
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
+from kvcache.audit.block_cache import COMPILED
 from kvcache.audit.curve import (
     SAMPLES,
+    TIMEOUTS,
     CacheSize,
     CurveRecorder,
     HitCurve,
     LoggedPrompts,
+    SpanAges,
     SpanDistances,
+    TimeoutCurve,
     best_hits,
     enough_for,
 )
 from kvcache.audit.memory import names_model
+from kvcache.audit.policies import POLICIES, Policy, RequestRecorder
 from kvcache.audit.prefill import PrefillCost
-from kvcache.audit.timeouts import TIMEOUTS, SpanAges, TimeoutCurve
-from kvcache.cli.costs import Costs, cost_json
+from kvcache.cli.costs import Costs
 from kvcache.cli.options import (
     TOKENS_PER_BLOCK,
     SizeInBytes,
     add_cost_options,
     add_shared,
-    add_trace_options,
     cache_size,
     number,
     option,
-    positive,
     seekable,
 )
-from kvcache.cli.output import Facts, Output, end_json, pick
-from kvcache.cli.policies import PolicyTrials, add_policy_options
+from kvcache.cli.output import Facts, Output, by_level, end_json, pick
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import reported_in_words, reported_json
 from kvcache.errors import UsageError
@@ -116,6 +117,53 @@ def bytes_per_block(prompts: LoggedPrompts | TracePrompts, costs: Costs) -> int 
     return None
 
 
+class PolicyTrials:
+    """Replay of the requested policies, once all prompts are known. Raises `UsageError` for incompatible options."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.policy and args.sample < 1:
+            raise UsageError("--policy needs all blocks, not samples: omit --sample")
+        if args.policy and args.ttl:
+            raise UsageError("--ttl cannot be combined with --policy: it assumes an unbounded cache")
+        if args.hold is not None and not args.policy:
+            raise UsageError("--hold requires --policy")
+        if args.hold is not None and args.bound:
+            raise UsageError(
+                "--bound cannot be combined with --hold: it assumes that requests hold no blocks"
+            )
+        self.policies: tuple[Policy, ...] = args.policy
+        self.hold: float | None = args.hold
+        """Tokens per second that a request generates while it holds its blocks; None: requests hold nothing."""
+        self.recorder = RequestRecorder()
+
+    def add(self, prompts: LoggedPrompts | TracePrompts, blocks: Sequence[int]) -> None:
+        """Add the prompt iterated over last. Raises `UsageError` for one of a log, if it is to be held."""
+        if not self.policies:
+            return
+        if isinstance(prompts, LoggedPrompts):
+            if self.hold is not None:
+                raise UsageError("--hold works with traces only: give a trace, or omit it")
+            self.recorder.add(blocks, arrival=prompts.at / 1e9)
+        elif (request := prompts.request) is not None:
+            held = request.output_length / self.hold if self.hold else 0.0
+            self.recorder.add(blocks, arrival=prompts.at / 1e9, held=held, stop=request.stop)
+
+    def play(self, sizes: Iterable[int], tokens_per_block: int, out: Output) -> dict[int, dict[str, int]]:
+        """Return hits by size and policy. Raises `UsageError` if a policy needs data that the prompts lack."""
+        if not self.policies:
+            return {}
+        if not COMPILED:
+            out.warning("this is a hundred times slower without numba: pip install 'kvcache[simulate]'")
+        workload = self.recorder.workload(tokens_per_block)
+        pairs = [(blocks, policy) for blocks in sorted(set(sizes)) for policy in self.policies]
+        hits: dict[int, dict[str, int]] = {}
+        with out.progress("playing", len(pairs)) as update:
+            for done, (blocks, policy) in enumerate(pairs):
+                hits.setdefault(blocks, {})[policy.name] = int(policy.hits(workload, blocks).sum())
+                update(done + 1)
+        return hits
+
+
 MOST_BLOCKS = 2**31 - 1
 
 
@@ -126,13 +174,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after the other with LRU eviction. Sizes are those of both levels together."
     )
     parser.epilog = "`kvcache docs curve` explains what is counted, and how a running cache differs."
-    add_shared(parser, "json", log="a log directory, or a trace of requests (- for stdin)")
-    add_trace_options(parser)
-    option(
+    add_shared(
         parser,
-        "--tokens-per-block N",
-        f"tokens per block, for a trace with tokens (default: {TOKENS_PER_BLOCK})",
-        type=positive,
+        "json",
+        "trace_block_size",
+        "tokenizer",
+        log="a log directory, or a trace of requests (- for stdin)",
+        tokens_per_block=f"tokens per block, for a trace with tokens (default: {TOKENS_PER_BLOCK})",
     )
     option(
         parser,
@@ -160,8 +208,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttl",
         "show reuse as a function of an idle timeout, in an unbounded cache, instead of cache size",
     )
-    add_policy_options(parser)
+    _add_policy_options(parser)
     add_cost_options(parser)
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for eviction orders."""
+    option(
+        parser,
+        "--policy NAMES",
+        f"eviction policies to compare at --sizes, or at all sizes of the table: {', '.join(POLICIES)}; a number "
+        "after a colon sets a parameter, as in stop:300",
+        type=_policies,
+        default=(),
+    )
+    option(
+        parser,
+        "--hold SPEED",
+        "with --policy and a trace: tokens per second that requests generate, holding their blocks meanwhile",
+        type=number("a number of tokens per second", lambda speed: 0 < speed < 1e9),
+    )
+
+
+def _policies(text: str) -> tuple[Policy, ...]:
+    names = dict.fromkeys(part.strip() for part in text.split(","))
+    try:
+        return tuple(map(Policy.named, names))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -169,7 +243,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     costs = Costs.of(args)
     if costs.pricing is not None and args.sample < 1:
         raise UsageError("--prefill needs all blocks, not samples: omit --sample")
-    recorder, trials = CurveRecorder(args.sample), PolicyTrials.of(args)
+    recorder, trials = CurveRecorder(args.sample), PolicyTrials(args)
     workload = recorder.reuses if args.bound else None  # raises at once for samples
     reported = ReportedReuse()
     with leaving_at_sigterm(), out.progress("reading") as update, seekable(args.log) as source:
@@ -186,7 +260,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     sizes = [*found.asked, *found.bounds] or _table_sizes(found)
     found.policies.update(trials.play(sizes, prompts.tokens_per_block, out))
     if found.curve.is_vague:
-        out.warning(_vague(found.curve))
+        least, most = min(found.curve.sampled_blocks), max(found.curve.sampled_blocks)
+        few = count(most, "block") if least == most else f"{least:,} to {most:,} blocks"
+        enough = enough_for(found.curve.distinct_blocks)
+        remedy = f"give --sample {enough:g} or more" if enough < 1 else "omit --sample"
+        why = f"the samples have only {few} each, too few for accurate hit rates, a knee or standard errors"
+        out.warning(f"{why}; {remedy}")
     if reported.doubt is not None:
         out.warning(reported.doubt)
     if found.logged is not None:
@@ -246,7 +325,7 @@ def to_json(found: CurveFound) -> dict[str, Any]:
             {
                 "blocks": blocks,
                 "hits": curve.hits(blocks),
-                "level_hits": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
+                "level_hits": by_level(_levels(found, blocks)),
                 "hit_rate": curve.hit_rate(blocks),
                 "standard_error": curve.error(blocks),
                 "best_hits": found.bounds.get(blocks),
@@ -254,13 +333,13 @@ def to_json(found: CurveFound) -> dict[str, Any]:
                     {"name": name, "hits": hits} for name, hits in found.policies.get(blocks, {}).items()
                 ],
                 "bytes": None if found.bytes_per_block is None else blocks * found.bytes_per_block,
-                "prefill": cost_json(found.cost(blocks)),
+                "prefill": found.cost(blocks),
             }
             for blocks in _table_sizes(found)
         ],
         "timeouts": [
             {"seconds": seconds, "hits": hits, "hit_rate": rate, "lost_tokens": lost}
-            | {"prefill": cost_json(found.cost_by_timeout(seconds))}
+            | {"prefill": found.cost_by_timeout(seconds)}
             for seconds, hits, rate, lost in _timeouts(found)
         ],
         "covered_seconds": found.timeouts.seconds,
@@ -274,8 +353,8 @@ def _logged_json(prompts: LoggedPrompts, curve: HitCurve) -> dict[str, Any]:
         **pick(prompts, skipped_prompts="skipped", num_gaps="gaps"),
         "unnamed_blocks": None if prompts.names is None else prompts.names.unnamed,
         "bytes_per_block": today.bytes_per_block,
-        "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
-        "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(prompts, curve), strict=True)),
+        "num_blocks": by_level((today.primary, today.secondary)),
+        "recorded_hit_rate": by_level(_recorded(prompts, curve)),
         "end": end_json(prompts.reader.end),
     }
 
@@ -325,14 +404,13 @@ def _show(log: Path, found: CurveFound, out: Output) -> None:
     out.facts(_facts(found))
     if not found.curve.block_requests:
         return
-    out.line()
     marks, sampled = _marks(found), found.curve.rate < 1 and not found.curve.is_vague
     rows = [
         _row(found, blocks, sampled=sampled)
         | {"": "█" * round(found.curve.hit_rate(blocks) * _BAR), " ": marks.get(blocks, "")}
         for blocks in _table_sizes(found)
     ]
-    out.table(rows, right=list(rows[0])[:-2])
+    out.table(rows, right=list(rows[0])[:-2], gap=True)
     out.line()
     out.line("block hit rate: reused fraction of the prompts' full blocks")
     if found.policies:
@@ -364,14 +442,13 @@ def _show_timeouts(log: Path, found: CurveFound, out: Output) -> None:
     out.heading(f"{printable(str(log))}: reuse of its prompts by idle timeout")
     covered = f"{span(found.timeouts.seconds)}; reuse after longer pauses is not visible"
     out.facts([*_facts(found), ("covered", covered)])
-    out.line()
     rows = [
         {"timeout": "none" if seconds is None else span(seconds), "block hit rate": share(rate)}
         | {"tokens lost": lost, **found.costs.cost_cells(found.cost_by_timeout(seconds))}
         | {"": "█" * round(rate * _BAR)}
         for seconds, _, rate, lost in _timeouts(found)
     ]
-    out.table(rows, right=list(rows[0])[:-1])
+    out.table(rows, right=list(rows[0])[:-1], gap=True)
     out.line()
     out.line(
         "block hit rate: reused fraction of the prompts' full blocks, in an unbounded cache that drops blocks"
@@ -441,17 +518,6 @@ def names_facts(prompts: LoggedPrompts) -> Facts:
             "names",
             "the log records no tokens: blocks are told apart by name" + rest * bool(prompts.names.unnamed),
         )
-
-
-def _vague(curve: HitCurve) -> str:
-    least, most = min(curve.sampled_blocks), max(curve.sampled_blocks)
-    blocks = count(most, "block") if least == most else f"{least:,} to {most:,} blocks"
-    enough = enough_for(curve.distinct_blocks)
-    remedy = f"give --sample {enough:g} or more" if enough < 1 else "omit --sample"
-    return (
-        f"the samples have only {blocks} each, too few for accurate hit rates, a knee or standard errors; "
-        f"{remedy}"
-    )
 
 
 def _today(prompts: LoggedPrompts, curve: HitCurve) -> Facts:

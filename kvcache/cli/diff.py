@@ -23,7 +23,7 @@ from kvcache.audit.diff import (
     first_divergence,
 )
 from kvcache.cli.events import event_line
-from kvcache.cli.options import add_shared, option, positive
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Facts, Output, Row, Update, pick, stamp, updating
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by\ntheir ids. Exits with 0 if the logs agree, 1 if they differ or are damaged."
     )
     add = partial(option, parser)
-    add("LOG_A", "a log directory", type=Path)
-    add("LOG_B", "another log directory", type=Path)
-    add("--top N", "maximum number of requests listed of each kind (default: 10)", type=positive, default=10)
+    add("LOG_A", "a log directory")
+    add("LOG_B", "another log directory")
+    add("--top N", "maximum number of requests listed of each kind (default: 10)", default=10)
     add_shared(parser, "time", "json")
 
 
@@ -157,24 +157,16 @@ def _show(
         out.line(f"  B  {b.line(divergence.b)}")
         if divergence.fields:
             out.line(f"  they differ in {', '.join(divergence.fields)}")
-    if settings:
-        out.line()
-        out.table(
-            [
-                {"setting": printable(each.name), "A": _spelled(each.a), "B": _spelled(each.b)}
-                for each in settings
-            ]
-        )
+    rows: list[Row] = [
+        {"setting": printable(each.name)}
+        | {side: printable(json.dumps(value)) for side, value in (("A", each.a), ("B", each.b))}
+        for each in settings
+    ]
+    out.table(rows, gap=True)
     out.line()
     out.facts(_facts(reuse))
-    if reuse.largest:
-        out.line()
-        rows = [_row(each) for each in reuse.largest]
-        out.table(rows, right=("prompt", "difference", "batch in A", "in B"))
-
-
-def _spelled(value: Any) -> str:
-    return printable(json.dumps(value))
+    rows = [_row(each) for each in reuse.largest]
+    out.table(rows, right=("prompt", "difference", "batch in A", "in B"), gap=True)
 
 
 def _facts(reuse: ReuseDifference) -> Facts:

@@ -27,7 +27,7 @@ from kvcache.phrases import printable, size
 from sinks import known_schemes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")
 _OF_EXTRAS = {
@@ -153,9 +153,9 @@ def _engines() -> Iterator[Finding]:
     for name, number in found.items():
         yield Finding(name, *(_vllm(number) if name in _VLLM else ("note", f"{number}; {_ENGINES[name]}")))
     if found.keys() & _VLLM.keys():
-        yield _plugin()
+        yield Finding("vllm plugin", *_plugin())
     if found.keys() & _VLLM.keys() or os.environ.get(VARIABLE):
-        yield _log_of_vllm(os.environ.get(VARIABLE, "").strip())
+        yield Finding(VARIABLE, *_log_of_vllm(os.environ.get(VARIABLE, "").strip()))
 
 
 def _vllm(number: str) -> tuple[str, str]:
@@ -165,45 +165,37 @@ def _vllm(number: str) -> tuple[str, str]:
     return "note", f"{number} is not supported ({' and '.join(KNOWN)} are); {can}"
 
 
-def _plugin() -> Finding:
+def _plugin() -> tuple[str, str]:
     """Check the plugin by which vLLM finds the recorder."""
-    own = [
-        each.name for each in entry_points(group=_PLUGINS) if each.value == f"{register.__module__}:register"
-    ]
+    value = f"{register.__module__}:register"
+    own = [each.name for each in entry_points(group=_PLUGINS) if each.value == value]
     allowed = os.environ.get("VLLM_PLUGINS")
     if not own:
-        text = "vLLM does not find the recorder: pip install '.[vllm]' from a checkout, into this environment"
-        return Finding("vllm plugin", "note", text)
+        return (
+            "note",
+            "vLLM does not find the recorder: pip install '.[vllm]' from a checkout, into this environment",
+        )
     if allowed is not None and own[0] not in allowed.split(","):
-        text = f"VLLM_PLUGINS does not include {own[0]}, so nothing is recorded: add it"
-        return Finding("vllm plugin", "note", text)
-    return Finding("vllm plugin", "ok", "registered")
+        return "note", f"VLLM_PLUGINS does not include {own[0]}, so nothing is recorded: add it"
+    return "ok", "registered"
 
 
-def _log_of_vllm(given: str) -> Finding:
+def _log_of_vllm(given: str) -> tuple[str, str]:
     """Check the directory of a recorded vLLM's log, which need not exist yet."""
     if not given:
-        return Finding(
-            VARIABLE, "note", f"not set; to record, run {VARIABLE}=DIR vllm serve MODEL (`kvcache docs vllm`)"
-        )
-    path = Path(given).expanduser()
+        return "note", f"not set; to record, run {VARIABLE}=DIR vllm serve MODEL (`kvcache docs vllm`)"
+    path, shown = Path(given).expanduser(), printable(given)
     place = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
-    shown = printable(given)
     if not place.is_dir():
-        return Finding(VARIABLE, "problem", f"{printable(str(place))} is not a directory: choose another one")
+        return "problem", f"{printable(str(place))} is not a directory: choose another one"
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         where = "it" if place == path else printable(str(place))
-        return Finding(
-            VARIABLE, "problem", f"{shown}: no permission to write to {where}: choose another directory"
-        )
-    if place == path and not is_log(path) and holds_foreign_files(path) and not logs_in(path).logs:
-        return Finding(VARIABLE, "problem", str(NotALog(path, to_write=True)))
-    goes_on = place == path and (is_log(path) or logs_in(path).logs)
-    return Finding(
-        VARIABLE,
-        "ok",
-        f"{shown}, {'an existing log, which will be continued' if goes_on else 'a new log will be created'}",
-    )
+        return "problem", f"{shown}: no permission to write to {where}: choose another directory"
+    if place == path and (is_log(path) or logs_in(path)[0]):
+        return "ok", f"{shown}, an existing log, which will be continued"
+    if place == path and holds_foreign_files(path):
+        return "problem", str(NotALog(path, to_write=True))
+    return "ok", f"{shown}, a new log will be created"
 
 
 def _devices() -> Iterator[Finding]:
@@ -222,20 +214,15 @@ def _devices() -> Iterator[Finding]:
         yield Finding("device", "note", f"cpu; {reason}")
         yield Finding("copies", "ok", "by torch, on the host (no GPU)")
         return
+    from kvcache.device.copying import chosen
+
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         text = f"{device.name}, compute capability {device.major}.{device.minor}, {size(free)} of {size(total)} free"
         yield Finding(f"device cuda:{index}", "ok", f"{text}, CUDA {torch.version.cuda}")
-        yield _copies(f"copies cuda:{index}", torch.device("cuda", index))
-
-
-def _copies(what: str, device: torch.device) -> Finding:
-    """Check which copier the pools of a cache there get, and why."""
-    from kvcache.device.copying import chosen
-
-    found = chosen(device)
-    return Finding(what, "note" if found.memcpy is None else "ok", found.why)
+        copier = chosen(torch.device("cuda", index))  # that of the pools of a cache there
+        yield Finding(f"copies cuda:{index}", "note" if copier.memcpy is None else "ok", copier.why)
 
 
 def _limits() -> Iterator[Finding]:

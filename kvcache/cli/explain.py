@@ -44,27 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once (for a trace, that of the cache that served it), and print the explanation."""
     with as_log(args, out) as served:
-        return _explain(LogReader(served.log), args, out)
-
-
-def _explain(reader: LogReader, args: argparse.Namespace, out: Output) -> int:
-    batches = UpTo(reader, None)
-    if args.session is not None:
-        turns = turns_of(out.watched(batches), args.session)
+        batches = UpTo(reader := LogReader(served.log), None)
+        turns = [] if args.session is None else turns_of(out.watched(batches), args.session)
+        found = [] if args.request is None else explain_request(out.watched(batches), args.request)
         out.note_end(reader.end)
+        when = Times(args.time, batches.first_ts)
         if args.json:
-            said = {"session": args.session, "turns": list(map(_turn_json, turns))}
+            of_session = {"session": args.session, "turns": list(map(_turn_json, turns))}
+            said = {"requests": list(map(to_json, found))} if args.session is None else of_session
             out.json(said | {"end": end_json(reader.end)})
+        elif args.session is not None:
+            _show_turns(turns, when, out)
         else:
-            _show_turns(turns, Times(args.time, batches.first_ts), out)
-        return 0
-    found = explain_request(out.watched(batches), args.request)
-    out.note_end(reader.end)
-    if args.json:
-        out.json({"requests": [to_json(each) for each in found], "end": end_json(reader.end)})
-        return 0
-    for each in found:
-        _show(each, Times(args.time, batches.first_ts), out)
+            for each in found:
+                _show(each, when, out)
     return 0
 
 
@@ -74,10 +67,8 @@ def _show(found: Explanation, when: Times, out: Output) -> None:
             out.line()
         out.heading(view.heading)
         out.facts(view.facts)
-        if view.columns:
-            out.line()
-            rows = [dict(zip(view.columns, row, strict=True)) for row in view.rows]
-            out.table(rows, right=ExplanationView.RIGHT)
+        rows = [dict(zip(view.columns, row, strict=True)) for row in view.rows]
+        out.table(rows, right=ExplanationView.RIGHT, gap=True)
 
 
 def _show_turns(turns: list[Turn], when: Times, out: Output) -> None:
@@ -87,7 +78,6 @@ def _show_turns(turns: list[Turn], when: Times, out: Output) -> None:
         f"session {printable(str(admissions[0].origin.session))}: {count(turns[-1].number, 'turn')}, "
         f"{prompts:,} prompt tokens, of which {reused:,} were reused: {share(reused / prompts)}"
     )
-    out.line()
     agents = [printable((each.origin.labels or {}).get("agent", "")) for each in admissions]
     rows = [
         {
@@ -105,7 +95,7 @@ def _show_turns(turns: list[Turn], when: Times, out: Output) -> None:
         }
         for each, admission, agent in zip(turns, admissions, agents, strict=True)
     ]
-    out.table(rows, right=["reused", "differs at token", "block"])
+    out.table(rows, right=["reused", "differs at token", "block"], gap=True)
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kvcache.audit.perfetto import PerfettoWriter
 from kvcache.audit.trace import KEY_BYTES, TraceForm, TraceWriter
 from kvcache.cli.curve import names_facts
 from kvcache.cli.options import add_shared, option
-from kvcache.cli.output import Output
+from kvcache.cli.output import Facts, Output
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
 from kvcache.errors import UsageError
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output: a database (sqlite), a trace file (perfetto, compressed if the name ends in .gz), or a directory with "
         "one file per table",
         required=True,
-        type=Path,
     )
     option(parser, "--force", "replace an earlier export at PATH")
     option(
@@ -55,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key FILE",
         "for a trace: key of its numbers, at least 16 bytes; traces with the same key can be joined (default: a new "
         "key)",
-        type=Path,
     )
     add_trace(parser)
 
@@ -64,49 +62,37 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once (for a trace, that of the cache that served it), write the export, and print the row counts."""
     if args.key is not None and args.to not in _TRACES:
         raise UsageError(f"--key works with traces only: --to {' or '.join(_TRACES)}")
-    with as_log(args, out) as served:
-        return _export(served.log, args, out)
-
-
-def _export(log: Path, args: argparse.Namespace, out: Output) -> int:
-    if args.to in _TRACES:
-        return _write_trace(log, args, out)
-    reader = LogReader(open_log(log).path)
-    if args.to == _PICTURE:
-        return _write_picture(reader, args, out)
-    with leaving_at_sigterm():
-        rows = export(out.watched(reader, "exporting"), args.to, args.output, force=args.force)
-    out.note_end(reader.end)
-    out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
-    out.facts([(table, count(number, "row")) for table, number in rows.items()])
+    with as_log(args, out) as served, leaving_at_sigterm():
+        reader, facts = (_write_trace if args.to in _TRACES else _export)(served.log, args, out)
+        out.note_end(reader.end)
+        out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
+        out.facts(facts)
     return 0
 
 
-def _write_trace(log: Path, args: argparse.Namespace, out: Output) -> int:
+def _export(log: Path, args: argparse.Namespace, out: Output) -> tuple[LogReader, Facts]:
+    """Write tables, or a timeline; return the reader of the log at its end, and what was written."""
+    reader = LogReader(open_log(log).path)
+    batches = out.watched(reader, "exporting")
+    if args.to == _PICTURE:
+        writer = PerfettoWriter(batches)
+        writer.write(args.output, force=args.force)
+        where = "open the file at https://ui.perfetto.dev (nothing is uploaded)"
+        return reader, [("trace events", f"{writer.events:,}; {where}")]
+    rows = export(batches, args.to, args.output, force=args.force)
+    return reader, [(table, count(number, "row")) for table, number in rows.items()]
+
+
+def _write_trace(log: Path, args: argparse.Namespace, out: Output) -> tuple[LogReader, Facts]:
+    """Write a trace of requests; return the reader of the log at its end, and what was written."""
     key = secrets.token_bytes(KEY_BYTES) if args.key is None else args.key.read_bytes()
-    with leaving_at_sigterm(), out.progress("exporting") as update:
+    with out.progress("exporting") as update:
         prompts = LoggedPrompts(log, update)
         writer = TraceWriter(prompts, args.to, key)
         writer.write(args.output, force=args.force)
-    out.note_end(prompts.reader.end)
-    out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
     blocks = f"{prompts.tokens_per_block:,} tokens each"
-    out.facts([("requests", count(writer.lines, "line")), ("blocks", blocks), *names_facts(prompts)])
-    return 0
-
-
-def _write_picture(reader: LogReader, args: argparse.Namespace, out: Output) -> int:
-    writer = PerfettoWriter(out.watched(reader, "exporting"))
-    with leaving_at_sigterm():
-        writer.write(args.output, force=args.force)
-    out.note_end(reader.end)
-    out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
-    out.facts(
-        [
-            (
-                "trace events",
-                f"{writer.events:,}; open the file at https://ui.perfetto.dev (nothing is uploaded)",
-            )
-        ]
-    )
-    return 0
+    return prompts.reader, [
+        ("requests", count(writer.lines, "line")),
+        ("blocks", blocks),
+        *names_facts(prompts),
+    ]

@@ -41,7 +41,7 @@ def _not_a_log(error: NotALog) -> str:
     from kvcache.cli.audit import logs_in, some_of
 
     with suppress(OSError):
-        if inside := logs_in(error.path).logs:
+        if inside := logs_in(error.path)[0]:
             return f"{error.path} is a directory of logs: give one of them ({some_of(inside)})"
     if error.path.is_file():
         made = (

@@ -72,16 +72,8 @@ def worker_json(worker: WorkerState) -> dict[str, Any]:
         if blocks
     ]
     return (
-        pick(
-            worker,
-            "complete",
-            "number",
-            "batches",
-            "unknown_removals",
-            "clears",
-            "restarts",
-            "unknown_events",
-        )
+        pick(worker, "complete", "number", "batches", "unknown_removals", "clears", "restarts")
+        | pick(worker, "unknown_events")
         | pick(worker, worker="name", losses="gaps", lost_batches="lost")
         | pick(worker, blocks_stored="stored", blocks_removed="removed", blocks_repeated="repeated")
         | pick(worker.seen, "topic", "rank")
@@ -111,7 +103,7 @@ def replay(args: argparse.Namespace, out: Output) -> int:
         f"{batches(gap.first_seq, gap.last_seq, 'of the log is', 'of the log are')} missing: {printable(gap.reason)}"
         for gap in folded.gaps
     ]
-    replayed = f"{count(folded.events, 'event')} in {count(folded.batches, 'batch', 'batches')}"
+    replayed = f"{count(folded.events, 'event')} in {count(folded.batches, 'batch')}"
     ended = "not reached" if end is None else describe_end(end)
     out.facts([("replayed", replayed), *(("gap", each) for each in missing), ("end of the log", ended)])
     return 0
@@ -191,7 +183,9 @@ def audit(args: argparse.Namespace, out: Output) -> int:
                 **stamp(last.seq, last.ts, "last_"),
                 "tokens_recorded": history.state.tokens_recorded,
                 "workers": [worker_json(worker) for worker in history.state.workers.values()],
-                "blocks": _blocks_json(history),
+                "blocks": pick(history, "stored", "stored_elsewhere", "stored_again", "removed", "moved")
+                | pick(history, "forgotten", "held_by")
+                | {"lifetimes": ages_json(history.lifetimes), "gone_ages": ages_json(history.gone_ages)},
             }
         )
         return 0
@@ -200,20 +194,10 @@ def audit(args: argparse.Namespace, out: Output) -> int:
     out.heading(f"{printable(str(args.log))}: {ends}")
     _show_workers(history.state, out)
     out.line()
-    out.facts(list(_facts(history)))
+    out.facts(_facts(history))
     out.line()
     out.line("engines publish no requests, so neither reuse nor the reasons for computed tokens are known")
     return 0
-
-
-def _blocks_json(history: FeedHistory) -> dict[str, Any]:
-    return {
-        **pick(
-            history, "stored", "stored_elsewhere", "stored_again", "removed", "moved", "forgotten", "held_by"
-        ),
-        "lifetimes": ages_json(history.lifetimes),
-        "gone_ages": ages_json(history.gone_ages),
-    }
 
 
 def _facts(history: FeedHistory) -> Iterator[tuple[str, str]]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvcache.audit.groups import (
-    CacheShares,
-    GroupRow,
     GroupTotals,
     Key,
     RequestGroups,
@@ -20,7 +17,7 @@ from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit
 from kvcache.audit.turns import KINDS_IN_WORDS, SessionTurns, TurnKind
 from kvcache.cli.costs import AuditCosts
-from kvcache.cli.output import Facts, Output, Row, stamp
+from kvcache.cli.output import Facts, Output, Row, pick, stamp
 from kvcache.cli.times import Times
 from kvcache.phrases import count, printable, share
 
@@ -52,9 +49,8 @@ def show(
             *spent.facts(),
         ]
     )
-    out.line()
     rows = _rows(view, spent)
-    out.table(rows, right=list(rows[0])[1:] if rows else ())
+    out.table(rows, right=list(rows[0])[1:] if rows else (), gap=True)
     _show_pairs(view, top, out)
     _show_shares(view, when, out)
 
@@ -74,7 +70,7 @@ def _rows(view: TopGroups, spent: AuditCosts) -> list[Row]:
             "blocks evicted": each.evicted,
             "evicted for it": each.evicted_for_it,
             "share of cache": share(each.share),
-            **spent.of_group(each.totals.spent_seconds, each.totals.saved_seconds),
+            **spent.cells(each.totals.spent_seconds, each.totals.saved_seconds),
         }
         for each in groups
     ]
@@ -82,8 +78,6 @@ def _rows(view: TopGroups, spent: AuditCosts) -> list[Row]:
 
 def _show_pairs(view: TopGroups, top: int, out: Output) -> None:
     pairs = view.pairs()
-    if not pairs:
-        return
     title = f"evicted from {printable(view.groups.by)}"
     rows: list[Row] = [
         {title: view.name_of(owner), "for": view.name_of(needed_by)}
@@ -96,8 +90,7 @@ def _show_pairs(view: TopGroups, top: int, out: Output) -> None:
             "tokens computed again": sum(each[3] for each in rest),
         }
         rows.append({title: others(len(rest)), "for": ""} | sums)
-    out.line()
-    out.table(rows)
+    out.table(rows, gap=True)
 
 
 def _show_shares(view: TopGroups, when: Times, out: Output) -> None:
@@ -114,8 +107,7 @@ def _show_shares(view: TopGroups, when: Times, out: Output) -> None:
         rows.append(row | {"others": share(unnamed / total)})
     if all(row["others"] == share(0) for row in rows):
         rows = [{name: cell for name, cell in row.items() if name != "others"} for row in rows]
-    out.line()
-    out.table(rows, right=list(rows[0]))
+    out.table(rows, right=list(rows[0]), gap=True)
 
 
 def show_turns(turns: SessionTurns, out: Output) -> None:
@@ -126,9 +118,7 @@ def show_turns(turns: SessionTurns, out: Output) -> None:
         for kind in TurnKind
         if (totals := turns.by_kind.get(kind)) is not None
     ]
-    if rows:
-        out.line()
-        out.table(rows, right=["reused"])
+    out.table(rows, right=["reused"], gap=True)
 
 
 # -- for programs
@@ -137,35 +127,35 @@ def show_turns(turns: SessionTurns, out: Output) -> None:
 def to_json(groups: RequestGroups, audit: Audit, top: int, spent: AuditCosts) -> dict[str, Any]:
     """Return the groups with the most prompt tokens, the others as one, and evictions between all of these."""
     view = TopGroups(groups, audit.last_at, top)
-    named = [_row_json(each, spent) for each in view.rows()]
+    named: list[dict[str, Any]] = [
+        {
+            **totals_json(each.totals),
+            **pick(
+                each, evicted_blocks="evicted", evicted_for_it_blocks="evicted_for_it", cache_share="share"
+            ),
+            "prefill": spent.of_group_json(each.totals.spent_seconds, each.totals.saved_seconds),
+        }
+        for each in view.rows()
+    ]
     rest = None if view.rest is None else {"groups": len(groups.totals) - len(view.named), **named.pop()}
     return {
         "by": groups.by,
         "groups": [{"name": key, **each} for key, each in zip(view.named, named, strict=True)],
         "others": rest,
         "evictions": _pairs_json(view),
-        "over_time": [_shares_json(view, shares) for shares in groups.moments],
-    }
-
-
-def _row_json(row: GroupRow, spent: AuditCosts) -> dict[str, Any]:
-    return {
-        **totals_json(row.totals),
-        "evicted_blocks": row.evicted,
-        "evicted_for_it_blocks": row.evicted_for_it,
-        "cache_share": row.share,
-        "prefill": spent.of_group_json(row.totals.spent_seconds, row.totals.saved_seconds),
+        "over_time": [
+            stamp(each.batch, each.at)
+            | {"blocks": [each.blocks.get(key, 0) for key in view.named]}
+            | {"others_blocks": view.unnamed(each.blocks)}
+            for each in groups.moments
+        ],
     }
 
 
 def totals_json(totals: GroupTotals) -> dict[str, Any]:
     """Return the counts of requests."""
-    return {
-        "requests": totals.requests,
-        "prompt_tokens": totals.prompt_tokens,
-        "reused_tokens": totals.reused,
-        "reasons": {reason.label: int(totals.reasons[reason]) for reason in Reason},
-    }
+    reasons = {reason.label: int(totals.reasons[reason]) for reason in Reason}
+    return pick(totals, "requests", "prompt_tokens", reused_tokens="reused") | {"reasons": reasons}
 
 
 def turns_json(turns: SessionTurns) -> list[dict[str, Any]]:
@@ -193,12 +183,3 @@ def _pairs_json(view: TopGroups) -> list[dict[str, Any]]:
 
 _Pair = tuple[tuple[Key, bool], tuple[Key, bool]]
 """Two groups: a name, and True if it stands for all others."""
-
-
-def _shares_json(view: TopGroups, shares: CacheShares) -> dict[str, Any]:
-    named: Sequence[Key] = view.named
-    return {
-        **stamp(shares.batch, shares.at),
-        "blocks": [shares.blocks.get(key, 0) for key in named],
-        "others_blocks": view.unnamed(shares.blocks),
-    }

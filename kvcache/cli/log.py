@@ -9,17 +9,17 @@ from typing import Any
 
 from events.errors import NotALog
 from events.log.leases import leased
-from events.log.recovery import Recovery, repair
+from events.log.recovery import repair
 from events.log.retention import Limits, LogParts
 from events.log.segments import Segment, is_closed, is_log, segment_paths
 from events.units import parse_bytes
-from kvcache.cli.options import add_shared, option, positive, seconds
+from kvcache.cli.options import add_shared, option
 from kvcache.cli.output import Output, end_json, pick
 from kvcache.errors import InternalError, UsageError
 from kvcache.maintenance.compress import compress
 from kvcache.maintenance.prune import prune
-from kvcache.maintenance.salvage import Loss, Salvaged, salvage
-from kvcache.maintenance.verify import Verified, verify
+from kvcache.maintenance.salvage import Loss, salvage
+from kvcache.maintenance.verify import verify
 from kvcache.phrases import batches, count, describe_end, iso, printable, size
 
 _ACTIONS = {
@@ -52,11 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--retain-seconds SECONDS",
         "for prune: maximum age of segments, relative to the start of the newest one, by the log's clock",
-        type=seconds,
     )
-    add("--retain-segments N", "for prune: maximum number of segments", type=positive)
+    add("--retain-segments N", "for prune: maximum number of segments")
     add("--dry-run", "for repair: print what would be done, without doing it")
-    add("--to DIR", "for salvage: directory of the new log", type=Path)
+    add("--to DIR", "for salvage: directory of the new log")
 
 
 def _bytes(text: str) -> int:
@@ -151,21 +150,17 @@ def _verify(args: argparse.Namespace, out: Output) -> None:
         }
         out.json(counted | more | {"end": end_json(found.end)})
     else:
-        _show_verified(args.log, found, out)
+        out.heading(f"{printable(str(args.log))}: {count(found.batches, 'batch')} read")
+        rows = [("events", f"{found.events:,}"), ("checkpoints", f"{found.checkpoints:,} agree")]
+        rows.append(("snapshots", f"{found.snapshots:,} agree with the log"))
+        rows += [("unused", path.name) for path in found.unused]
+        rows += [("damage", printable(str(each))) for each in found.damage]
+        rows += [("problem", printable(problem)) for problem in found.problems]
+        if found.end is not None:
+            rows.append(("end of the log", describe_end(found.end)))
+        out.facts(rows)
     if problems := [*map(str, found.damage), *found.problems]:
         raise InternalError(f"{count(len(problems), 'problem')}: {'; '.join(problems[:3])}")
-
-
-def _show_verified(log: Path, found: Verified, out: Output) -> None:
-    out.heading(f"{printable(str(log))}: {count(found.batches, 'batch', 'batches')} read")
-    rows = [("events", f"{found.events:,}"), ("checkpoints", f"{found.checkpoints:,} agree")]
-    rows.append(("snapshots", f"{found.snapshots:,} agree with the log"))
-    rows += [("unused", path.name) for path in found.unused]
-    rows += [("damage", printable(str(each))) for each in found.damage]
-    rows += [("problem", printable(problem)) for problem in found.problems]
-    if found.end is not None:
-        rows.append(("end of the log", describe_end(found.end)))
-    out.facts(rows)
 
 
 def _compress(args: argparse.Namespace, out: Output) -> None:
@@ -200,22 +195,13 @@ def _prune(args: argparse.Namespace, limits: Limits, out: Output) -> None:
 
 def _repair(args: argparse.Namespace, out: Output) -> None:
     done = repair(args.log, dry_run=args.dry_run)
-    if not args.json:
-        _say_repaired(done, out, dry_run=args.dry_run)
+    if args.json:
+        cut = done.cut and pick(done.cut, "path", "offset", "bytes")
+        found = {"dry_run": args.dry_run, "next_seq": done.chain.seq, "cut": cut}
+        found["set_aside"] = [pick(each, "path", "bytes") for each in done.quarantined]
+        out.json(found | {"unfinished": [path.name for path in done.unfinished]})
         return
-    out.json(
-        {
-            "dry_run": args.dry_run,
-            "next_seq": done.chain.seq,
-            "cut": done.cut and pick(done.cut, "path", "offset", "bytes"),
-            "set_aside": [pick(each, "path", "bytes") for each in done.quarantined],
-            "unfinished": [path.name for path in done.unfinished],
-        }
-    )
-
-
-def _say_repaired(done: Recovery, out: Output, *, dry_run: bool) -> None:
-    would = "would be " if dry_run else ""
+    would = "would be " if args.dry_run else ""
     for path in done.unfinished:
         out.line(f"{path.name} {would}removed: an incomplete segment, or copy of one")
     for each in done.quarantined:
@@ -238,12 +224,8 @@ def _salvage(args: argparse.Namespace, out: Output) -> None:
             for each in done.losses
         ]
         out.json(pick(done, "batches", "last_seq", "torn", "damage") | {"lost": lost})
-    else:
-        _say_salvaged(args, done, out)
-
-
-def _say_salvaged(args: argparse.Namespace, done: Salvaged, out: Output) -> None:
-    copied = f"{count(done.batches, 'batch', 'batches')} copied, up to {done.last_seq:,}"
+        return
+    copied = f"{count(done.batches, 'batch')} copied, up to {done.last_seq:,}"
     out.heading(f"{printable(str(args.to))}: {copied}")
     rows = [("damage", printable(str(each))) for each in done.damage]
     rows += [("lost", _lost(each)) for each in done.losses] or [("lost", "nothing")]

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--request ID", "request whose prompt to look up: its last admission up to --at, or else its next one"
     )
-    add("--tokens FILE", TOKENS_HELP)
+    add("--tokens FILE", TOKENS_HELP, type=str)
     add_namespace(parser, "--tokens")
 
 
@@ -174,12 +174,10 @@ def _block_json(block: MatchedBlock) -> dict[str, Any]:
 def _show(replayed: Replayed, found: Match, out: Output) -> None:
     out.facts(_facts(replayed.state, found))
     blocks = sorted([*found.blocks, *found.partials], key=lambda block: (block.window, block.index))
-    if blocks:
-        out.line()
-        # A single window needs no name.
-        several = len({block.window for block in blocks}) > 1
-        rows = [_row(block, replayed.state.tokens_per_block, several=several) for block in blocks]
-        out.table(rows, right=("block", "slot"))
+    # A single window needs no name.
+    several = len({block.window for block in blocks}) > 1
+    rows = [_row(block, replayed.state.tokens_per_block, several=several) for block in blocks]
+    out.table(rows, right=("block", "slot"), gap=True)
 
 
 def _facts(state: CacheState, found: Match) -> Facts:

@@ -34,22 +34,18 @@ _IDS = re.compile(r"\d+(?:[\s,]+\d+)+", re.ASCII)
 """Token ids given in place of a file."""
 
 
-def natural(text: str) -> int:
-    """Parse an integer, at least 0."""
-    return _at_least(0, text)
-
-
-def positive(text: str) -> int:
-    """Parse an integer, at least 1."""
-    return _at_least(1, text)
-
-
 def _at_least(least: int, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"{text!r} is too large")
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer that is at least {least}")
     return int(text)
+
+
+natural = partial(_at_least, 0)
+"""Parser of an integer, at least 0."""
+positive = partial(_at_least, 1)
+"""Parser of an integer, at least 1."""
 
 
 def integer(text: str) -> int:
@@ -102,11 +98,6 @@ def cache_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def cache_size_or_none(text: str) -> int:
-    """Parse a cache size as `cache_size` does; "0" means that there is no such level."""
-    return 0 if text == "0" else cache_size(text)
-
-
 Place = argparse.ArgumentParser | argparse._ArgumentGroup
 _SPELLING = (
     "format of times, cut to milliseconds: since the log's first batch (relative, the default), or the time of day in "
@@ -116,44 +107,43 @@ TOKENS_PER_BLOCK = 64
 """Tokens of a block, where neither an option nor the hash_ids of a trace say."""
 CONCURRENCY = 32
 """Default for the number of requests of a played trace that run at once."""
-_MOMENT = {"type": times.LogPosition.parse}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("LOG", "LOG_A", "LOG_B", "TRACE", "FILE", "DIR", "PATH"), Path),
+    "N": positive,
+    "SECONDS": seconds,
+    "TIME": times.length,
+    "MOMENT": times.LogPosition.parse,
+}
+"""Types of values by their names in the help; all others are texts."""
 _SHARED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "log": ("LOG", "a log directory", {"type": Path}),
-    "at": ("--at MOMENT", "", _MOMENT),
-    "since": ("--since MOMENT", "", _MOMENT),
-    "until": ("--until MOMENT", "", _MOMENT),
-    "time": (
-        "--time",
-        _SPELLING,
-        {"choices": times.FORMS, "default": "relative"},
-    ),
-    "every": ("--every SECONDS", "", {"type": seconds}),
+    "log": ("LOG", "a log directory", {}),
+    "at": ("--at MOMENT", "", {}),
+    "since": ("--since MOMENT", "", {}),
+    "until": ("--until MOMENT", "", {}),
+    "time": ("--time", _SPELLING, {"choices": times.FORMS, "default": "relative"}),
+    "every": ("--every SECONDS", "", {}),
     "json": ("--json", "print the result as JSON", {}),
     "trace_block_size": (
         "--trace-block-size N",
         "tokens per hash_id of the trace (default: detected from the first lines; 16 for a Bailian trace)",
-        {"type": positive},
+        {},
     ),
     "tokenizer": (
         "--tokenizer DIR",
         "directory of the model's tokenizer with its chat template, for a trace whose prompts are messages",
-        {"type": Path},
+        {},
     ),
     "concurrency": (
         "--concurrency N",
         f"maximum number of requests running at once (default: {CONCURRENCY})",
-        {"type": positive, "default": CONCURRENCY},
+        {"default": CONCURRENCY},
     ),
-    "tokens_per_block": (
-        "--tokens-per-block N",
-        f"tokens per block (default: {TOKENS_PER_BLOCK})",
-        {"type": positive},
-    ),
-    "primary_blocks": ("--primary-blocks N", "number of blocks on the device", {"type": cache_size}),
+    "tokens_per_block": ("--tokens-per-block N", "", {}),
+    "primary_blocks": ("--primary-blocks N", "", {"type": cache_size}),
     "secondary_blocks": (
         "--secondary-blocks N",
-        "number of blocks in host memory (0: none)",
-        {"type": cache_size_or_none},
+        "",
+        {"type": lambda text: 0 if text == "0" else cache_size(text)},
     ),
     "lora_id": ("--lora-id N", "number of the LoRA adapter", {"type": integer}),
     "lora_name": ("--lora-name NAME", "name of the LoRA adapter", {}),
@@ -167,11 +157,11 @@ def option(place: Place, usage: str, purpose: str, **more: Any) -> None:
     """Declare an argument in the form of its help.
 
     ``-o --output FILE`` is an option with a value, ``--force`` a flag (unless it has `choices`), ``TRACE`` an argument
-    by its place. `more` are further arguments for argparse.
+    by its place. The name of a value determines its type. `more` are further arguments for argparse.
     """
     names = [word for word in usage.split() if word.startswith("-")]
     if values := [word for word in usage.split() if word not in names]:
-        more["metavar"] = values[0]
+        more = {"metavar": values[0], "type": _TYPES.get(values[0]), **more}
     elif "choices" not in more:
         more["action"] = "store_true"
     place.add_argument(*(names or [usage.lower()]), help=purpose, **more)
@@ -189,11 +179,6 @@ def add_namespace(place: Place, of: str) -> None:
     add_shared(place, **{name: f"{_SHARED[name][1]}, with {of}" for name in _NAMESPACE})
 
 
-def add_trace_options(place: Place) -> None:
-    """Declare the options for reading a trace."""
-    add_shared(place, "trace_block_size", "tokenizer")
-
-
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options for converting tokens to seconds, money and bytes (`kvcache.cli.costs`)."""
     add = partial(
@@ -209,7 +194,6 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-fit FILE",
         "CSV file with the columns tokens,cached,seconds, or log, to which the formula is fitted",
-        type=Path,
     )
     add(
         "--gpus N",
@@ -226,7 +210,6 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
         "--model-config FILE",
         "config.json of the model in Hugging Face's format, to show bytes as well as blocks (default: the model in "
         "the log's settings)",
-        type=Path,
     )
     add(
         "--kv-dtype NAME",

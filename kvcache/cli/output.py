@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvcache.cli import messages
 from kvcache.phrases import describe_end, duration, is_whole, iso, printable, size
@@ -31,7 +31,6 @@ Row = Mapping[str, Any]
 """Cells, texts and integers, by column name."""
 Facts = Iterable[tuple[str, str]]
 Update = Callable[[int], None]
-Status = TypeVar("Status")
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _IDLE = 10
 """Minimum ratio of the pause between updates to the time that an update takes."""
@@ -54,9 +53,8 @@ codecs.register_error(PLAIN, _plain)
 class Output:
     """Output of a command, with its style."""
 
-    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.verbose = verbose
         self._frame: list[RenderableType] | None = None
         """Sink for output while a frame is drawn in place."""
 
@@ -107,13 +105,18 @@ class Output:
         for label, text in rows:
             self.line(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
 
-    def table(self, rows: Sequence[Row], *, right: Sequence[str] = (), styles: Sequence[str] = ()) -> None:
+    def table(
+        self, rows: Sequence[Row], *, right: Sequence[str] = (), styles: Sequence[str] = (), gap: bool = False
+    ) -> None:
         """Print rows under a heading, with the columns of the first one; nothing if there are none.
 
-        Numbers, and the columns in `right`, are aligned to the right; `styles` are rich's for each row.
+        Numbers, and the columns in `right`, are aligned to the right; `styles` are rich's for each row. `gap` is an
+        empty line before the table.
         """
         if not rows:
             return
+        if gap:
+            self.line()
         columns = list(rows[0])
         right = [name for name in columns if name in right or any(isinstance(row[name], int) for row in rows)]
         cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()] for row in rows]
@@ -210,41 +213,28 @@ def updating(batches: Iterable[EventBatch], update: Update) -> Iterator[EventBat
         yield batch
 
 
-class Paced:
-    """Display throttled to once in `every` seconds, and to a small part of the time."""
+def paced(show: Callable[[], None], every: float, first: float = 0.0) -> Callable[[], None]:
+    """Return `show` throttled to once in `every` seconds, and to a small part of the time."""
+    due = time.monotonic() + first
 
-    def __init__(self, show: Callable[[], None], every: float, first: float = 0.0) -> None:
-        self._show, self._every = show, every
-        self._due = time.monotonic() + first
-
-    def show_if_due(self) -> None:
-        """Show it if it is due."""
-        begun = time.monotonic()
-        if begun >= self._due:
-            self._show()
+    def show_if_due() -> None:
+        nonlocal due
+        if (begun := time.monotonic()) >= due:
+            show()
             ended = time.monotonic()
-            self._due = ended + max(self._every, _IDLE * (ended - begun))
+            due = ended + max(every, _IDLE * (ended - begun))
+
+    return show_if_due
 
 
-class StatusLines(Generic[Status]):
-    """Periodic status lines of a command that runs until it is stopped.
+class StatusLines:
+    """Periodic status lines of a command that runs until it is stopped; none repeats the previous one.
 
-    They are notes for people, or JSON on stdout; none repeats the previous one. One is due `first` seconds from now,
-    and then at most one in `every` seconds.
+    One is due `first` seconds from now, and then at most one in `every` seconds.
     """
 
-    def __init__(
-        self,
-        out: Output,
-        in_words: Callable[[Status], str],
-        to_json: Callable[[Status], object],
-        *,
-        as_json: bool,
-        every: float,
-        first: float = 0,
-    ) -> None:
-        self._out, self._in_words, self._to_json, self._as_json = out, in_words, to_json, as_json
-        self._every, self._due = every, time.monotonic() + first
+    def __init__(self, out: Output, every: float, first: float = 0) -> None:
+        self._out, self._every, self._due = out, every, time.monotonic() + first
         self._said: object = None
 
     def is_due(self) -> bool:
@@ -254,16 +244,15 @@ class StatusLines(Generic[Status]):
         self._due = now + self._every
         return True
 
-    def say(self, status: Status) -> None:
-        """Print a line if the status has changed."""
-        said = self._to_json(status) if self._as_json else self._in_words(status)
-        if said == self._said:
+    def say(self, status: object) -> None:
+        """Print a status if it has changed: a text as a note for people, all else as JSON on stdout."""
+        if status == self._said:
             return
-        self._said = said
-        if self._as_json:
-            print_json(said)
+        self._said = status
+        if isinstance(status, str):
+            self._out.note(status)
         else:
-            self._out.note(str(said))
+            print_json(status)
 
 
 def paint(text: str, color: str | None) -> str:
@@ -330,13 +319,10 @@ def jsonable(value: Any) -> Any:
     """Convert dataclasses, structs, named tuples, paths and arrays for `json`."""
     import msgspec
 
-    return msgspec.to_builtins(value, enc_hook=_encoded, str_keys=True)
+    def encode(value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value.tolist()
 
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value.tolist()  # an array, or an element of one
+    return msgspec.to_builtins(value, enc_hook=encode, str_keys=True)
 
 
 def print_json(value: Any) -> None:
@@ -352,6 +338,13 @@ def pick(whole: object, *names: str, **renamed: str) -> dict[str, Any]:
 def stamp(seq: int | None, ts: int | None, prefix: str = "") -> dict[str, Any]:
     """Return the number of a batch and its time, as in all JSON."""
     return {f"{prefix}seq": seq, f"{prefix}ts": ts, f"{prefix}time": None if ts is None else iso(ts)}
+
+
+def by_level(values: Iterable[Any] | None) -> dict[str, Any] | None:
+    """Return the values of both levels by name; None if they are unknown."""
+    from events.structs import LEVEL_NAMES
+
+    return None if values is None else dict(zip(LEVEL_NAMES, values, strict=True))
 
 
 def end_json(end: LogEnd | None) -> dict[str, Any] | None:

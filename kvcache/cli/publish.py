@@ -6,7 +6,6 @@ import argparse
 import shutil
 import sys
 from functools import partial
-from pathlib import Path
 
 from kvcache.cli.options import add_shared, add_status_options, option
 from kvcache.cli.output import Output, StatusLines, left_of_log, pick, stamp
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--state DIR",
         "directory for the positions of sinks and the sequence numbers of feeds (default: LOG)",
-        type=Path,
     )
     ends = parser.add_mutually_exclusive_group()
     option(ends, "--once", "stop at the current end of the log")
@@ -79,7 +77,7 @@ class _PublishProgress:
         self._live = not (args.json or out.quiet or args.log_json) and sys.stderr.isatty()
         self._notes_opened = not (self._live or args.json)
         every = _LIVE_SECONDS if self._live else args.every
-        self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=every)
+        self._lines, self._in_form = StatusLines(out, every), to_json if args.json else _line
         self._noted: set[str] = set()
 
     def show(self, stats: PublishStats) -> None:
@@ -96,14 +94,14 @@ class _PublishProgress:
         if self._live:
             self._draw(_line(stats))
         else:
-            self._lines.say(stats)
+            self._lines.say(self._in_form(stats))
 
     def end(self, stats: PublishStats) -> None:
         """Print the final progress."""
         if self._live:
             self._draw("")
         if stats.head is not None:
-            self._lines.say(stats)
+            self._lines.say(self._in_form(stats))
 
     def _note(self, text: str) -> None:
         if text not in self._noted:
@@ -131,7 +129,7 @@ def _described(sink: Progress) -> str:
     words = []
     if sink.lag_batches:
         by = f" ({duration(sink.lag_seconds)})" if sink.lag_seconds is not None else ""
-        words.append(f"{count(sink.lag_batches, 'batch', 'batches')}{by} behind")
+        words.append(f"{count(sink.lag_batches, 'batch')}{by} behind")
     elif sink.state in ("running", "ended") and sink.lag_batches == 0 and sink.waits_for is None:
         words.append("up to date")
     if sink.catch_up is not None:

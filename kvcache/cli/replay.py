@@ -14,7 +14,7 @@ from kvcache.audit.explanation import group_in_words
 from kvcache.audit.tables import occupancy
 from kvcache.cli import feed_log, times
 from kvcache.cli.options import add_shared, option
-from kvcache.cli.output import Facts, Output, bar, end_json, paint, pick, stamp
+from kvcache.cli.output import Facts, Output, bar, by_level, end_json, paint, pick, stamp
 from kvcache.cli.times import Times, UpTo
 from kvcache.errors import InternalError
 from kvcache.fold.group import Group
@@ -90,7 +90,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
             for levels, group in zip(levels_json(state), state.groups, strict=True)
         ],
         "sharing": sharing,
-        "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
+        "for_routers": by_level(_for_routers(state)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
         "fingerprint": replayed.fingerprint.hex(),
@@ -159,7 +159,7 @@ def _facts(replayed: Replayed, *, verified: bool) -> Facts:
             "began with",
             f"the snapshot of batch {replayed.snapshot_seq:,} (with --verify, the start of the log)",
         )
-    yield "replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"
+    yield "replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch')}"
     yield "checkpoints", _checkpoints(replayed, verified=verified)
     for gap in replayed.gaps:
         missing = f"{batches(gap.first_seq, gap.last_seq, 'is', 'are')} missing"

@@ -15,8 +15,7 @@ from kvcache.cli.costs import Costs
 from kvcache.cli.options import add_cost_options, add_shared, option
 from kvcache.cli.output import Output
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.served import Served
-from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log, is_trace
+from kvcache.cli.traces import LOG_OR_TRACE, Served, add_trace, as_log, is_trace
 from kvcache.errors import Unsupported, UsageError
 from kvcache.phrases import printable, size
 from kvcache.report.imported import ImportedCurve, Supplements, WhatIf, refuse_other, understood
@@ -41,13 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, log=LOG_OR_TRACE)
     add = partial(option, parser)
     default = Path("report.html")
-    add("-o --output FILE", f"output file (default: {default})", type=Path, default=default)
+    add("-o --output FILE", f"output file (default: {default})", default=default)
     add("--force", "overwrite an existing page")
     for name in ("curve", "whatif"):
         add(
             f"--{name} FILE",
             f"output of `kvcache {name} LOG --json` for the same log or trace, added as a section",
-            type=Path,
         )
     add_trace(parser)
     add_cost_options(parser)
@@ -113,19 +111,13 @@ def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _For
     if path is None:
         return None
     given = understood(path.read_bytes(), form, str(path))
-    if not _is_of_trace(given, log, path, out) and given.log_id is None:
+    if given.trace is not None:
+        if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
+            raise UsageError(
+                f"{path} is about the trace {printable(given.trace)}: give the output of `kvcache curve {log} --json`"
+            )
+        out.note(f"{path} is about the trace itself: its blocks are those of the trace, not of the cache")
+        given.trace = None
+    elif given.log_id is None:
         out.warning(f"{path} does not name its log; assuming it is this one")
     return given
-
-
-def _is_of_trace(given: ImportedCurve | WhatIf, log: Path, path: Path, out: Output) -> bool:
-    """Return True if the results are of the trace `log`. Raises UsageError if they are of another trace."""
-    if not isinstance(given, ImportedCurve) or given.trace is None:
-        return False
-    if not is_trace(log) or Path(given.trace).resolve() != log.resolve():
-        raise UsageError(
-            f"{path} is about the trace {printable(given.trace)}: give the output of `kvcache curve {log} --json`"
-        )
-    out.note(f"{path} is about the trace itself: its blocks are those of the trace, not of the cache")
-    given.trace = None
-    return True

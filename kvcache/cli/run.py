@@ -12,14 +12,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from events.errors import EventsError, LogExists, LogWriteFailed, system_reason
 from events.log import LogWriter
@@ -27,12 +27,9 @@ from kvcache.cli import config as settings
 from kvcache.cli.options import (
     add_cache_sizes,
     add_shared,
-    add_trace_options,
     integer,
     natural,
     option,
-    positive,
-    seconds,
     seekable,
 )
 from kvcache.cli.output import Output
@@ -40,11 +37,10 @@ from kvcache.cli.process import StopSignals
 from kvcache.cli.summary import Outcome, RequestSizes, RunSource, describe_start, show, to_json
 from kvcache.cli.trace_play import given_sizes, note_refused, open_trace, require_room, sized_config
 from kvcache.cli.verification import FEED_URL, OwnFeed, Verification, verify_own_log
-from kvcache.config import KVCacheConfig, LogConfig
+from kvcache.config import LogConfig
 from kvcache.device.memory import served_layout
 from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager, Substitutes
 from kvcache.phrases import count, duration, size
 from kvcache.record.outputs import open_log
@@ -87,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace of requests in the format of Mooncake, Qwen-Bailian, Azure or OpenAI calls (`kvcache docs traces`; - "
         "for stdin); default: generated chats",
         nargs="?",
-        type=Path,
     )
     settings.add_settings(parser)
     _add_load_options(parser)
@@ -98,9 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     add = partial(option, group)
-    add("--limit N", "play only the first N requests", type=positive)
-    add_trace_options(group)
-    add_shared(group, "concurrency")
+    add("--limit N", "play only the first N requests")
+    add_shared(group, "trace_block_size", "tokenizer", "concurrency")
     add("--seed N", "seed of the chats and token ids (default: 0)", type=integer, default=0)
     add(
         "--speed real|N|max",
@@ -118,6 +112,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--secondary-path FILE",
         "file that backs secondary memory; its blocks are restored with --continue, even after kill -9",
+        type=str,
     )
     add("--no-pools", "manage metadata only, without tensors and torch")
 
@@ -126,19 +121,18 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("events")
     _add_sink_options(group)
     add = partial(option, group)
-    add("--wait-subscribers N", "start when each zmq+pub: sink has N subscribers", type=positive, default=0)
+    add("--wait-subscribers N", "start when each zmq+pub: sink has N subscribers", default=0)
     add(
         "--check-feed",
         "attach a router to a feed of this run, and compare its blocks with the cache at the end (implied without "
         "TRACE)",
     )
-    add("--log DIR", "directory of the log (default: a temporary one)", type=Path)
+    add("--log DIR", "directory of the log (default: a temporary one)")
     add("--continue --resume", "append a new epoch to an existing log in --log", dest="resume")
     add("--keep", "keep a temporary log")
     add(
         "--hold SECONDS",
         "seconds to keep the sinks open after the end (default: 0)",
-        type=seconds,
         default=0.0,
     )
     add_shared(group, json="print the summary as JSON, and nothing else on stdout")
@@ -156,11 +150,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--continue requires --log DIR")
     settings.warn_of_unknown(out)
     with ExitStack() as opened:
-        stop, directory = opened.enter_context(StopSignals()), opened.enter_context(RunDirectory(args, out))
+        stop = opened.enter_context(StopSignals())
+        opened.enter_context(_log_directory(args, out))
         if args.trace is not None:
             args.shown, args.trace = args.trace, opened.enter_context(seekable(args.trace))
-        outcome = _Run(args, out, stop).play(directory)
-        kept = directory.settle(evidence=outcome.verification.disagrees)
+        outcome = _Run(args, out, stop).play()
+        kept = _settle(args, evidence=outcome.verification.disagrees)
         if args.json:
             out.json(to_json(outcome, kept))
         elif not (out.quiet and _has_sink(args, "stdout")):
@@ -175,11 +170,9 @@ def _has_sink(args: argparse.Namespace, scheme: str) -> bool:
 
 def _require_feed(args: argparse.Namespace) -> None:
     """Raise UsageError rather than wait for subscribers that cannot exist."""
-    context = SinkContext(key_bytes=0, tokens_per_block=1)
-    opened = (open_sink(url, context) for url in args.sinks)
-    if args.wait_subscribers and not any(
-        isinstance(sink, RouterFeed) and sink.feeds_routers for sink in opened
-    ):
+    opened = (open_sink(url, SinkContext(key_bytes=0, tokens_per_block=1)) for url in args.sinks)
+    feeds = (sink.feeds_routers for sink in opened if isinstance(sink, RouterFeed))
+    if args.wait_subscribers and not any(feeds):
         raise UsageError(
             "--wait-subscribers needs a sink that feeds routers: add --sink 'zmq+pub://127.0.0.1:5557?replay=5558'"
         )
@@ -199,17 +192,6 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     return stop.exit_code
 
 
-def _config(args: argparse.Namespace, source: RunSource) -> KVCacheConfig:
-    return sized_config(args.config, given_sizes(args, args.sets), source.sizes, args.concurrency)
-
-
-def _pool_sizes(layout: Layout, config: KVCacheConfig) -> PoolSizes:
-    """Return the sizes of the tensors; raises NotEnoughMemory, and UsageError without torch."""
-    sizes: PoolSizes = _pools_module().PoolSizes(layout)
-    sizes.require_room(in_file=config.secondary_path is not None)
-    return sizes
-
-
 def _pools_module() -> ModuleType:
     """Import `kvcache.pools`; raises UsageError without torch."""
     try:
@@ -225,31 +207,37 @@ class _Run:
     def __init__(self, args: argparse.Namespace, out: Output, stop: StopSignals) -> None:
         self._args, self._out, self._stop = args, out, stop
         speed, chats = parse_speed(args.speed), args.trace is None
-        self._source = (
-            _generated_chats(args.seed, args.limit, stop) if chats else open_trace(args, args.shown, stop)
-        )
-        self._clock = StepClock(speed, start_ns=self._source.sizes.start_ns)
-        self._config = _config(args, self._source)
+        if chats:
+            requests = generate_chats(USERS, args.seed)[: args.limit]
+            title = f"generated chats (seed {args.seed})"
+            self._source = RunSource(title, requests, RequestSizes.of(requests, stop))
+        else:
+            self._source = open_trace(args, args.shown, stop)
+        sizes = self._source.sizes
+        self._clock = StepClock(speed, start_ns=sizes.start_ns)
+        self._config = sized_config(args.config, given_sizes(args, args.sets), sizes, args.concurrency)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
             self._config = _pools_module().sized(self._config)
         if not (stop.is_set() or args.json):  # a program gets the refusals in its summary
-            require_room(self._config, self._source.sizes)
+            require_room(self._config, sizes)
         self._routed = (args.check_feed or chats) and self._config.block_hash != "none"
         self._pools: Pools | None = None
         self._copier: TimedCopier | None = None
 
-    def play(self, directory: RunDirectory) -> Outcome:
-        """Play the requests with the log in this directory, and verify it."""
+    def play(self) -> Outcome:
+        """Play the requests, and verify the log."""
         args, out, stop, config = self._args, self._out, self._stop, self._config
         for url in args.sinks:
             # Errors in a URL are reported before there are pools and a log.
             open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
         layout = served_layout(config)
-        sizes = None if args.no_pools else _pool_sizes(layout, config)
-        log = directory.open_log(config.log, self._log_id(), resume=args.resume)
+        sizes: PoolSizes | None = None if args.no_pools else _pools_module().PoolSizes(layout)
+        if sizes is not None:
+            sizes.require_room(in_file=config.secondary_path is not None)
+        log = _open_log(args, config.log, self._log_id(), out)
         if not (args.json or out.quiet):
-            removed = directory.temporary and not args.keep
-            describe_start(out, self._source, config, sizes, self._clock, directory.path, temporary=removed)
+            removed = args.temporary and not args.keep
+            describe_start(out, self._source, config, sizes, self._clock, args.log, temporary=removed)
         manager = self._open_manager(sizes, log)
         if _has_sink(args, "file"):
             stop.at_hangup(manager.reopen_sinks)
@@ -360,13 +348,7 @@ class _Run:
         )
 
 
-# -- sources of requests, and sinks of events
-
-
-def _generated_chats(seed: int, limit: int | None, stop: StopSignals) -> RunSource:
-    """Return the requests of a run without a trace."""
-    requests = generate_chats(USERS, seed)[:limit]
-    return RunSource(f"generated chats (seed {seed})", requests, RequestSizes.of(requests, stop))
+# -- sinks of events
 
 
 def _add_sink_options(add: argparse._ArgumentGroup) -> None:
@@ -433,44 +415,41 @@ def _given_json(config: str) -> str:
         raise UsageError(f"--kv-events-config: {config[1:]} cannot be read: {reason}") from None
 
 
-class RunDirectory:
-    """Directory of the log; a temporary one is removed, unless it is evidence."""
+# -- the directory of the log
 
-    def __init__(self, args: argparse.Namespace, out: Output) -> None:
-        self._out = out
-        self._keep = args.keep
-        self.temporary = args.log is None
-        self.path: Path = args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
 
-    def __enter__(self) -> Self:
-        return self
+@contextmanager
+def _log_directory(args: argparse.Namespace, out: Output) -> Iterator[None]:
+    """Make a temporary directory if none is given; if the run fails it is removed, unless it is evidence."""
+    args.temporary, args.log = args.log is None, args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
+    try:
+        yield
+    except BaseException as error:
+        kept = _settle(args, evidence=isinstance(error, InternalError))
+        if kept is not None and args.temporary:
+            out.note(f"the log was kept in {kept}")
+        raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        stays = self.settle(evidence=isinstance(error, InternalError))
-        if stays is not None and self.temporary:
-            self._out.note(f"the log was kept in {stays}")
 
-    def settle(self, *, evidence: bool) -> Path | None:
-        """Remove a temporary directory unless it is needed; return the directory if it stays."""
-        wanted = (self._keep or evidence) and any(self.path.glob("*.kvlog"))
-        if self.temporary and not wanted:
-            rmtree(self.path, ignore_errors=True)
-            return None
-        return self.path
+def _settle(args: argparse.Namespace, *, evidence: bool) -> Path | None:
+    """Remove a temporary directory unless it is needed; return the directory if it stays."""
+    log: Path = args.log
+    if args.temporary and not ((args.keep or evidence) and any(log.glob("*.kvlog"))):
+        rmtree(log, ignore_errors=True)
+        return None
+    return log
 
-    def open_log(self, config: LogConfig, log_id: bytes | None, *, resume: bool) -> LogWriter:
-        """Open the log, a new one under this id (None: one of its own)."""
-        directory = self.path
-        if os.path.isfile(directory):  # noqa: PTH113  Path.is_file raises for a path that is too long
-            raise UsageError(f"{directory} is a file; --log takes a directory")
-        try:
-            writer = open_log(directory, config, log_id=log_id, resume=resume)
-        except LogExists:
-            raise UsageError(
-                f"{directory} already contains a log: choose another directory, or add --continue to append to it"
-            ) from None
-        if resume and writer.epoch_started.previous_epoch is None:
-            self._out.note(f"{directory} is new: nothing to continue")
-        return writer
+
+def _open_log(args: argparse.Namespace, config: LogConfig, log_id: bytes | None, out: Output) -> LogWriter:
+    """Open the log, a new one under this id (None: one of its own)."""
+    if os.path.isfile(args.log):  # noqa: PTH113  Path.is_file raises for a path that is too long
+        raise UsageError(f"{args.log} is a file; --log takes a directory")
+    try:
+        writer = open_log(args.log, config, log_id=log_id, resume=args.resume)
+    except LogExists:
+        raise UsageError(
+            f"{args.log} already contains a log: choose another directory, or add --continue to append to it"
+        ) from None
+    if args.resume and writer.epoch_started.previous_epoch is None:
+        out.note(f"{args.log} is new: nothing to continue")
+    return writer

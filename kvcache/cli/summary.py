@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from events.errors import LogWriteFailed
-from events.structs import LEVEL_NAMES
 from events.types import TokensAppended
 from kvcache.cli.events import event_lines
-from kvcache.cli.output import Facts, Output, paint, pick
+from kvcache.cli.output import Facts, Output, by_level, paint, pick
 from kvcache.cli.verification import FeedCheck, Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
@@ -50,11 +49,17 @@ class RequestSizes:
     """When the first of them comes, in ns since 1970; of a trace without dates, what a played one shows."""
 
     @classmethod
-    def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> RequestSizes:
-        """Sum up requests; ends early if `stop` is set."""
+    def of(
+        cls,
+        requests: Iterable[TraceRequest],
+        stop: threading.Event,
+        watch: Callable[[TraceRequest], None] = lambda _: None,
+    ) -> RequestSizes:
+        """Sum up requests, each of which is passed to `watch`; ends early if `stop` is set."""
         count = tokens = longest = shortest = 0
         digest, start_ns = sha256(), START_NS
         for request in requests:
+            watch(request)
             length = request.input_length + request.output_length
             longest, shortest = max(longest, length), min(shortest, length) if count else length
             if not count and request.begin_ms is not None:
@@ -126,12 +131,12 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         **pick(stats, "blocks_onboarded", "blocks_deduplicated"),
         **pick(outcome, "signal", "dropped_batches", "log_bytes", "seconds", "requests_per_second"),
         "windows": [
-            pick(blocks, "most_held") | {"window": window, "cached": _by_level(blocks.cached)}
+            pick(blocks, "most_held") | {"window": window, "cached": by_level(blocks.cached)}
             for window, blocks in result.windows.items()
         ],
         "log": log,
         "log_error": outcome.log_failure and outcome.log_failure.reason,
-        "feed": feed and pick(feed, "batches", "agrees", "faults") | {"blocks": _by_level(feed.blocks)},
+        "feed": feed and pick(feed, "batches", "agrees", "faults") | {"blocks": by_level(feed.blocks)},
         # A name belongs to a block.
         "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
         "restored": outcome.restored and _restored_json(outcome.restored),
@@ -149,10 +154,6 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
 def _restored_json(restored: Restored) -> dict[str, Any]:
     blocks = pick(restored.survey, "found", "verified", "changed", "in_flight", "unreachable", "recomputed")
     return {"blocks": blocks, **pick(restored, "replay_seconds", "verify_seconds", "verified_bytes")}
-
-
-def _by_level(values: tuple[int, int]) -> dict[str, int]:
-    return dict(zip(LEVEL_NAMES, values, strict=True))
 
 
 def _caches(layout: Layout) -> Facts:
@@ -278,11 +279,11 @@ def _sinks(outcome: Outcome) -> Facts:
     if (feed := outcome.feed) is not None:
         held = "{:,} full blocks on GPU and {:,} on CPU".format(*feed.blocks)
         verdict = ("same as the cache", "green") if feed.agrees else ("differs from the cache", "red")
-        yield "router", f"{held} after {_batches(feed.batches)}: {paint(*verdict)}"
+        yield "router", f"{held} after {count(feed.batches, 'batch')}: {paint(*verdict)}"
 
 
 def _sink(sink: SinkStats) -> str:
-    text = f"{printable(sink.name)}  {_batches(sink.batches)}, {count(sink.events, 'event')}"
+    text = f"{printable(sink.name)}  {count(sink.batches, 'batch')}, {count(sink.events, 'event')}"
     text += f", {sink.dropped_batches:,} dropped, lag {sink.lag_batches:,}"
     if sink.state != "closed":
         text += paint(f", {sink.state}", "red")
@@ -291,15 +292,11 @@ def _sink(sink: SinkStats) -> str:
     return text
 
 
-def _batches(number: int) -> str:
-    return count(number, "batch", "batches")
-
-
 def _record(outcome: Outcome, log: Path | None) -> Facts:
     stats = outcome.stats
-    written = f"{count(stats.events, 'event')} in {_batches(stats.batches)}, {size(outcome.log_bytes)}"
+    written = f"{count(stats.events, 'event')} in {count(stats.batches, 'batch')}, {size(outcome.log_bytes)}"
     if outcome.dropped_batches:
-        written += paint(f", incomplete: {_batches(outcome.dropped_batches)} lost", "red")
+        written += paint(f", incomplete: {count(outcome.dropped_batches, 'batch')} lost", "red")
     yield "log", written
     if outcome.log_failure is not None:
         yield "", paint(f"could not be written: {outcome.log_failure.reason}", "red")

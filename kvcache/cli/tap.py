@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from events.brokers.address import is_broker
 from events.errors import without_login
 from events.log.segments import is_log
-from events.subscribe.workers import FeedState
 from kvcache.cli.feed_log import worker_json
 from kvcache.cli.options import add_status_options, option
 from kvcache.cli.output import Output, StatusLines, pick
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--log DIR",
         "directory of the log: a new one, or with --resume an existing one",
-        type=Path,
         required=True,
     )
     add("--resume --continue", "continue the log in DIR")
@@ -84,11 +82,17 @@ def run(args: argparse.Namespace, out: Output) -> int:
         Tap(endpoints, args.log, resume=args.resume, record_tokens=not args.no_tokens) as tap,
     ):
         out.note(f"recording {', '.join(map(printable, tap.endpoints))} into {printable(str(args.log))}")
-        progress = _TapProgress(args, out)
+        lines, in_form = StatusLines(out, args.every, first=args.every), to_json if args.json else _line
+        silence_at = time.monotonic() + SILENCE_SECONDS
         while not stop.is_set():
             tap.work(_WORK_SECONDS)
-            progress.show(tap)
-        progress.show(tap, last=True)
+            if time.monotonic() >= silence_at:
+                silence_at = math.inf
+                for endpoint in sorted(tap.silent):
+                    out.note(NOTHING_RECEIVED.format(printable(endpoint)))
+            if lines.is_due():
+                lines.say(in_form(tap))
+        lines.say(in_form(tap))
     return stop.exit_code
 
 
@@ -120,48 +124,23 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
             yield Endpoint(each.endpoint, each.replay, False, args.topic, curve)
 
 
-class _TapProgress:
-    """Reporter of progress at intervals."""
-
-    def __init__(self, args: argparse.Namespace, out: Output) -> None:
-        self._out = out
-        self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=args.every, first=args.every)
-        self._begun = time.monotonic()
-        self._looked = False
-
-    def show(self, tap: Tap, *, last: bool = False) -> None:
-        """Print progress if it is due. Call often."""
-        if not self._looked and time.monotonic() - self._begun >= SILENCE_SECONDS:
-            self._looked = True
-            for endpoint in sorted(tap.silent):
-                self._out.note(NOTHING_RECEIVED.format(printable(endpoint)))
-        if last or self._lines.is_due():
-            self._lines.say(tap)
-
-
 def _line(tap: Tap) -> str:
     """Format progress for people."""
     received, log, state = tap.recorder, tap.log_stats(), tap.state
-    parts = [
-        f"{count(received.batches, 'batch', 'batches')}, {count(received.events, 'event')}",
-        _workers(state),
-    ]
+    blocks = sum(worker.num_blocks for worker in state.workers.values())
+    workers = f"{count(blocks, 'block')} in {count(len(state.workers), 'worker')}"
+    if unsure := sum(not worker.complete for worker in state.workers.values()):
+        workers += f", {unsure:,} of them incomplete"
+    parts = [f"{count(received.batches, 'batch')}, {count(received.events, 'event')}", workers]
     if received.recovered:
         parts.append(f"{received.recovered:,} missed and recovered by replay")
     if lost := sum(worker.lost for worker in state.workers.values()):
-        parts.append(f"{count(lost, 'batch', 'batches')} lost")
+        parts.append(f"{count(lost, 'batch')} lost")
     if tap.ignored:
         parts.append(f"{count(tap.ignored, 'message')} of excess workers ignored")
     if log.state == "suspended":
         parts.append(f"the log cannot be written: {log.last_error}")
     return "; ".join(parts)
-
-
-def _workers(state: FeedState) -> str:
-    blocks = sum(worker.num_blocks for worker in state.workers.values())
-    text = f"{count(blocks, 'block')} in {count(len(state.workers), 'worker')}"
-    unsure = sum(not worker.complete for worker in state.workers.values())
-    return f"{text}, {unsure:,} of them incomplete" if unsure else text
 
 
 def to_json(tap: Tap) -> dict[str, object]:

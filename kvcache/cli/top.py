@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,13 @@ from typing import Any
 from events.log import LogEnd, LogReader
 from events.log.reader import Beginning, LogHead, beginnings, first_batch
 from events.log.segments import Segment, segment_paths
-from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, EpochStarted, EventBatch
 from kvcache.audit.history import HistoryFold
 from kvcache.audit.recent import Recent, RecentTotals
 from kvcache.audit.tables import occupancy
-from kvcache.cli import times
 from kvcache.cli.audit import reasons_json, show_reasons
 from kvcache.cli.options import add_shared, option
-from kvcache.cli.output import Output, Paced, left_of_log, pick, stamp
+from kvcache.cli.output import Output, by_level, left_of_log, paced, pick, stamp
 from kvcache.cli.process import StopSignals
 from kvcache.cli.replay import has_secondary, levels_json, show_levels
 from kvcache.fold.state import CacheState
@@ -63,13 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--window TIME",
         "period of the longer rates and of the reasons, as in 90s, 5m or 1h (default: 5m)",
-        type=times.length,
         default="5m",
     )
     add(
         "--interval TIME",
         "time between updates (default: 1s on a terminal; otherwise the state is printed once)",
-        type=times.length,
     )
     add("--once", "print the current state once")
 
@@ -80,8 +76,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     as_json = (lambda: to_json(log)) if args.json else None
     with StopSignals() as stop, out.live(lambda: show(log, out), as_json) as (look, in_place):
         if not args.once and (in_place or args.json or args.interval is not None):
-            paced = Paced(look, (args.interval or _INTERVAL_NS) / 1e9)
-            log.read(paced.show_if_due, stop.is_set)
+            log.read(paced(look, (args.interval or _INTERVAL_NS) / 1e9), stop.is_set)
         else:
             log.read(lambda: None, stop.is_set, follow=False)
         look()
@@ -132,7 +127,12 @@ class Followed:
             look()
             return stop()
 
-        self._reader = reader = self._opened(follow, waiting)
+        begin = self._beginning()
+        start = None if begin is None or begin.is_snapshot else begin.seq
+        state_at = begin.seq if begin is not None and begin.is_snapshot else None
+        self._reader = reader = LogReader(
+            self.log, follow=follow, stop=waiting, start=start, state_at=state_at, poll_seconds=_POLL_SECONDS
+        )
         try:
             for batch in reader:
                 self._fold(batch)
@@ -189,20 +189,9 @@ class Followed:
     def _is_lagging(self) -> bool:
         return self._at_end_at is None or self._clock() - self._at_end_at > _LAG_SECONDS
 
-    def _opened(self, follow: bool, stop: Callable[[], bool]) -> LogReader:
-        begin = self._beginning()
-        start = None if begin is None or begin.is_snapshot else begin.seq
-        state_at = begin.seq if begin is not None and begin.is_snapshot else None
-        return LogReader(
-            self.log, follow=follow, stop=stop, start=start, state_at=state_at, poll_seconds=_POLL_SECONDS
-        )
-
     def _beginning(self) -> Beginning | None:
-        head = LogHead(self.log)
-        try:
+        with closing(LogHead(self.log)) as head:
             found = head.look()
-        finally:
-            head.close()
         if found is None or found.ts is None:
             return None
         for each in reversed(beginnings(self.log)):
@@ -255,14 +244,10 @@ class Followed:
 
 def show(log: Followed, out: Output) -> None:
     """Print everything known now."""
-    created = log.state.created
-    name = printable(str(log.log))
-    engine = (
-        ""
-        if created is None
-        else f": epoch {log.state.epoch}, decided by {printable(created.engine or 'kvcache')}"
-    )
-    out.heading(f"{name}{engine}")
+    created, name = log.state.created, printable(str(log.log))
+    if created is not None:
+        name += f": epoch {log.state.epoch}, decided by {printable(created.engine or 'kvcache')}"
+    out.heading(name)
     for line in (*_status(log), *_notes(log)):
         out.line(line)
     if created is None:
@@ -278,21 +263,21 @@ def show(log: Followed, out: Output) -> None:
         out.line("no request was admitted in this period")
 
 
-def _status(log: Followed) -> list[str]:
+def _status(log: Followed) -> Iterator[str]:
     replayed = log.history.replayed
     if replayed.last_ts is None:
-        return ["no batch has been written yet"]
+        yield "no batch has been written yet"
+        return
     last = f"batch {replayed.last_seq:,}, {span(log.age)} ago"
     if log.closed:
         last += "; the log was closed by its writer"
     elif log.end is not None and log.end.kind == "torn":
         last += "; the log has a torn end: its writer was killed, or is active"
-    lines = [last]
+    yield last
     if (catch_up := log.catch_up()) is not None:
-        lines.append(left_of_log(catch_up))
+        yield left_of_log(catch_up)
     since = f"refused or preempted in the last {span(log.window / 1e9)}"
-    lines.append(f"{len(log.state.sequences):,} running, {log.waiting:,} waiting ({since})")
-    return lines
+    yield f"{len(log.state.sequences):,} running, {log.waiting:,} waiting ({since})"
 
 
 def _show_rates(log: Followed, out: Output) -> None:
@@ -310,13 +295,10 @@ def _show_rates(log: Followed, out: Output) -> None:
     if has_secondary(log.state):
         rates.append(("evictions/s from secondary", lambda recent: recent.evicted[SECONDARY]))
     columns = [f"last {span(each.seconds)}" for each in spans]
-    cells = [("token hit rate", [_hit_rate(each) for each in spans])]
+    hits = [share(each.reused_tokens / each.prompt_tokens) if each.prompt_tokens else _NONE for each in spans]
+    cells = [("token hit rate", hits)]
     cells += [(name, [_per_second(of(each), each.seconds) for each in spans]) for name, of in rates]
     out.table([{"": name} | dict(zip(columns, row, strict=True)) for name, row in cells], right=columns)
-
-
-def _hit_rate(recent: RecentTotals) -> str:
-    return share(recent.reused_tokens / recent.prompt_tokens) if recent.prompt_tokens else _NONE
 
 
 def _per_second(number: int, seconds: float) -> str:
@@ -324,20 +306,15 @@ def _per_second(number: int, seconds: float) -> str:
     return _NONE if rate is None else f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
 
 
-def _notes(log: Followed) -> list[str]:
-    """Return notes on unknown values."""
-    notes = []
+def _notes(log: Followed) -> Iterator[str]:
+    """Yield notes on unknown values."""
     if log.known_since is not None:
         seq, ts = log.known_since
-        notes.append(
-            f"history known from batch {seq:,} ({iso(ts)}): blocks evicted or lost earlier count as never seen"
-        )
+        yield f"history known from batch {seq:,} ({iso(ts)}): blocks evicted or lost earlier count as never seen"
     for gap in log.history.replayed.gaps[-1:]:
-        verbs = ("is missing and", "are missing and")
-        notes.append(f"{batches(gap.first_seq, gap.last_seq, *verbs)} not counted")
+        yield f"{batches(gap.first_seq, gap.last_seq, 'is missing and', 'are missing and')} not counted"
     if log.state.created is not None and not log.history.tokens_recorded:
-        notes.append("the log does not record tokens, so the reasons for computed tokens are unknown")
-    return notes
+        yield "the log does not record tokens, so the reasons for computed tokens are unknown"
 
 
 # -- for programs
@@ -368,6 +345,6 @@ def _recent_json(recent: RecentTotals) -> dict[str, Any]:
         **pick(recent, "seconds", "first_seq", "preempted", "prompt_tokens", "reused_tokens"),
         **pick(recent, batches="steps", requests="admitted", refusals="refused"),
         "hit_rate": recent.reused_tokens / recent.prompt_tokens if recent.prompt_tokens else None,
-        "evicted": dict(zip(LEVEL_NAMES, recent.evicted, strict=True)),
+        "evicted": by_level(recent.evicted),
         "reasons": reasons_json(recent.reasons),
     }

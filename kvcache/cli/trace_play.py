@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -15,13 +15,12 @@ from kvcache.audit.memory import names_model
 from kvcache.cli import config as settings
 from kvcache.cli.options import CONCURRENCY, TOKENS_PER_BLOCK, SizeInBytes
 from kvcache.cli.output import Output
-from kvcache.cli.served import PlayedTrace
 from kvcache.cli.summary import RequestSizes, RunSource
 from kvcache.config import KVCacheConfig, Values
 from kvcache.errors import Unsupported, UsageError
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager, Substitutes
-from kvcache.phrases import printable, size
+from kvcache.phrases import size
 from kvcache.record.outputs import open_log
 from kvcache.workload.clock import StepClock
 from kvcache.workload.driver import DriveOptions, Engine
@@ -60,18 +59,10 @@ def open_trace(
         shown=str(shown),
         named=named,
     )
-    sizes = RequestSizes.of(_watched(read(), watch), stop)
+    sizes = RequestSizes.of(read(), stop, watch)
     if not sizes.requests:
         raise UsageError(f"{shown} contains no requests")
     return RunSource(shown.name, read(), sizes)
-
-
-def _watched(
-    requests: Iterator[TraceRequest], watch: Callable[[TraceRequest], None]
-) -> Iterator[TraceRequest]:
-    for request in requests:
-        watch(request)
-        yield request
 
 
 def given_sizes(args: argparse.Namespace, sets: list[str]) -> Values:
@@ -148,12 +139,11 @@ def note_refused(result: RunResult, out: Output) -> None:
         out.note(f"{result.refused:,} of the requests did not fit, for example {example}")
 
 
-def play_into(log: Path, args: argparse.Namespace, out: Output) -> PlayedTrace:
-    """Play `args.trace` at its own times, without tensors, into a log.
+def play_into(log: Path, args: argparse.Namespace, out: Output) -> tuple[ReportedReuse, Layout, RunResult]:
+    """Play `args.trace` at its own times, without tensors, into a log; return its reported values and the cache.
 
-    The log of equal requests in equal caches is equal. A note states the cache's size; its blocks are those of the
-    trace unless another size is given. Raises what `open_trace` raises, and UsageError for a trace that does not show
-    which prompts share a beginning.
+    The log of equal requests in equal caches is equal. Blocks are those of the trace unless another size is given.
+    Raises what `open_trace` raises, and UsageError for a trace that does not show which prompts share a beginning.
     """
     concurrency = args.concurrency or CONCURRENCY
     source, reported, args.tokens_per_block = _read(args, out)
@@ -171,16 +161,10 @@ def play_into(log: Path, args: argparse.Namespace, out: Output) -> PlayedTrace:
     ):
         engine = Engine(manager, source.requests, options, clock=clock, watch=reported.watch)
         result = engine.run(progress=lambda step, done: update(done))
-        num_blocks = manager.layout.groups[0].num_blocks
     if result.log_failure is not None:
         raise result.log_failure
     note_refused(result, out)
-    played = PlayedTrace(reported, num_blocks, config.tokens_per_block, result.refused, result.refusals)
-    out.note(
-        f"{printable(str(args.log))} is a trace: played at its own times through a cache of {played.in_words} "
-        "(--primary-blocks, --secondary-blocks, --tokens-per-block)"
-    )
-    return played
+    return reported, manager.layout, result
 
 
 def _read(args: argparse.Namespace, out: Output) -> tuple[RunSource, ReportedReuse, int]:

@@ -3,41 +3,76 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.cli.options import (
     TOKENS_PER_BLOCK,
     add_cache_sizes,
     add_shared,
-    add_trace_options,
     option,
     seekable,
 )
-from kvcache.cli.output import Output, pick
+from kvcache.cli.output import Facts, Output, by_level, pick
 from kvcache.cli.process import leaving_at_sigterm
-from kvcache.cli.served import Served
 from kvcache.errors import UsageError
-from kvcache.phrases import count, share
+from kvcache.phrases import count, printable, share
 
 if TYPE_CHECKING:
     from kvcache.workload.reported import ReportedReuse
+    from kvcache.workload.summary import Refusal
 
 LOG_OR_TRACE = "a log directory, or a trace of requests (`kvcache docs traces`; - for stdin)"
+
+
+class Served(NamedTuple):
+    """A log, and how it was made if it comes from a trace that was played through a cache."""
+
+    log: Path
+    reported: ReportedReuse | None = None
+    """Reported values of the trace; None, and the others empty, if there is no trace."""
+    num_blocks: tuple[int, ...] = ()
+    """Blocks of the cache by level."""
+    tokens_per_block: int = 0
+    refused: int = 0
+    """Number of requests that no cache of this size can serve."""
+    refusals: Sequence[Refusal] = ()
+    """First of them, by place in the trace."""
+
+    @property
+    def cache(self) -> str:
+        """The cache, as in "4,000 + 0 blocks of 512 tokens"."""
+        return f"{' + '.join(f'{each:,}' for each in self.num_blocks)} blocks of {self.tokens_per_block:,} tokens"
+
+    def facts(self) -> Facts:
+        """Yield the cache, and the requests that did not fit; nothing without a trace."""
+        if self.reported is not None:
+            yield "played through", f"{self.cache}, at the trace's own times"
+        if self.refused:
+            first = self.refusals[0]
+            said = f"{self.refused:,} requests, such as number {first.request_id}: {first.reason}"
+            yield "did not fit", said
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same under its key."""
+        if self.reported is None:
+            return {}
+        refusals = [pick(each, "request_id", "reason") for each in self.refusals]
+        sizes = {"num_blocks": by_level(self.num_blocks)} | pick(self, "tokens_per_block", "refused")
+        return {"played": sizes | {"refusals": refusals}}
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Declare the options for reading and playing a trace in place of a log."""
     group = parser.add_argument_group("for a trace, which is played through a cache")
-    add_trace_options(group)
-    add_shared(group, "concurrency")
+    add_shared(group, "trace_block_size", "tokenizer", "concurrency")
     own = f"tokens per block (default: those of the trace's hash_ids, or {TOKENS_PER_BLOCK} if it has tokens)"
     add_cache_sizes(group, "--model-config", own)
-    option(group, "--keep-log DIR", "new directory in which to keep the log of that cache", type=Path)
+    option(group, "--keep-log DIR", "new directory in which to keep the log of that cache")
     parser.set_defaults(concurrency=None)
 
 
@@ -78,8 +113,14 @@ def as_log(args: argparse.Namespace, out: Output) -> Iterator[Served]:
         seekable(args.log) as source,
     ):
         log = Path(directory) / ("stdin" if str(args.log) == "-" else args.log.name)
-        played = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
-        yield Served(log if kept is None else log.rename(kept), played)
+        reported, layout, result = play_into(log, argparse.Namespace(**{**vars(args), "trace": source}), out)
+        blocks, size = layout.groups[0].num_blocks, layout.tokens_per_block
+        played = Served(log, reported, blocks, size, result.refused, result.refusals)
+        out.note(
+            f"{printable(str(args.log))} is a trace: played at its own times through a cache of {played.cache} "
+            "(--primary-blocks, --secondary-blocks, --tokens-per-block)"
+        )
+        yield played if kept is None else played._replace(log=log.rename(kept))
 
 
 def is_trace(path: Path) -> bool:
@@ -107,8 +148,7 @@ def show_reported(reported: ReportedReuse | None, out: Output) -> None:
         }
         for each in hours
     ]
-    out.line()
-    out.table(rows, right=list(rows[0]))
+    out.table(rows, right=list(rows[0]), gap=True)
     out.line(
         "this cache, unlimited: tokens in full blocks that the cache above would reuse, and an unlimited one"
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
-from kvcache.cli.output import Output, Update
+from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
 from kvcache.fold.state import resident_names
 from kvcache.manager import KVCacheManager
@@ -57,31 +57,25 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, out: Outpu
     stop.is_set()  # counted, so that a further one counts as a second signal only if the event is not checked
     before = stop.received
     with out.progress("replaying the log", total) as update:
-        replayed = fold(_watched(reader, last, known, lambda: stop.received > before, update), verify=True)
+
+        def watched() -> Iterator[EventBatch]:
+            for batch in reader:
+                if stop.received > before:
+                    return
+                if len(last) == LAST_BATCHES:
+                    for event in last[0].events:
+                        known.see(event)
+                last.append(batch)
+                update(batch.seq + 1)
+                yield batch
+
+        replayed = fold(watched(), verify=True)
     if stop.received > before:
         return Verification(seconds=time.perf_counter() - started, last_batches=tuple(last), known=known)
     replayed.end = reader.end
     found, seconds = replayed.fingerprint, time.perf_counter() - started
     differences = tuple(_differences(replayed, live, found))
     return Verification(replayed, found, differences, seconds, tuple(last), known)
-
-
-def _watched(
-    batches: Iterable[EventBatch],
-    last: deque[EventBatch],
-    known: StreamNames,
-    interrupted: Callable[[], bool],
-    update: Update,
-) -> Iterator[EventBatch]:
-    for batch in batches:
-        if interrupted():
-            return
-        if len(last) == LAST_BATCHES:
-            for event in last[0].events:
-                known.see(event)
-        last.append(batch)
-        update(batch.seq + 1)
-        yield batch
 
 
 def _differences(replayed: Replayed, live: bytes, found: bytes) -> Iterator[str]:
@@ -113,7 +107,7 @@ class OwnFeed:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
         from events.subscribe.index import Index
         from events.subscribe.subscriber import Subscriber
-        from sinks.router.transport import ZMQTransport
+        from sinks.router.zmq import ZMQTransport
 
         # The last one: sinks given by the user come first.
         transport = manager.feeds[-1].transport

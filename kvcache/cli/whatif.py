@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from events.structs import LEVEL_NAMES
 from events.units import parse_bytes
 from kvcache.audit import open_log
 from kvcache.audit.kv_shape import KVShape
@@ -19,12 +18,11 @@ from kvcache.audit.memory import cache_bytes
 from kvcache.audit.prefill import PrefillCost
 from kvcache.cli import messages
 from kvcache.cli.config import parse_sets, spelled
-from kvcache.cli.costs import Costs, cost_json
-from kvcache.cli.options import add_cost_options, add_shared, option, positive
-from kvcache.cli.output import Output, end_json, pick
+from kvcache.cli.costs import Costs
+from kvcache.cli.options import add_cost_options, add_shared, option
+from kvcache.cli.output import Output, by_level, end_json, pick
 from kvcache.cli.process import StopSignals
-from kvcache.cli.served import Served
-from kvcache.cli.traces import LOG_OR_TRACE, add_trace, as_log
+from kvcache.cli.traces import LOG_OR_TRACE, Served, add_trace, as_log
 from kvcache.config import ANY_STOP, KVCacheConfig, look_up, windows_of
 from kvcache.errors import UsageError
 from kvcache.phrases import count, printable, share, size
@@ -80,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="policies",
     )
     add("--no-bound", f"skip {BOUND}, the bound with which the others are compared")
-    add("--jobs N", "number of parallel processes (default: number of cores)", type=positive)
+    add("--jobs N", "number of parallel processes (default: number of cores)")
     add_cost_options(parser)
     add_trace(parser)
 
@@ -88,43 +86,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, compare, print."""
     axes, costs = [alternatives(text) for text in args.sets], Costs.of(args)
-    trials = combinations(axes, _policies(args.policies))
+    trials, names = combinations(axes, _policies(args.policies)), [axis[0][0] for axis in axes]
     with as_log(args, out) as served:
-        return _compare(served, args, out, trials, [axis[0][0] for axis in axes], costs)
-
-
-def _compare(
-    served: Served,
-    args: argparse.Namespace,
-    out: Output,
-    trials: Sequence[Trial],
-    names: Sequence[str],
-    costs: Costs,
-) -> int:
-    log, config = served.log, first_config(served.log)
-    if costs.model is not None:
-        trials = [_in_blocks(trial, config, costs.model) for trial in trials]
-    for trial in trials:
-        trial.settings(config)  # errors in settings are reported before a long log is played
-    played = trials if args.no_bound else with_bounds(trials)
-    with StopSignals() as stop:
-        try:
-            outcomes = _play(log, args, out, stop, played)
-        except Stopped:
-            return stop.exit_code
-    _warn_of_unused_rules(trials, outcomes, out)
-    rows = compared(played, outcomes, len(trials))
-    hours = outcomes[0].hours
-    out.note_end(outcomes[0].end)
-    if args.json:
-        of = {"log": args.log, "log_id": open_log(log).log_id, "end": end_json(outcomes[0].end)}
-        then = pick(outcomes[0], passed_over_tokens="passed_over") | {"engine": outcomes[0].engine or None}
-        recorded, *tried = (row.to_json() | _costs_json(row, costs, hours) for row in rows)
-        then |= costs.to_json(hours) | served.to_json()
-        out.json({**of, **then, "recorded": recorded, "trials": tried})
-    else:
-        fields = names if costs.model is None else [_IN_BLOCKS.get(name, name) for name in names]
-        _show(args.log, rows, fields, costs, served, out)
+        config = first_config(served.log)
+        if costs.model is not None:
+            trials = [_in_blocks(trial, config, costs.model) for trial in trials]
+            names = [_IN_BLOCKS.get(name, name) for name in names]
+        for trial in trials:
+            trial.settings(config)  # errors in settings are reported before a long log is played
+        played = trials if args.no_bound else with_bounds(trials)
+        with StopSignals() as stop:
+            try:
+                outcomes = _play(served.log, args, out, stop, played)
+            except Stopped:
+                return stop.exit_code
+        _warn_of_unused_rules(trials, outcomes, out)
+        rows, then = compared(played, outcomes, len(trials)), outcomes[0]
+        out.note_end(then.end)
+        if args.json:
+            of = {"log": args.log, "log_id": open_log(served.log).log_id, "end": end_json(then.end)}
+            of |= pick(then, passed_over_tokens="passed_over") | {"engine": then.engine or None}
+            of |= costs.to_json(then.hours) | served.to_json()
+            recorded, *tried = (_row_json(row, costs, then.hours) for row in rows)
+            out.json({**of, "recorded": recorded, "trials": tried})
+        else:
+            _show(args.log, rows, names, costs, served, out)
     return 0
 
 
@@ -176,12 +162,9 @@ def _cost(row: TrialRow, costs: Costs, hours: float | None) -> PrefillCost | Non
     return costs.pricing.of_prompts(tally.lengths[::2], tally.lengths[1::2], hours, again=tally.lengths_again)
 
 
-def _costs_json(row: TrialRow, costs: Costs, hours: float | None) -> dict[str, Any]:
-    levels = cache_bytes(row.outcome.config, costs.model)
-    return {
-        "cache_bytes": None if levels is None else dict(zip(LEVEL_NAMES, levels, strict=True)),
-        "prefill": cost_json(_cost(row, costs, hours)),
-    }
+def _row_json(row: TrialRow, costs: Costs, hours: float | None) -> dict[str, Any]:
+    levels = by_level(cache_bytes(row.outcome.config, costs.model))
+    return row.to_json() | {"cache_bytes": levels, "prefill": _cost(row, costs, hours)}
 
 
 def _play(

@@ -81,9 +81,6 @@ def _show(history: SlotHistory, when: Times, out: Output) -> None:
     last = changes[-1] if changes else None
     since = f"{_type(last)} {last.seq}.{last.index} ({when.of(last.ts)})" if last else "the log's beginning"
     out.facts([("now", _in_words(now)), ("since", since)])
-    if not changes:
-        return
-    out.line()
     rows = [
         {
             "event": f"{each.seq}.{each.index}",
@@ -95,7 +92,7 @@ def _show(history: SlotHistory, when: Times, out: Output) -> None:
         }
         for each in changes[-_SHOWN:]
     ]
-    out.table(rows, right=("event", "time", "block"))
+    out.table(rows, right=("event", "time", "block"), gap=True)
     if len(changes) > _SHOWN:
         out.line(f"{count(len(changes) - _SHOWN, 'earlier change')} not shown; --json prints all")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,6 +18,7 @@ from zlib import crc32
 
 from events.errors import LogDamaged, LogError, NotALog, ZstdMissing
 from events.files.safe import create_file
+from events.log import segments
 from events.log.durable import sync_directory, sync_file, write_all
 from events.log.frames import (
     AFTER_SYNC,
@@ -28,16 +29,6 @@ from events.log.frames import (
     SegmentHeader,
     pack_frame_header,
     seed_of,
-)
-from events.log.segments import (
-    OUTDATED_SUFFIX,
-    SEGMENT_SUFFIX,
-    SHORT_HEADER,
-    UNREADABLE,
-    Frame,
-    Segment,
-    is_log,
-    segment_paths,
 )
 from events.log.snapshots import UNFINISHED_SUFFIX
 from events.log.zstd import MAX_WINDOW_LOG, Block, expanded_frame, has_zstd
@@ -67,17 +58,17 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
     `progress` receives the number of each batch. Raises NotALog, LogBusy if another process is at work, LogTooNew,
     ZstdMissing, NotWritten on a full disk, OSError; segments compressed before stay so.
     """
-    if not is_log(directory):
+    if not segments.is_log(directory):
         raise NotALog(directory)
     if not has_zstd():
         raise ZstdMissing(directory)
     with exclusive_access(directory):
-        for path in directory.glob(f"*{SEGMENT_SUFFIX}{UNFINISHED_SUFFIX}"):
+        for path in directory.glob(f"*{segments.SEGMENT_SUFFIX}{UNFINISHED_SUFFIX}"):
             path.unlink(missing_ok=True)
         done = Compressed()
-        for path in directory.glob(f"*{OUTDATED_SUFFIX}"):
+        for path in directory.glob(f"*{segments.OUTDATED_SUFFIX}"):
             _attempt(_restore, path, done)
-        paths = segment_paths(directory)
+        paths = segments.segment_paths(directory)
         headers = {path: _header(path) for path in paths}
         newest = dict[bytes, int]()
         for found in filter(None, headers.values()):
@@ -85,7 +76,7 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
         for path in paths[:-1]:
             # A later file, by name, may be no segment of this log, and this may be the segment being written.
             header = headers[path]
-            if path.suffix == OUTDATED_SUFFIX:
+            if path.suffix == segments.OUTDATED_SUFFIX:
                 continue  # It is damaged.
             if header is None or (not header.window_log and header.number < newest[header.log_id]):
                 _attempt(lambda path, done: _compress(path, done, progress), path, done)
@@ -94,7 +85,7 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
 
 def _header(path: Path) -> SegmentHeader | None:
     """Return the header; None if it is damaged or the file is gone, which its reader reports."""
-    with suppress(LogError, OSError), Segment(path) as segment:
+    with suppress(LogError, OSError), segments.Segment(path) as segment:
         return segment.header()
     return None
 
@@ -106,19 +97,19 @@ def _attempt(work: Callable[[Path, Compressed], None], path: Path, done: Compres
     except BaseException as error:
         with suppress(OSError):
             _unfinished(path).unlink(missing_ok=True)
-        unreadable = isinstance(error, OSError) and error.errno in UNREADABLE
+        unreadable = isinstance(error, OSError) and error.errno in segments.UNREADABLE
         if not unreadable and not isinstance(error, LogDamaged | FileNotFoundError):
             raise
         done.left += path.exists()
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_suffix(SEGMENT_SUFFIX + UNFINISHED_SUFFIX)
+    return path.with_suffix(segments.SEGMENT_SUFFIX + UNFINISHED_SUFFIX)
 
 
 def _restore(path: Path, done: Compressed) -> None:
     """Restore a segment that format 1 had compressed to its original form."""
-    target = path.with_suffix(SEGMENT_SUFFIX)
+    target = path.with_suffix(segments.SEGMENT_SUFFIX)
     if not target.exists():
         with path.open("rb") as file:
             stored = file.read()
@@ -126,20 +117,26 @@ def _restore(path: Path, done: Compressed) -> None:
             data = expanded(path, stored)
         except (ValueError, struct.error) as error:
             raise LogDamaged(path, 0, None, f"the compressed segment is not whole: {error}") from None
-        _write(_unfinished(path), [[data]])
-        _unfinished(path).replace(target)
-        sync_directory(path.parent)
+        with writing(target, _ADVICE):
+            os.close(segments.make_segment(target, [[data]]))
     path.unlink()
     sync_directory(path.parent)
 
 
 def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> None:
-    with Segment(path) as segment:
+    with segments.Segment(path) as segment:
         header, before = segment.header(), segment.size()
     if header is None:
-        raise LogDamaged(path, 0, None, SHORT_HEADER)
+        raise LogDamaged(path, 0, None, segments.SHORT_HEADER)
     made = _unfinished(path)
-    _write(made, _portions(path, header, progress))
+    with writing(made, _ADVICE):
+        descriptor = create_file(made)
+        try:
+            for portion in _portions(path, header, progress):
+                write_all(descriptor, portion)
+            sync_file(descriptor)
+        finally:
+            os.close(descriptor)
     equal = False
     with suppress(LogDamaged):
         equal = all(one == other for one, other in zip_longest(_frames(path), _frames(made)))
@@ -149,20 +146,6 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
     done.bytes += made.stat().st_size
     made.replace(path)
     sync_directory(path.parent)
-
-
-def _write(path: Path, parts: Iterable[Parts]) -> None:
-    """Write a file durably."""
-    with writing(path, _ADVICE):
-        descriptor = create_file(path)
-    try:
-        for each in parts:
-            with writing(path, _ADVICE):
-                write_all(descriptor, each)
-        with writing(path, _ADVICE):
-            sync_file(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]) -> Iterator[Parts]:
@@ -185,12 +168,12 @@ def _portions(path: Path, header: SegmentHeader, progress: Callable[[int], None]
 
 def _frames(path: Path) -> Iterator[tuple[FrameHeader, memoryview]]:
     """Yield the frames of a segment, without their references to earlier frames."""
-    with Segment(path, is_named=False) as segment:
+    with segments.Segment(path, is_named=False) as segment:
         header = segment.header()
         assert header is not None
         chain = header.chain()
         chain.enter(header)
-        while isinstance(found := segment.read(chain), Frame):
+        while isinstance(found := segment.read(chain), segments.Frame):
             yield found.header._replace(flags=found.header.flags & ~AFTER_SYNC), found.payload
         if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
             raise LogDamaged(path, segment.offset, chain.seq, "it does not hold whole frames")

@@ -58,28 +58,23 @@ class LogMaintainer:
         self._again = True
         if self._thread is not None and self._thread.is_alive():
             return
-        self._thread = threading.Thread(target=self._work, name="kvcache-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvcache-keeper", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # the interpreter is shutting down
             self._thread = None
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while self._again:
             self._again = False
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            # A process that was idle for long has ended, perhaps just now.
-            said = self._answer() or self._answer()
-        except (OSError, ValueError) as error:
-            self._report(type(error).__name__)
-            return
-        if said is None:
-            self._report(self._last_words())
-        elif said.strip():
-            self._report(said.decode(errors="replace").strip())
+            try:
+                # A process that was idle for long has ended, perhaps just now.
+                answer = self._answer() or self._answer()
+                reason = self._last_words() if answer is None else answer.decode(errors="replace").strip()
+            except (OSError, ValueError) as error:
+                reason = type(error).__name__
+            if reason:
+                _log.warning("log_not_kept", log=str(self._directory), reason=reason)
 
     def _answer(self) -> bytes | None:
         """Return the answer to one request; None if the process ends instead. Raises OSError, or ValueError for
@@ -130,9 +125,6 @@ class LogMaintainer:
         """Wait for the request in progress."""
         if self._thread is not None:
             self._thread.join(timeout)
-
-    def _report(self, reason: str) -> None:
-        _log.warning("log_not_kept", log=str(self._directory), reason=reason)
 
 
 def _end(process: subprocess.Popen[bytes], timeout: float | None = None) -> None:

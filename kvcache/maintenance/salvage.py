@@ -89,7 +89,7 @@ def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
         done.damage.append(damage)
         continuity.lose()
 
-    reader, snapshots = LogReader(log, kind=None, damaged=note, places=_places(log)), _Snapshots(log)
+    reader = LogReader(log, kind=None, damaged=note, places=_places(log))
     for read, batch in reader.frames():
         header = reader.header
         if isinstance(read, Snapshot):
@@ -97,14 +97,14 @@ def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
             copy.restore(read, batch, continuity)
         elif header is not None:
             if read.offset == SEGMENT_HEADER_BYTES and not continuity.continued_by(read.header):
-                snapshots.go_on(copy, continuity, header)
+                _add_snapshot(log, copy, continuity, header)
             taken = continuity.take(read.header, batch, header.epoch)
             if taken is not None:
                 copy.write(taken, header)
             elif batch is None and continuity.seq == read.header.seq:
                 copy.close(header.epoch, read.header.seq)
         progress(continuity.seq)
-    snapshots.go_on(copy, continuity)
+    _add_snapshot(log, copy, continuity)
     copy.end()
     done.batches, done.last_seq, done.losses = copy.batches, copy.last_seq, continuity.losses
     done.torn = reader.end.kind == "torn"
@@ -135,27 +135,23 @@ def _places(log: Path) -> dict[Path, int]:
     }
 
 
-class _Snapshots:
-    """Snapshots with which a salvaged log can continue."""
-
-    def __init__(self, log: Path) -> None:
-        self._paths = snapshot_paths(log)
-        self._newest = max([first_seq(path) for path in segment_paths(log)], default=0)
-
-    def go_on(self, copy: _Copy, continuity: SalvagedOrder, header: SegmentHeader | None = None) -> None:
-        """Add the snapshot before this segment (None: the newest one), if batches are missing there."""
-        for path in reversed(self._paths):
-            with suppress(LogError, OSError):
-                snapshot = open_snapshot(path)
-                state = snapshot.batch() if snapshot.seq >= continuity.seq else None
-                if state is not None and (header is None or not snapshot.chain().refuses_segment(header)):
-                    more = header is None and snapshot.seq < self._newest
-                    batch = continuity.restore(snapshot, state, more=more)
-                    break
-        else:
-            return
-        if batch is not None:
-            copy.write(batch, snapshot.header)
+def _add_snapshot(
+    log: Path, copy: _Copy, continuity: SalvagedOrder, header: SegmentHeader | None = None
+) -> None:
+    """Add the snapshot before this segment (None: the newest one), if batches are missing there."""
+    newest = max([first_seq(path) for path in segment_paths(log)], default=0)
+    for path in reversed(snapshot_paths(log)):
+        with suppress(LogError, OSError):
+            snapshot = open_snapshot(path)
+            state = snapshot.batch() if snapshot.seq >= continuity.seq else None
+            if state is not None and (header is None or not snapshot.chain().refuses_segment(header)):
+                more = header is None and snapshot.seq < newest
+                batch = continuity.restore(snapshot, state, more=more)
+                break
+    else:
+        return
+    if batch is not None:
+        copy.write(batch, snapshot.header)
 
 
 class _Copy:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from events.bus import EventBus
 from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
 from events.errors import LogDamaged, UnsafeFile, system_reason
@@ -27,11 +28,13 @@ from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
-from kvcache.publish.probe import LogProbe
 from kvcache.publish.start import Epoch, Position, Start, is_ahead, last_epoch, position_file, start_after
+from kvcache.record.counting import StatsCounter
 from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
+from kvcache.stats import Stats
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.base import SinkUnavailable
+from sinks.histogram import Histogram
 from sinks.router.feed import RouterFeed
 from sinks.runner import LostBatches, describe, pause_after
 
@@ -127,11 +130,6 @@ class Delivery:
         """Number of consecutive failures up to now; 0: it works."""
         self.last_error: str | None = None
 
-    def use(self, sink: Sink) -> None:
-        """Serve this sink from now on, and close the previous one."""
-        self.close()
-        self.sink = sink
-
     def open(self) -> bool:
         """Open the sink; return False if `stopping` was set. Raises what the sink does, the first time.
 
@@ -197,6 +195,70 @@ class Delivery:
             _log.error("sink_fails", sink=self._name, reason=self.last_error)
 
 
+@dataclass(frozen=True)
+class ReadLog:
+    """The part of `events.log.LogStats` that the log itself has."""
+
+    batches: int
+    """Batches read, from the beginning of an epoch on."""
+    dropped_batches: int
+    """Batches lost to the log, by its gaps."""
+    bytes: int
+    """Bytes read."""
+    lag_batches: None = None
+    durable_seq: None = None
+    state: None = None
+    """Unknown: only the writer has these three."""
+
+
+class LogProbe:
+    """A fold of a log from the beginning of an epoch on. One thread folds, any thread may query (`sinks.base.Probe`).
+
+    A manager answers such queries from its own state (`kvcache.record.counting`). Here the same counters receive the
+    same events, and gauges are those of the same fold.
+
+    - `replayed`: the cache after the batches so far, folded by the caller of `note`.
+    - `reader`: the log's reader, once it has begun.
+    - `sink_stats`: progress of all sinks of this process.
+    """
+
+    step_times: Histogram | None = None
+    """Unknown: no log has the manager's time per step."""
+
+    def __init__(
+        self,
+        replayed: Replayed,
+        reader: Callable[[], LogReader | None],
+        sink_stats: Callable[[], tuple[SinkStats, ...]],
+    ) -> None:
+        self._reader, self._sink_stats = reader, sink_stats
+        self._bus = EventBus()
+        self._counter = StatsCounter(self._bus)
+        self._replayed = replayed
+        self._lost = 0
+
+    def note(self, batch: EventBatch) -> None:
+        """Count the last batch."""
+        for event in batch.events:
+            self._bus.publish(event)
+            if type(event) is Gap:
+                self._lost += event.last_seq - event.first_seq + 1
+        self._counter.publish(self._replayed.state, len(self._bus.take_events()))
+
+    def stats(self) -> Stats:
+        """Return counters and gauges as of the last batch."""
+        return self._counter.read()
+
+    def log_stats(self) -> ReadLog:
+        """Return the progress of reading the log."""
+        reader = self._reader()
+        return ReadLog(self._replayed.batches, self._lost, 0 if reader is None else reader.bytes_read)
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Return the progress of the sinks of this process."""
+        return self._sink_stats()
+
+
 class SinkFollower:
     """Thread that delivers the batches of a log to the sink at `url`.
 
@@ -219,9 +281,10 @@ class SinkFollower:
         """Exception that ended it, if it was not stopped and did not reach the end."""
         self._log, self._url, self._state_dir = log, url, state_dir
         self._until, self._poll_seconds, self._sink_stats = until, poll_seconds, sink_stats
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
+        """Set to request an end after the current batch."""
         sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
-        self._delivery = Delivery(self.name, sink, self._stopping)
+        self._delivery = Delivery(self.name, sink, self.stopping)
         self._folds = sink.folds
         forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
         self._file = None if forgets else position_file(state_dir, self.name)
@@ -255,18 +318,10 @@ class SinkFollower:
         """Start the thread."""
         self._thread.start()
 
-    @property
-    def has_started(self) -> bool:
-        """True if `start` was called."""
-        return self._thread.ident is not None
-
-    def ask_to_stop(self) -> None:
-        """Request an end after the current batch."""
-        self._stopping.set()
-
     def join(self, timeout: float) -> bool:
-        """Wait until it has ended; return False if it has not within `timeout`."""
-        self._thread.join(timeout)
+        """Wait until it has ended, if it was started; return False if it has not within `timeout`."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     @property
@@ -306,14 +361,14 @@ class SinkFollower:
 
     def _run(self) -> None:
         try:
-            while not (self._stopping.is_set() or self._is_finished):
+            while not (self.stopping.is_set() or self._is_finished):
                 start = self._find_start()
                 if start is not None:
                     self._follow(start)
                 elif self._until == "end":
                     self._is_finished = True
                 else:
-                    self._stopping.wait(self._poll_seconds)
+                    self.stopping.wait(self._poll_seconds)
         except BaseException as error:  # noqa: BLE001  whoever waits for this thread is to hear of it
             gone = isinstance(error, FileNotFoundError) and not self._log.is_dir()
             self.failure = LogReplaced(self._log) if gone else error
@@ -350,18 +405,20 @@ class SinkFollower:
         self._read_since = time.monotonic(), self._progress.batches
         try:
             for batch in reader.live():
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     return
                 if batch is None:
                     self._is_finished = self._rest(reader)
                     if self._is_finished:
                         return
-                    self._stopping.wait(self._poll_seconds)
+                    self.stopping.wait(self._poll_seconds)
                 elif not self._check_continuity(batch) or not self._deliver(batch):
                     return
         except LogDamaged:
-            if not self._was_cut():
+            paths = segment_paths(self._log)
+            if not paths or first_seq(paths[0]) <= self._given[0] + 1:
                 raise
+            # Else the segments to be read next were removed.
 
     def _begin(self, start: Start) -> int:
         """Make the sink, and open it unless it has to catch up first; return the first batch that it needs."""
@@ -370,7 +427,8 @@ class SinkFollower:
         sink = self._made(replace(epoch.context, state_dir=self._state_dir))
         if not self._has_begun and sink.needs_tokens and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
-        self._delivery.use(sink)
+        self._delivery.close()
+        self._delivery.sink = sink
         self._epoch, self._concealed = epoch, False
         reopened, self._has_begun, self._is_live = self._has_begun, True, not self._folds
         self._replayed = Replayed(CacheState()) if self._folds and epoch.context.kind == "cache" else None
@@ -390,7 +448,9 @@ class SinkFollower:
         self._note_delivered(first - 1, None)
         if self._delivery.open():
             if start.removed:
-                self._announce_gap(start)
+                gone = start.seq - start.removed, start.seq - 1
+                self._note_gap(*gone)
+                self._delivery.write(LostBatches(*gone, 0, "removed from the log").as_batch())
             self._given = first - 1, None
             self._save()
         return first
@@ -406,11 +466,6 @@ class SinkFollower:
             )
             raise NotPublishable(self.name, reason)
         return sink
-
-    def _was_cut(self) -> bool:
-        """Return True if the segments to be read next were removed."""
-        paths = segment_paths(self._log)
-        return bool(paths) and first_seq(paths[0]) > self._given[0] + 1
 
     # --- its thread: batches ----------------------------------------------------------------------------
 
@@ -485,11 +540,6 @@ class SinkFollower:
             self._progress.lost_batches += 1
             return LostBatches(batch.seq, batch.seq, batch.ts, "the log has no token ids").as_batch()
         return batch_without_tokens(batch) if self._delivery.sink.needs_tokens is False else batch
-
-    def _announce_gap(self, start: Start) -> None:
-        first, last = start.seq - start.removed, start.seq - 1
-        self._note_gap(first, last)
-        self._delivery.write(LostBatches(first, last, 0, "removed from the log").as_batch())
 
     def _note_gap(self, first: int, last: int) -> None:
         """Record batches that were removed from the log before they were read."""

@@ -156,10 +156,10 @@ class Publisher:
         """Let all sinks end, each at its own pace, and together in no more than `_CLOSE_SECONDS`."""
         self._head_reader.close()
         for follower in self._followers:
-            follower.ask_to_stop()
+            follower.stopping.set()
         deadline = self._clock() + _CLOSE_SECONDS
         for follower in self._followers:
-            if follower.has_started and not follower.join(max(0.0, deadline - self._clock())):
+            if not follower.join(max(0.0, deadline - self._clock())):
                 _log.error(
                     "sink_hangs", sink=follower.name, reason="it did not stop in time and was abandoned"
                 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from textwrap import wrap
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.audit.groups import TopGroups
 from kvcache.audit.histogram import Ages
@@ -63,7 +63,8 @@ GROUPS = (
     ReasonGroup("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),
 )
 """Groups of reasons. Every reason is in exactly one."""
-_PERCENT = {"tickformat": ".0%", "range": [0, 1.02]}
+_DOTTED = {"width": 1, "dash": "dot", "color": "#888888"}
+_REUSED = {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"}
 _LABEL = 26
 """Maximum number of letters in a line next to a bar; longer labels take several lines, since phones are narrow."""
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
@@ -121,8 +122,36 @@ def chart(data: Sequence[Chart], x: Any, y: Any, **layout: Any) -> Chart:
     return {"data": list(data), "layout": {"height": 340, **axes, **layout}}
 
 
+def _percent(title: str) -> Chart:
+    """Return an axis from 0 to 100 %."""
+    return {"tickformat": ".0%", "range": [0, 1.02], "title": {"text": title}}
+
+
 def _line(name: str, x: Sequence[float], y: Sequence[Any], hover: str, **more: Any) -> Chart:
     return {"type": "scatter", "name": name, "x": list(x), "y": list(y), "hovertemplate": hover, **more}
+
+
+def _area(name: str, x: Sequence[float], y: Sequence[int], color: str, hover: str, **more: Any) -> Chart:
+    """Return blocks over time as an area on top of the previous ones."""
+    line = {"width": 0.5, "color": color, "shape": "hv"}
+    look = {"mode": "lines", "stackgroup": "blocks", "line": line, "fillcolor": color}
+    return _line(name, x, y, hover, **look, **more)
+
+
+def _bars(rows: npt.NDArray[np.int64], axis: str, **more: Any) -> list[Chart]:
+    """Return the tokens by reason of each row as bars along an axis, stacked by the groups that occur."""
+    return [
+        {
+            "type": "bar",
+            "name": group.name,
+            axis: tokens.tolist(),
+            "marker": {"color": group.color, "line": {"width": 0}},
+            "hovertemplate": f"%{{{axis}:,}}<extra>{group.name}</extra>",
+            **more,
+        }
+        for group in GROUPS
+        if (tokens := rows[:, list(group.reasons)].sum(axis=1)).any()
+    ]
 
 
 def _over_time(found: ReportData, clock: Clock) -> Iterator[tuple[str, Chart]]:
@@ -140,22 +169,9 @@ def _over_time(found: ReportData, clock: Clock) -> Iterator[tuple[str, Chart]]:
     ]
     look = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"color": BLUE, "size": 4}}
     line = _line("hit rate", middles, rates, "%{y:.1%} reused<extra></extra>", **look)
-    percent = {**_PERCENT, "title": {"text": "token hit rate"}}
     whole = {"title": {"text": clock.title}, "range": [0, clock.of(start + len(rows) * timeline.width)]}
-    yield "rate", chart([line], whole, percent, height=240, showlegend=False)
-    bars = [
-        {
-            "type": "bar",
-            "name": group.name,
-            "x": middles,
-            "y": tokens.tolist(),
-            "width": clock.of(start + timeline.width) - clock.of(start),
-            "marker": {"color": group.color, "line": {"width": 0}},
-            "hovertemplate": "%{y:,}<extra>" + group.name + "</extra>",
-        }
-        for group in GROUPS
-        if (tokens := rows[:, list(group.reasons)].sum(axis=1)).any()
-    ]
+    yield "rate", chart([line], whole, _percent("token hit rate"), height=240, showlegend=False)
+    bars = _bars(rows, "y", x=middles, width=clock.of(start + timeline.width) - clock.of(start))
     yield "time", chart(bars, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
 
 
@@ -167,13 +183,7 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[EvictionC
     data = []
     for at, (name, color) in areas:
         if any(blocks := [sample.filled[shelf][at] for sample in there]):
-            look = {
-                "mode": "lines",
-                "stackgroup": "blocks",
-                "line": {"width": 0.5, "color": color, "shape": "hv"},
-            }
-            hover = "%{y:,} " + name + "<extra></extra>"
-            data.append(_line(name, times, blocks, hover, fillcolor=color, **look))
+            data.append(_area(name, times, blocks, color, "%{y:,} " + name + "<extra></extra>"))
     top = max((sum(sample.filled[shelf]) for sample in there), default=0)
     marked = [
         (number, bill)
@@ -204,13 +214,9 @@ def cache_shares(groups: TopGroups, clock: Clock) -> Chart:
     areas = list(zip(names, colors, named_blocks, strict=False))
     if any(rest):
         areas.append(("others", GREY, rest))
-    data = []
-    for name, color, blocks in areas:
-        look = {"mode": "lines", "stackgroup": "blocks", "groupnorm": "fraction", "fillcolor": color}
-        line = {"width": 0.5, "color": color, "shape": "hv"}
-        data.append(_line(name, times, blocks, "%{y:.1%}<extra>%{fullData.name}</extra>", line=line, **look))
-    percent = {**_PERCENT, "title": {"text": "share of the cached blocks"}}
-    return chart(data, clock.title, percent, hovermode="x unified")
+    hover = "%{y:.1%}<extra>%{fullData.name}</extra>"
+    data = [_area(name, times, blocks, color, hover, groupnorm="fraction") for name, color, blocks in areas]
+    return chart(data, clock.title, _percent("share of the cached blocks"), hovermode="x unified")
 
 
 def is_scattered(groups: TopGroups) -> bool:
@@ -230,19 +236,7 @@ def largest_groups(groups: TopGroups) -> Chart:
     named = groups.named[::-1]
     names = [groups.name_of(key)[:_LONGEST_NAME].translate(_NO_MARKUP) for key in named]
     rows = np.array([groups.groups.totals[key].reasons for key in named])
-    bars = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": group.name,
-            "x": tokens.tolist(),
-            "y": names,
-            "marker": {"color": group.color},
-            "hovertemplate": "%{x:,}<extra>" + group.name + "</extra>",
-        }
-        for group in GROUPS
-        if (tokens := rows[:, list(group.reasons)].sum(axis=1)).any()
-    ]
+    bars = _bars(rows, "x", y=names, orientation="h")
     # A name may look like a number or a date.
     names_axis = {"type": "category"}
     return chart(bars, "prompt tokens", names_axis, barmode="stack", height=120 + 24 * len(named))
@@ -262,8 +256,7 @@ def groups_by_hit_rate(groups: TopGroups) -> Chart:
         "marker": {"color": BLUE},
         "hovertemplate": "%{y:,} with %{text}<extra></extra>",
     }
-    rate = {**_PERCENT, "title": {"text": "token hit rate"}}
-    return chart([bar], rate, f"{groups.groups.by}s", height=240, showlegend=False)
+    return chart([bar], _percent("token hit rate"), f"{groups.groups.by}s", height=240, showlegend=False)
 
 
 def reported_by_hour(hours: Sequence[ReportedHour]) -> Chart:
@@ -278,9 +271,8 @@ def reported_by_hour(hours: Sequence[ReportedHour]) -> Chart:
         look = {"mode": "lines+markers", "line": {"color": color, "dash": dash}}
         hover = "%{y:.1%}<extra>" + name + "</extra>"
         data.append(_line(name, [each.hour for each in hours], shares, hover, **look))
-    percent = {**_PERCENT, "title": {"text": "cached share"}}
     hour = {"title": {"text": "hours since the trace began"}, "dtick": math.ceil((hours[-1].hour + 1) / 12)}
-    return chart(data, hour, percent, height=280, hovermode="x unified")
+    return chart(data, hour, _percent("cached share"), height=280, hovermode="x unified")
 
 
 def _markers(marked: Sequence[tuple[int, EvictionCost]], top: int, clock: Clock) -> Chart:
@@ -331,7 +323,7 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
     return chart(
         data,
         {"type": "log", "title": {"text": "time since the block's last use, seconds"}, **ticks},
-        {**_PERCENT, "title": {"text": "share up to that age"}},
+        _percent("share up to that age"),
         hovermode="x unified",
     )
 
@@ -389,9 +381,22 @@ def _prefix_label(prefix: HotPrefix) -> str:
 
 
 def curve_by_size(curve: ImportedCurve) -> Chart:
-    """Return hit rates by cache size, with the named sizes."""
-    sizes = [(size.blocks, size.hit_rate, curve.best_rate(size)) for size in curve.sizes]
-    return hit_rates(sizes, curve.marks, curve.policy_rates())
+    """Return hit rates by cache size, with the named sizes, at best, and with other eviction orders."""
+    sizes = [size.blocks for size in curve.sizes]
+    rates = [(size.blocks, size.hit_rate) for size in curve.sizes]
+    data = [_rates(rates, "block hit rate", BLUE, "circle", "lines+markers")]
+    best = [(size.blocks, rate) for size in curve.sizes if (rate := curve.best_rate(size)) is not None]
+    if best:
+        data.append(_rates(best, "at best (clairvoyant)", ORANGE, "diamond", "markers"))
+    colors = cycle((GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY))
+    for (name, points), color in zip(curve.policy_rates().items(), colors, strict=False):
+        data.append(_rates(points, name, color, "square", "lines+markers"))
+    lines = [
+        {"type": "line", "yref": "paper", "x0": blocks, "x1": blocks, "y0": 0, "y1": 1, "line": _DOTTED}
+        for blocks, _ in curve.marks
+    ]
+    by_size = {"type": "log", "title": {"text": "blocks"}, **_ticks(sizes)}
+    return chart(data, by_size, _REUSED, shapes=lines, annotations=_labels(sorted(curve.marks), sizes))
 
 
 def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
@@ -402,45 +407,14 @@ def hit_rates_by_timeout(timeouts: Sequence[Timeout]) -> Chart:
     drawn = _line(
         "block hit rate", seconds, [rate for _, rate in points], "%{x:,} s: %{y:.1%}<extra></extra>", **look
     )
-    most, line = (
-        max((each.hit_rate for each in timeouts), default=0.0),
-        {"width": 1, "dash": "dot", "color": "#888888"},
-    )
+    most = max((each.hit_rate for each in timeouts), default=0.0)
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": _DOTTED}
     return chart(
         [drawn],
         {"type": "log", "title": {"text": "idle timeout, seconds"}, **_ticks(seconds)},
-        {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
+        _REUSED,
         height=240,
-        shapes=[{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": line}],
-    )
-
-
-def hit_rates(
-    sizes: Sequence[tuple[int, float, float | None]],
-    marks: Sequence[tuple[int, str]],
-    policies: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({}),
-) -> Chart:
-    """Return hit rate by cache size: (blocks, rate, best rate or None); named sizes; and rates of other orders."""
-    data = [_rates([each[:2] for each in sizes], "block hit rate", BLUE, "circle", "lines+markers")]
-    if best := [(blocks, rate) for blocks, _, rate in sizes if rate is not None]:
-        data.append(_rates(best, "at best (clairvoyant)", ORANGE, "diamond", "markers"))
-    data += [
-        _rates(points, name, color, "square", "lines+markers")
-        for (name, points), color in zip(
-            policies.items(), cycle((GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY)), strict=False
-        )
-    ]
-    look = {"width": 1, "dash": "dot", "color": "#888888"}
-    lines = [
-        {"type": "line", "yref": "paper", "x0": blocks, "x1": blocks, "y0": 0, "y1": 1, "line": look}
-        for blocks, _ in marks
-    ]
-    return chart(
-        data,
-        {"type": "log", "title": {"text": "blocks"}, **_ticks([blocks for blocks, *_ in sizes])},
-        {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
-        shapes=lines,
-        annotations=_labels(sorted(marks), [blocks for blocks, *_ in sizes]),
+        shapes=[line],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -18,7 +18,7 @@ from events import types as ev
 from events.log import LogEnd, LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, RequestId
-from kvcache.audit.admission import ExplainedAdmission, RequestOrigin
+from kvcache.audit.admission import ExplainedAdmission
 from kvcache.audit.diff import settings_of
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.groups import RequestGroups, TopGroups
@@ -235,16 +235,10 @@ class EvictionCosts(HistoryListener):
 
     def looked_up(self, history: HistoryFold, admission: ExplainedAdmission) -> None:
         """Charge the request for the chosen evictions."""
-        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
-        if not len(lost):
-            return
-        tokens_of = admission.tokens()
-        for group, window in enumerate(history.windows):
-            blocks = lost[admission.windows[lost] == group]
-            blocks = blocks[np.isin(window.of["gone_batch"][admission.ids[blocks]], self._batches)]
-            ids = admission.ids[blocks]
-            columns = (window.of[name][ids].tolist() for name in ("gone_batch", "gone_by", "why"))
-            for batch, by, why, tokens in zip(*columns, tokens_of[blocks].tolist(), strict=True):
+        for window, evicted, lost in history.evicted_blocks(admission):
+            chosen = np.isin(window.of["gone_batch"][evicted], self._batches)
+            columns = (window.of[name][evicted[chosen]].tolist() for name in ("gone_batch", "gone_by", "why"))
+            for batch, by, why, tokens in zip(*columns, lost[chosen].tolist(), strict=True):
                 key = (window.created.window, batch, history.request_id(by))
                 bill = self._by_key.get(key)
                 if bill is not None:
@@ -296,13 +290,6 @@ class ReportData:
         return max(map(sum, filled)), used, max(each.held for each in filled)
 
 
-def _groups(origins: Sequence[RequestOrigin]) -> list[RequestGroups]:
-    """Return groupings by tenant and by session, if requests have them."""
-    tenants = any(each.labels is not None and "tenant" in each.labels for each in origins)
-    sessions = any(each.session is not None for each in origins)
-    return [RequestGroups(by) for by, there in (("tenant", tenants), ("session", sessions)) if there]
-
-
 def read_report_data(log: Path, progress: Progress = lambda _: None, *others: HistoryListener) -> ReportData:
     """Read a log; `progress` is called with the batches read, in both passes. `others` listen in the first one.
 
@@ -317,14 +304,17 @@ def read_report_data(log: Path, progress: Progress = lambda _: None, *others: Hi
     end = reader.end
     created = history.replayed.state.created
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
-    groups, turns = _groups(history.origins), SessionTurns()
+    tenants = any("tenant" in (each.labels or {}) for each in history.origins)
+    sessions = any(each.session is not None for each in history.origins)
+    groups = [RequestGroups(by) for by, there in (("tenant", tenants), ("session", sessions)) if there]
+    turns = SessionTurns()
     # Data no longer needed is most of the memory.
     del history
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     again = nlargest(MOST_EXPLAINED, ordered[:MOST_LANES], key=lambda lane: lane.computed_again)
     chosen = {lane.request_id for lane in (*ordered[:MOST_EXPLAINED], *again)}
     payers, explanations = EvictionCosts(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
-    closer = HistoryFold(payers, explanations, *groups, turns, details=chosen.__contains__)
+    closer = HistoryFold(payers, explanations, *groups, turns)
     for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written in the meantime
             break

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from kvcache.audit.advice import AdviceLine
+from kvcache.audit.diff import settings_in
 from kvcache.errors import UsageError
 from kvcache.workload.reported import ReportedHour
 
@@ -72,9 +73,11 @@ class ImportedFormula(msgspec.Struct):
     currency: str | None = None
 
 
-class WithCosts(msgspec.Struct, kw_only=True):
-    """Output that may include costs."""
+class OfLog(msgspec.Struct, kw_only=True):
+    """Output about a log or a trace that may include costs."""
 
+    log_id: str | None = None
+    trace: str | None = None
     prefill_model: ImportedFormula | None = None
 
     @property
@@ -124,13 +127,11 @@ class Timeout(msgspec.Struct):
     seconds: _Blocks | None = None
 
 
-class ImportedCurve(WithCosts):
+class ImportedCurve(OfLog):
     """Hit rates by size, and by retention time of idle blocks."""
 
     command: ClassVar[str] = "curve"
     sizes: list[Size]
-    log_id: str | None = None
-    trace: str | None = None
     tokens_per_block: _Blocks | None = None
     block_requests: _Count = 0
     num_blocks: dict[Literal["primary", "secondary"], _Count] = {}
@@ -185,16 +186,15 @@ class ImportedTrial(msgspec.Struct):
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by dotted name."""
-        return dict(_flat(self.config))
+        return dict(settings_in("", self.config))
 
 
-class WhatIf(WithCosts):
+class WhatIf(OfLog):
     """The recording, and the trials."""
 
     command: ClassVar[str] = "whatif"
     recorded: ImportedTrial
     trials: list[ImportedTrial]
-    log_id: str | None = None
 
     def differing(self) -> list[str]:
         """Return the dotted names of settings that differ between trials, without the policy if trials name theirs."""
@@ -241,14 +241,7 @@ def understood(given: object, form: type[_Form], what: str) -> _Form:
 
 def refuse_other(log_id: str | None, given: ImportedCurve | WhatIf, what: str) -> None:
     """Raise `OtherLog` if the input names another log than this one, or a trace."""
-    of_trace = isinstance(given, ImportedCurve) and given.trace is not None
-    if of_trace or (log_id is not None and given.log_id is not None and given.log_id != log_id):
+    if given.trace is not None or (
+        log_id is not None and given.log_id is not None and given.log_id != log_id
+    ):
         raise OtherLog(what, given.command)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

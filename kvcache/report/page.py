@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.util import find_spec
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from events.log import LogEnd
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
-from kvcache.audit.explanation import ExplanationView, views_of
+from kvcache.audit.explanation import views_of
 from kvcache.audit.kv_shape import KVShape
 from kvcache.audit.memory import Memory
-from kvcache.audit.prefill import PrefillCost, PrefillSeconds, PrefillTotals, Pricing, hours_between
+from kvcache.audit.prefill import PrefillTotals, Pricing, Spending, hours_between
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, verdict_on
 from kvcache.audit.turns import KINDS_IN_WORDS
@@ -53,9 +52,9 @@ def report(
 
     `curve` and `whatif` are the output of `kvcache curve LOG --json` and `kvcache whatif LOG --json`, and add a section
     each. `pricing` determines the time and cost of prefills, `model` the bytes of blocks; `supplements` has further
-    sections. The log is read twice;
-    `progress` is called with the batches read, `ended` with the end of the log. Raises `UsageError` if plotly or jinja2
-    is not installed, or if an input is something else or about another log, and what reading and replaying a log raise.
+    sections. The log is read twice; `progress` is called with the batches read, `ended` with the end of the log. Raises
+    `UsageError` if plotly or jinja2 is not installed, or if an input is something else or about another log, and what
+    reading and replaying a log raise.
     """
     plotly_js()
     templates(HOME)
@@ -66,33 +65,25 @@ def report(
     found = read_report_data(directory, progress, *prefills)
     ended(found.end)
     extra = supplements or Supplements()
-    costs = Spending.of(found.audit, prefills, pricing, model)
-    data = {
-        "facts": facts(found),
-        "charts": charts_of(found, own_curve, extra.reported),
-        "lanes-data": lanes(found),
-    }
+    charts = charts_of(found, own_curve, extra.reported)
+    hours = hours_between(found.audit.first_at, found.audit.last_at)
     return standalone(
         HOME,
         name=directory.resolve().name,
         found=found,
-        explanations=_explanations(found),
+        explanations={
+            number: views_of(found.explanations[lane.request_id], lambda at: later(at, found.first_at))
+            for number, lane in enumerate(found.lanes)
+            if lane.request_id in found.explanations
+        },
         curve=own_curve,
         whatif=own_whatif,
-        costs=costs,
+        spending=None if pricing is None else Spending(pricing, prefills[0].finish(), hours),
+        memory=Memory.of(found.audit, model),
         supplements=extra,
-        data=data,
+        data={"facts": facts(found), "charts": charts, "lanes-data": lanes(found)},
         colors=COLORS,
     )
-
-
-def _explanations(found: ReportData) -> dict[int, list[ExplanationView]]:
-    """Return the explanations by the number of their lanes."""
-    return {
-        number: views_of(explained, lambda at: later(at, found.first_at))
-        for number, lane in enumerate(found.lanes)
-        if (explained := found.explanations.get(lane.request_id)) is not None
-    }
 
 
 def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
@@ -102,39 +93,6 @@ def _own(log: Path, given: object, form: type[_Form]) -> _Form | None:
     own = understood(given, form, f"{form.command}=")
     refuse_other(open_log(log).log_id, own, f"{form.command}=")
     return own
-
-
-@dataclass(frozen=True, slots=True)
-class Spending:
-    """Cost of a log's prefills, and size of its blocks."""
-
-    pricing: Pricing | None
-    """Pricing; None if no formula was given."""
-    seconds: PrefillSeconds
-    hours: float | None
-    """Length of the log in hours."""
-    memory: Memory | None
-    """Memory of the blocks; None if no model is known."""
-
-    @classmethod
-    def of(
-        cls, audit: Audit, totals: list[PrefillTotals], pricing: Pricing | None, model: KVShape | None
-    ) -> Spending:
-        """Return the spending of an audit, with the sums of `totals` if any."""
-        seconds = totals[0].finish() if totals else PrefillSeconds()
-        hours = hours_between(audit.first_at, audit.last_at)
-        return cls(pricing, seconds, hours, Memory.of(audit, model))
-
-    @property
-    def cost(self) -> PrefillCost | None:
-        """Cost of all prefills."""
-        return None if self.pricing is None else self.seconds.cost(self.pricing, self.hours)
-
-    def spent(self, seconds: float) -> tuple[float, float | None]:
-        """Return GPU-hours for `seconds`, and their cost per hour."""
-        assert self.pricing is not None
-        gpu_hours = self.pricing.gpu_hours(seconds)
-        return gpu_hours, self.pricing.per_hour(gpu_hours, self.hours)
 
 
 # -- from templates

@@ -68,7 +68,6 @@ class FeedHistory:
         """Blocks that arrived in this batch while they were in another place of the worker."""
         self._left: dict[_Name, _Left] = {}
         """Blocks that left in this batch, not counted yet."""
-        self._holders: dict[Hash, Counter[int]] = {}
 
     def fold(self, batch: EventBatch, *, counts: bool = True) -> None:
         """Fold a batch. Raises `Unreplayable`."""
@@ -93,7 +92,6 @@ class FeedHistory:
         if isinstance(event, FeedStarted):
             self._taken_over, self._since = self._since, {}
             self._arrived.clear()
-            self._holders.clear()
         elif isinstance(event, FeedReceived) and event.published_ts:
             self.now = event.published_ts
         elif isinstance(event, FeedCleared | FeedGap | FeedRestarted):
@@ -103,26 +101,32 @@ class FeedHistory:
     @property
     def held_by(self) -> dict[int, int]:
         """Number of distinct resident blocks by the number of workers that hold them."""
-        counted = Counter(len(workers) for workers in self._holders.values())
-        return dict(sorted(counted.items()))
+        workers = self.state.workers.values()
+        holders = Counter(name for each in workers for name in set[Hash]().union(*each.blocks.values()))
+        return dict(sorted(Counter(holders.values()).items()))
+
+    def _has(self, worker: int, name: Hash, but: BlockPlace | None = None) -> bool:
+        """Return True if a worker has a block in any place but this one."""
+        known = self.state.workers.get(worker)
+        return known is not None and any(name in there for at, there in known.blocks.items() if at != but)
 
     def _count_stored(self, event: FeedStored, new: list[WorkerBlock]) -> None:
         place, ages = place_of(event), []
         for block in new:
-            key, holders = (event.worker, place, block.name), self._holders.setdefault(block.name, Counter())
+            key = event.worker, place, block.name
             its_name = event.worker, place.group, block.name
             since = self._taken_over.pop(key, None)
             if since is None:
                 since = self._before_move(its_name, place)
-            elsewhere = any(worker != event.worker for worker in holders)
-            holders[event.worker] += 1
+            there_too = self._has(event.worker, block.name, place)
             self._since[key] = self.now if since is None else since
-            if since is None and holders[event.worker] > 1:
+            if since is None and there_too:
                 self._arrived[its_name] = place
             gone = self._gone.pop((event.worker, block.name), None)
             if since is None and self.counting:
                 self.stored += 1
-                self.stored_elsewhere += elsewhere and holders[event.worker] == 1
+                others = (worker for worker in self.state.workers if worker != event.worker)
+                self.stored_elsewhere += not there_too and any(self._has(each, block.name) for each in others)
                 if gone is not None:
                     ages.append(max(0, self.now - gone))
         self.stored_again += len(ages)
@@ -133,7 +137,6 @@ class FeedHistory:
         for name in gone:
             key = event.worker, place.group, name
             since = self._since.pop((event.worker, place, name))
-            self._release(event.worker, name)
             arrived = self._arrived.pop(key, place)
             if arrived != place:
                 self._since[event.worker, arrived, name] = since
@@ -163,7 +166,7 @@ class FeedHistory:
         if left is None:
             return
         worker, _, name = key
-        if worker not in self._holders.get(name, ()):
+        if not self._has(worker, name, left.place):
             self._gone[worker, name] = left.at
         if self.counting:
             self.removed += 1
@@ -175,19 +178,9 @@ class FeedHistory:
         for place, there in worker.blocks.items():
             for name in there:
                 del self._since[number, place, name]
-                self._release(number, name)
         self.forgotten += worker.num_blocks if self.counting else 0
         self._taken_over = {key: since for key, since in self._taken_over.items() if key[0] != number}
         self._arrived.clear()
-
-    def _release(self, worker: int, name: Hash) -> None:
-        """Remove one of the worker's places of a block."""
-        holders = self._holders[name]
-        holders[worker] -= 1
-        if not holders[worker]:
-            del holders[worker]
-        if not holders:
-            del self._holders[name]
 
 
 def _add(ages: Ages, found: Iterable[int]) -> None:

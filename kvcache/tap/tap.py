@@ -22,7 +22,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,29 +103,16 @@ class EndpointListener:
     def __init__(self, endpoint: Endpoint, before: Mapping[str, Last]) -> None:
         self._endpoint = endpoint
         self._unproven = dict(before)
-        self._one: Subscriber | None = None
-        self._many: FanInSubscriber | None = None
-        if endpoint.binds:
-            self._many = FanInSubscriber(
-                endpoint.address,
-                replay=replay_in_topic if endpoint.replay else None,
-                topic=endpoint.topic,
-                curve=endpoint.curve,
-                insecure=endpoint.insecure,
-                first=lambda worker: self._first(_source(worker)),
-            )
-        else:
-            self._connect()
-
-    @property
-    def address(self) -> str:
+        self._subscriber = self._bind() if endpoint.binds else self._connect()
+        self.address = endpoint.address
         """Address as given, with the actual port if any free port was requested."""
-        return self._many.endpoint if self._many is not None else self._endpoint.address
+        if isinstance(self._subscriber, FanInSubscriber):
+            self.address = self._subscriber.endpoint
 
     @property
     def ignored(self) -> int:
         """Messages of engines beyond the number that can be followed."""
-        return 0 if self._many is None else self._many.ignored
+        return self._subscriber.ignored if isinstance(self._subscriber, FanInSubscriber) else 0
 
     def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, TapReport]]:
         """Return what was received, after at most `timeout_ms`."""
@@ -144,9 +131,7 @@ class EndpointListener:
 
     def close(self) -> None:
         """Disconnect."""
-        for each in (self._one, self._many):
-            if each is not None:
-                each.close()
+        self._subscriber.close()
 
     def _prove(self, source: str, report: Report) -> TapReport | None:
         """Check the continuity of a publisher's first report; return None if everything has to be requested from it."""
@@ -158,18 +143,26 @@ class EndpointListener:
             return report
         return Continued() if nanoseconds(report.batch.ts) == last.published_ts else None
 
-    def _reports(self, timeout_ms: int) -> Iterator[tuple[str, Report]]:
-        if self._many is not None:
-            yield from ((_source(worker), report) for worker, report in self._many.poll(timeout_ms))
-        else:
-            assert self._one is not None
-            yield from ((self._endpoint.address, report) for report in self._one.poll(timeout_ms))
+    def _reports(self, timeout_ms: int) -> list[tuple[str, Report]]:
+        if isinstance(self._subscriber, FanInSubscriber):
+            return [(_source(worker), report) for worker, report in self._subscriber.poll(timeout_ms)]
+        return [(self._endpoint.address, report) for report in self._subscriber.poll(timeout_ms)]
 
-    def _connect(self) -> None:
+    def _bind(self) -> FanInSubscriber:
+        return FanInSubscriber(
+            self._endpoint.address,
+            replay=replay_in_topic if self._endpoint.replay else None,
+            topic=self._endpoint.topic,
+            curve=self._endpoint.curve,
+            insecure=self._endpoint.insecure,
+            first=lambda worker: self._first(_source(worker)),
+        )
+
+    def _connect(self) -> Subscriber | FanInSubscriber:
         endpoint = self._endpoint
         replay = endpoint.replay if isinstance(endpoint.replay, str) else None
         start = None if replay is None else self._first(endpoint.address)
-        self._one = Subscriber(
+        return Subscriber(
             endpoint.address, replay=replay, topic=endpoint.topic, start=start, curve=endpoint.curve
         )
 
@@ -178,13 +171,13 @@ class EndpointListener:
         return 0 if last is None else last.number
 
     def _reconnect_from_start(self, source: str) -> None:
-        if self._one is not None:
-            self._one.close()
-            self._connect()
-        elif self._many is not None:
-            for worker in self._many.workers:
+        if isinstance(self._subscriber, FanInSubscriber):
+            for worker in self._subscriber.workers:
                 if _source(worker) == source:
-                    self._many.forget(worker)
+                    self._subscriber.forget(worker)
+        else:
+            self._subscriber.close()
+            self._subscriber = self._connect()
 
 
 def _source(worker: Worker) -> str:
@@ -225,12 +218,10 @@ class FeedRecorder:
         """Return the last batches of the publishers that were known before."""
         found = {}
         for source, workers in self._before.items():
-            known = [w for w in workers if w.number is not None and w.published_ts is not None]
-            if known:
-                last = max(known, key=lambda worker: (worker.published_ts, worker.number))
-                assert last.number is not None
-                assert last.published_ts is not None
-                found[source] = Last(last.number, last.published_ts)
+            numbered = [(w.published_ts, w.number) for w in workers]
+            if known := [(ts, number) for ts, number in numbered if ts is not None and number is not None]:
+                ts, number = max(known)
+                found[source] = Last(number, ts)
         return found
 
     def begin(self) -> None:
@@ -265,7 +256,8 @@ class FeedRecorder:
             return
         gap = self._log.pop_gap()
         if gap is not None:
-            self._write([gap, FeedStarted(endpoints=self._endpoints), *self._restated()])
+            state = [event for worker in self.state.workers.values() for event in _all_of(worker)]
+            self._write([gap, FeedStarted(endpoints=self._endpoints), *state])
 
     # --- received batches ----------------------------------------------------------------------------------
 
@@ -336,10 +328,6 @@ class FeedRecorder:
         self._append(events)
 
     # --- the log ----------------------------------------------------------------------------------------
-
-    def _restated(self) -> Iterable[AnyEvent]:
-        for worker in self.state.workers.values():
-            yield from _all_of(worker)
 
     def _append(self, events: list[AnyEvent]) -> None:
         if not events:

@@ -502,8 +502,6 @@ class _Commands:
 
     def _fork(self, event: ev.SequenceForked) -> None:
         parent = self.state.sequences[event.handle]
-        if self._bare == event.handle:
-            self._bare = None  # the fork itself stored these blocks
         content = self.state.symbols.spell(parent.tokens.tobytes())
         child = RecordedPrompt(
             event.child, event.request_id, parent.namespace, content, retention=parent.retention

@@ -154,20 +154,18 @@ Step = OfOne | OfSeveral
 """A command about one sequence."""
 
 
+@dataclass(slots=True, eq=False)
 class PlayedRequest:
     """One request with its remaining recorded steps, and its delay."""
 
-    __slots__ = ("delay", "prompt", "steps", "stopped_at")
-
-    def __init__(self, prompt: RecordedPrompt) -> None:
-        self.prompt = prompt
-        """Prompt of the request; after a preemption, with its tokens by then."""
-        self.steps: deque[tuple[int, Step]] = deque()
-        """Remaining steps, with the batch in which each was recorded."""
-        self.delay = 0
-        """Delay of its steps, in batches."""
-        self.stopped_at = 0
-        """Batch in which it last began to wait."""
+    prompt: RecordedPrompt
+    """Prompt of the request; after a preemption, with its tokens by then."""
+    steps: deque[tuple[int, Step]] = field(default_factory=deque)
+    """Remaining steps, with the batch in which each was recorded."""
+    delay: int = 0
+    """Delay of its steps, in batches."""
+    stopped_at: int = 0
+    """Batch in which it last began to wait."""
 
     @property
     def handle(self) -> int:
@@ -213,6 +211,10 @@ class Playback:
         self._now = 0
         """Number of batches so far."""
         self._clock = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without requests."""
         self._running: dict[int, PlayedRequest] = {}
         """Running requests by handle, in the order of admission."""
         self._waiting: dict[int, PlayedRequest] = {}
@@ -250,12 +252,7 @@ class Playback:
         self.tally.unserved += len(self._line)
         never = (each for each in self._waiting.values() if not each.prompt.resumed)
         self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
-        self._running.clear()
-        self._waiting.clear()
-        self._late.clear()
-        self._never_came.clear()
-        self._cut_off.clear()
-        self._line, self._may_admit = [], True
+        self._begin()
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -337,10 +334,9 @@ class Playback:
         if it is delayed here.
         """
         handle = command.handle
-        request = self._running.get(handle) or self._waiting.pop(handle, None)
         if handle in self._running:
             self._step(self._running[handle], command)
-        elif request is not None:
+        elif (request := self._waiting.pop(handle, None)) is not None:
             self._line.remove(handle)
             if not request.prompt.resumed:
                 self._never_came.add(request.prompt.request_id)
@@ -349,10 +345,8 @@ class Playback:
         """Roll tokens back; if this cache cannot, admit the request again with the rest."""
         try:
             self.manager.rewind(request.handle, num_tokens)
-        except (
-            UsageError,
-            OutOfBlocks,
-        ):  # a narrower window has released what is needed, or there is no block
+        except (UsageError, OutOfBlocks):
+            # A narrower window has released what is needed, or there is no block.
             late = request.handle in self._late
             self._may_admit = True
             if not self._take_out(request, num_tokens):

@@ -303,114 +303,42 @@ def with_outlook(order: type[Clairvoyant], future: Future) -> tuple[type[Clairvo
     return type(order.__name__, (order,), {"outlook": outlook}), outlook
 
 
-class ArcLists:
-    """Lists of cached blocks used once and used again, and of as many evicted ones (ghosts).
-
-    Blocks are known by name. A returning ghost shows which list was too short: the target, a number of blocks, moves
-    towards it, by more the shorter its list of ghosts is relative to the other.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._again: dict[bytes, bool] = {}
-        """Cached blocks; True for those used again."""
-        self._recent = 0
-        """Number of cached blocks used once."""
-        self._recent_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        """Evicted blocks that were used once, in the order of their eviction."""
-        self._frequent_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        """Evicted blocks that were used again."""
-        self.target = 0
-        """Target number of cached blocks used once, from 0 to the capacity."""
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._again
-
-    @property
-    def excess(self) -> int:
-        """Number of blocks used once above the target: if positive, they go first, else those used again."""
-        return self._recent - self.target
-
-    def used_again(self, name: bytes) -> bool:
-        """Return True if a cached block was used again."""
-        return self._again.get(name, False)
-
-    def store(self, name: bytes) -> None:
-        """Add a newly cached block as used once, or as used again if its ghost is known."""
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        again = True
-        if name in recent:
-            self.target = min(self._capacity, self.target + max(1, len(frequent) // len(recent)))
-            del recent[name]
-        elif name in frequent:
-            self.target = max(0, self.target - max(1, len(recent) // len(frequent)))
-            del frequent[name]
-        else:
-            again = False
-        self._again[name] = again
-        self._recent += not again
-
-    def find(self, name: bytes) -> None:
-        """Mark a cached block as used again."""
-        self._recent -= not self._again[name]
-        self._again[name] = True
-
-    def evict(self, name: bytes) -> None:
-        """Turn a cached block into a ghost."""
-        again = self._again.pop(name)
-        self._recent -= not again
-        (self._frequent_ghosts if again else self._recent_ghosts)[name] = None
-
-    def clear(self) -> None:
-        """Remove all cached blocks; ghosts and target stay, since nothing was evicted."""
-        self._again.clear()
-        self._recent = 0
-
-    def forget_ghosts(self) -> None:
-        """Drop the oldest ghosts beyond the capacity.
-
-        Call it after a store: the blocks that made room for it may displace its own ghosts. Until then there can be
-        twice as many ghosts.
-        """
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        while recent and self._recent + len(recent) > self._capacity:
-            recent.popitem(last=False)
-        while len(recent) + len(frequent) > self._capacity:
-            frequent.popitem(last=False)
-
-    def check(self, cached: set[bytes]) -> None:
-        """Raise `InvariantViolated` if a block is in two lists or in the wrong one, or if there are too many ghosts."""
-        recent, frequent = self._recent_ghosts.keys(), self._frequent_ghosts.keys()
-        invariant(self._again.keys() <= cached, "a block that was evicted is taken to be cached")
-        invariant(
-            not (recent & frequent or self._again.keys() & (recent | frequent)), "a block is in two lists"
-        )
-        invariant(self._recent == list(self._again.values()).count(False), "blocks used once are miscounted")
-        invariant(len(recent) + len(frequent) <= 2 * self._capacity, "there are too many ghosts")
-        invariant(0 <= self.target <= self._capacity, "the target is out of bounds")
-
-
 class AdaptiveReplacement(EvictionOrder):
     """Lower priority first, then blocks used once if they exceed their target, else blocks used again; then as
     `LeastRecentlyUsed`.
 
-    Both levels are one cache: moving a block between them changes no list. A ghost is recognized when the returning
-    block is first released. Use by several sequences at a time counts once.
+    A returning block that was evicted (a ghost) shows which list of cached blocks was too short, that of blocks used
+    once or of those used again: the target, the number of blocks used once, moves towards it, by more the shorter its
+    list of ghosts is relative to the other. Both levels are one cache: moving a block between them changes no list. A
+    ghost is recognized when the returning block is first released. Use by several sequences at a time counts once.
     """
 
     needs_names = True
 
     def __init__(self, group: FullGroup) -> None:
         self._group, self._runs, self._key_bytes = group, group.tree.runs, group.tree.key_bytes
-        self._lists = ArcLists(sum(level.size for level in group.levels))
+        self._capacity = sum(level.size for level in group.levels)
+        self._cached: dict[bytes, bool] = {}
+        """Cached blocks by name; True for those used again."""
+        self._recent = 0
+        """Number of cached blocks used once."""
+        self._target = 0
+        """Target of that number, from 0 to the capacity."""
+        self._ghosts: tuple[OrderedDict[bytes, None], ...] = OrderedDict(), OrderedDict()
+        """Evicted blocks that were used once, and those used again, in the order of their eviction."""
         self._once, self._again = _Leaves(group, self, False), _Leaves(group, self, True)
         for run in self._runs.values():
             if run.is_leaf:
                 self.evictable(run)
 
+    @property
+    def _excess(self) -> int:
+        """Number of blocks used once above the target: if positive, they go first, else those used again."""
+        return self._recent - self._target
+
     def used_again(self, run: Run) -> bool:
         """Return True if the last block of a run was used again."""
-        return self._lists.used_again(self._name(run, len(run.slots) - 1))
+        return self._cached.get(self._name(run, len(run.slots) - 1), False)
 
     def _name(self, run: Run, at: int) -> bytes:
         begin = at * self._key_bytes
@@ -424,11 +352,30 @@ class AdaptiveReplacement(EvictionOrder):
         (self._again if self.used_again(run) else self._once).evictable(run)
 
     def _enter(self, run: Run) -> None:
-        new = list(takewhile(lambda name: name not in self._lists, self._names_up(run)))
+        new = list(takewhile(lambda name: name not in self._cached, self._names_up(run)))
         for name in new:
-            self._lists.store(name)
-        if new:
-            self._lists.forget_ghosts()
+            self._store(name)
+        # Only now, since the blocks that made room for a block may displace its own ghost.
+        recent, frequent = self._ghosts
+        while new and recent and self._recent + len(recent) > self._capacity:
+            recent.popitem(last=False)
+        while new and len(recent) + len(frequent) > self._capacity:
+            frequent.popitem(last=False)
+
+    def _store(self, name: bytes) -> None:
+        """Add a newly cached block as used once, or as used again if its ghost is known."""
+        recent, frequent = self._ghosts
+        if name in recent:
+            self._target = min(self._capacity, self._target + max(1, len(frequent) // len(recent)))
+            del recent[name]
+        elif name in frequent:
+            self._target = max(0, self._target - max(1, len(recent) // len(frequent)))
+            del frequent[name]
+        else:
+            self._recent += 1
+            self._cached[name] = False
+            return
+        self._cached[name] = True
 
     def _names_up(self, run: Run) -> Iterator[bytes]:
         """Yield the blocks of the prefix that ends with a run, deepest first: if one is known, so are all before it."""
@@ -441,7 +388,9 @@ class AdaptiveReplacement(EvictionOrder):
         run = self._group.run_at(level, slots[0])
         self._enter(run)
         for at in range(len(slots)):
-            self._lists.find(self._name(run, at))
+            name = self._name(run, at)
+            self._recent -= not self._cached[name]
+            self._cached[name] = True
 
     def gone(self, level: int, slots: array[int]) -> None:
         """Turn blocks into ghosts, unless they only moved to the other level."""
@@ -449,11 +398,15 @@ class AdaptiveReplacement(EvictionOrder):
         if run is not None and run.level == level:
             last = len(run.slots) - 1
             for at in range(last, last - len(slots), -1):
-                self._lists.evict(self._name(run, at))
+                name = self._name(run, at)
+                again = self._cached.pop(name)
+                self._recent -= not again
+                self._ghosts[again][name] = None
 
     def cleared(self) -> None:
-        """Drop all candidates."""
-        self._lists.clear()
+        """Drop all candidates; ghosts and target stay, since nothing was evicted."""
+        self._cached.clear()
+        self._recent = 0
         self._once.cleared()
         self._again.cleared()
 
@@ -461,7 +414,7 @@ class AdaptiveReplacement(EvictionOrder):
 
     def _turn(self, run: Run) -> tuple[int, bool, int, int]:
         """Return the sort key of a run: the lowest goes first, until a list changes its length."""
-        return (run.priority, self.used_again(run) == (self._lists.excess > 0), run.released_at, -run.end)
+        return (run.priority, self.used_again(run) == (self._excess > 0), run.released_at, -run.end)
 
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
         """Return the run with the last block that goes next."""
@@ -472,10 +425,10 @@ class AdaptiveReplacement(EvictionOrder):
         """Return how many of the last blocks of the next run go before any others: those in its list, up to its
         excess.
         """
-        last, again, excess = len(run.slots) - 1, self.used_again(run), self._lists.excess
+        last, again, excess = len(run.slots) - 1, self.used_again(run), self._excess
         most = min(count, excess) if excess > 0 and not again else count
         tail = (self._name(run, at) for at in range(last, last - most, -1))
-        return sum(1 for _ in takewhile(lambda name: self._lists.used_again(name) == again, tail))
+        return sum(1 for _ in takewhile(lambda name: self._cached.get(name, False) == again, tail))
 
     def precedes(self, run: Run, other: Run) -> bool:
         """Return True if `run` goes before `other`, or if they are equal."""
@@ -483,8 +436,14 @@ class AdaptiveReplacement(EvictionOrder):
 
     def check(self) -> None:
         """Compare the next run of each level with all runs, and the lists with the cached blocks."""
-        runs = self._runs.values()
-        self._lists.check({self._name(run, at) for run in runs for at in range(len(run.slots))})
+        runs, (recent, frequent) = self._runs.values(), (ghosts.keys() for ghosts in self._ghosts)
+        cached = {self._name(run, at) for run in runs for at in range(len(run.slots))}
+        invariant(self._cached.keys() <= cached, "a block that was evicted is taken to be cached")
+        several = recent & frequent or self._cached.keys() & (recent | frequent)
+        invariant(not several, "a block is in two lists")
+        invariant(self._recent == list(self._cached.values()).count(False), "blocks used once are miscounted")
+        invariant(len(recent) + len(frequent) <= 2 * self._capacity, "there are too many ghosts")
+        invariant(0 <= self._target <= self._capacity, "the target is out of bounds")
         for level in range(len(self._group.levels)):
             leaves = [run for run in runs if run.level == level and run.is_leaf]
             tracked = self._once.known_blocks(level) | self._again.known_blocks(level)

@@ -186,16 +186,18 @@ def compared(trials: Sequence[Trial], outcomes: Sequence[TrialOutcome], shown: i
         (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens
         for trial, outcome in zip(trials, played, strict=True)
     }
-    rows: list[tuple[Trial | None, TrialOutcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
-    return [_row(trial, outcome, reused) for trial, outcome in rows]
-
-
-def _row(trial: Trial | None, outcome: TrialOutcome, reused: dict[tuple[str, str], int]) -> TrialRow:
-    settings, own = _settings(outcome), outcome.tally.reused_tokens
-    base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
-    of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
-    of_bound = own / bound if bound and not outcome.config.stop_retention else None
-    return TrialRow(trial, outcome, of_bound, of_gap)
+    pairs: list[tuple[Trial | None, TrialOutcome]] = [
+        (None, then),
+        *zip(trials[:shown], played, strict=False),
+    ]
+    rows = []
+    for trial, outcome in pairs:
+        settings, own = _settings(outcome), outcome.tally.reused_tokens
+        base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
+        of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
+        of_bound = own / bound if bound and not outcome.config.stop_retention else None
+        rows.append(TrialRow(trial, outcome, of_bound, of_gap))
+    return rows
 
 
 def _settings(outcome: TrialOutcome) -> str:

@@ -12,6 +12,8 @@ not found again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
 from random import Random
 
 from kvcache.workload.tokens import TRACE_BLOCK_TOKENS
@@ -36,43 +38,27 @@ _THINK_MS = 8000
 def generate_chats(users: int, seed: int = 0) -> list[TraceRequest]:
     """Return the requests of `users` conversations by time of arrival, identical on every platform."""
     random = Random(seed)
-    conversations = _Conversations(random)
+    # The first numbers of blocks are those of system prompts, then come new ones for each conversation.
+    new_ids = count(SYSTEM_PROMPTS * SYSTEM_BLOCKS)
     start = 0.0
     requests: list[TraceRequest] = []
     for _ in range(users):
-        requests += conversations.generate(start)
+        requests += _conversation(random, new_ids, start)
         start += random.expovariate(1 / _ARRIVAL_MS)
     # The sort is stable, so requests of the same millisecond stay in the order of their users.
     return sorted(requests, key=lambda request: request.timestamp)
 
 
-class _Conversations:
-    """Generator of conversations, with block numbers: the first ones for system prompts, then new ones for each."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-        self._next_id = SYSTEM_PROMPTS * SYSTEM_BLOCKS
-
-    def generate(self, start_ms: float) -> list[TraceRequest]:
-        """Return the turns of one conversation, which begins at `start_ms`."""
-        random = self._random
-        ids = self._choose_system_prompt()
-        length, time, requests = SYSTEM_BLOCKS * TRACE_BLOCK_TOKENS, start_ms, []
-        for _ in range(random.randint(*TURNS)):
-            length += random.randint(*QUESTION_TOKENS)
-            answer = random.randint(*ANSWER_TOKENS)
-            self._extend(ids, length)
-            requests.append(TraceRequest(int(time), length, answer, tuple(ids)))
-            length += answer
-            time += random.expovariate(1 / _THINK_MS)
-        return requests
-
-    def _choose_system_prompt(self) -> list[int]:
-        weights = [1 / rank for rank in range(1, SYSTEM_PROMPTS + 1)]
-        [chosen] = self._random.choices(range(SYSTEM_PROMPTS), weights)
-        return list(range(chosen * SYSTEM_BLOCKS, (chosen + 1) * SYSTEM_BLOCKS))
-
-    def _extend(self, ids: list[int], length: int) -> None:
-        missing = -(-length // TRACE_BLOCK_TOKENS) - len(ids)
-        ids += range(self._next_id, self._next_id + missing)
-        self._next_id += missing
+def _conversation(random: Random, new_ids: Iterator[int], start_ms: float) -> Iterator[TraceRequest]:
+    """Yield the turns of one conversation, which begins at `start_ms`."""
+    weights = [1 / rank for rank in range(1, SYSTEM_PROMPTS + 1)]
+    [chosen] = random.choices(range(SYSTEM_PROMPTS), weights)
+    ids = list(range(chosen * SYSTEM_BLOCKS, (chosen + 1) * SYSTEM_BLOCKS))
+    length, time = SYSTEM_BLOCKS * TRACE_BLOCK_TOKENS, start_ms
+    for _ in range(random.randint(*TURNS)):
+        length += random.randint(*QUESTION_TOKENS)
+        answer = random.randint(*ANSWER_TOKENS)
+        ids += islice(new_ids, -(-length // TRACE_BLOCK_TOKENS) - len(ids))
+        yield TraceRequest(int(time), length, answer, tuple(ids))
+        length += answer
+        time += random.expovariate(1 / _THINK_MS)

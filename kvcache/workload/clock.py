@@ -1,11 +1,10 @@
 """The clock of a played trace: it counts engine steps, so that equal traces make equal runs.
 
 A step stands for `step_ms` of the trace's time, independent of its computing time. Arrivals follow from the number of
-the step, never from the speed of this machine; a speed only adds waiting, so that the
-trace's time does not run ahead of the real one. Without a speed the run does not wait for arrivals, but no step is
-dated before the arrivals of the requests that it admits: the wall clock shows the trace's own times, from `START_NS` on
-if the trace has no date. At an infinite speed requests arrive at their times in the trace, and no time is spent
-waiting.
+the step, never from the speed of this machine; a speed only adds waiting, so that the trace's time does not run ahead
+of the real one. Without a speed the run does not wait for arrivals, but no step is dated before the arrivals of the
+requests that it admits: the wall clock shows the trace's own times, from `START_NS` on if the trace has no date. At an
+infinite speed requests arrive at their times in the trace, and no time is spent waiting.
 """
 
 from __future__ import annotations
@@ -103,12 +102,8 @@ class StepClock:
         if self._started_ns is None:
             self._started_ns = self._real_monotonic_ns()
         # The first step has passed when it is reported.
-        due_ns = self._started_ns + self._real_length_ns(self.now_ms - self.step_ms)
+        passed_ns = int(min((self.now_ms - self.step_ms) * _MS / self.speed, _FOREVER_NS))
+        due_ns = self._started_ns + passed_ns
         while (ahead_ns := due_ns - self._real_monotonic_ns()) > 0:
             if stop.wait(min(ahead_ns / 1e9, _LONGEST_WAIT)):
                 break
-
-    def _real_length_ns(self, trace_ms: int) -> int:
-        """Return the length of a part of the trace in real time, in ns."""
-        assert self.speed is not None
-        return int(min(trace_ms * _MS / self.speed, _FOREVER_NS))

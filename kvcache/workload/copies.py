@@ -55,7 +55,14 @@ class TimedCopier:
         with self.timed():
             ticket = self._inner.submit(copies)
         for copy in copies:
-            self._count(copy)
+            tokens = len(copy.source) * (copy.num_tokens or self._tokens_per_block)
+            num_bytes = tokens * self._bytes_per_token[copy.group]
+            if copy.target_level == SECONDARY:
+                self.bytes_offloaded += num_bytes
+            elif copy.source_level == SECONDARY:
+                self.bytes_onboarded += num_bytes
+            else:
+                self.bytes_within_primary += num_bytes
         return _TimedTicket(ticket, self)
 
     @contextmanager
@@ -66,16 +73,6 @@ class TimedCopier:
             yield
         finally:
             self.nanoseconds += time.perf_counter_ns() - started
-
-    def _count(self, copy: Copy) -> None:
-        tokens = len(copy.source) * (copy.num_tokens or self._tokens_per_block)
-        num_bytes = tokens * self._bytes_per_token[copy.group]
-        if copy.target_level == SECONDARY:
-            self.bytes_offloaded += num_bytes
-        elif copy.source_level == SECONDARY:
-            self.bytes_onboarded += num_bytes
-        else:
-            self.bytes_within_primary += num_bytes
 
 
 class _TimedTicket:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +32,6 @@ from kvcache.manager import KVCacheManager
 from kvcache.results import Admission, BlockTable
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.observed_steps import ObservedStep, StepCallback
 from kvcache.workload.pattern import PatternSpan, PoolPattern, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
@@ -60,6 +59,34 @@ class DriveOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.prefill_tokens < 1:
             raise UsageError("concurrency and prefill_tokens must be at least 1")
+
+
+@dataclass(slots=True)
+class ObservedStep:
+    """One step; requests by id."""
+
+    admitted: dict[int, Admission]
+    """Lookup result of each admitted request."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    decoding: int = 0
+    """Sequences with their last output computed."""
+    context_tokens: int = 0
+    """Tokens before the computed ones, over all sequences: their K and V were read."""
+    sampled: list[int] = field(default_factory=list)
+    """Requests that got a token."""
+    ended: list[int] = field(default_factory=list)
+    """Requests that have reached their end."""
+
+    def note(self, begin: int, end: int, *, decoding: bool) -> None:
+        """Count the tokens from `begin` to `end` of a sequence."""
+        self.context_tokens += begin
+        self.decoding += decoding
+        self.prefill_tokens += 0 if decoding else end - begin
+
+
+StepCallback = Callable[[ObservedStep], None]
+"""Callback at the end of each step."""
 
 
 @dataclass(slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvcache.workload.observed_steps import ObservedStep
 from kvcache.workload.traces import TraceRequest
+
+if TYPE_CHECKING:
+    from kvcache.workload.driver import ObservedStep
 
 HOUR_MS = 3_600_000
 

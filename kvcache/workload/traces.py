@@ -42,7 +42,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Protocol
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -158,7 +158,8 @@ def read_trace(
             raise UsageError(
                 f"{shown} has arrivals and lengths only, so shared prefixes of its prompts are unknown"
             )
-        requests = _parsed(shown, parse, islice(chain(_drained(first), lines), parse.header_lines, None))
+        drained = (first.popleft() for _ in range(len(first)))
+        requests = _parsed(shown, parse, islice(chain(drained, lines), parse.header_lines, None))
         yield from islice(requests if parse.in_order else _by_arrival(requests), limit)
 
 
@@ -180,11 +181,6 @@ def _by_arrival(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         yield msgspec.structs.replace(
             request, timestamp=request.timestamp - begin, begin_ms=_dated(begin / 1000)
         )
-
-
-def _drained(lines: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    while lines:
-        yield lines.popleft()
 
 
 class BlockNumbers:
@@ -325,22 +321,13 @@ def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
         yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-class _Parser(Protocol):
-    """Parser of the lines of one trace, in order."""
-
-    header_lines: int
-    in_order: bool
-    """True if lines are in the order of arrival."""
-
-    def request(self, line: bytes) -> TraceRequest | None:
-        """Decode a line; return None if it is about something else. Raises ValueError, also as
-        `msgspec.DecodeError`.
-        """
-
-
 def _parser_of(
     path: str, lines: deque[tuple[int, bytes]], block_tokens: int | None, tokenizer: str | Path | None
 ) -> _Parser:
+    """Return the parser of a trace's lines, which decodes them in order: those about something else as None.
+
+    Its `request` raises ValueError, also as `msgspec.DecodeError`.
+    """
     number, first = lines[0]
     if first.startswith(_AZURE_HEADER[0].encode()):
         return _AzureLines()
@@ -371,28 +358,11 @@ class _Fields(msgspec.Struct):
 
     @property
     def is_dynamo(self) -> bool:
-        """True for a record of Dynamo's, bare or in an envelope."""
-        return any(_text(each).startswith("dynamo.") for each in (self.schema, _schema(self.event)))
-
-
-class _Event(msgspec.Struct):
-    schema: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def _schema(event: msgspec.Raw) -> msgspec.Raw:
-    """Return the schema that an envelope's record states; other fields belong to other formats and are not decoded."""
-    try:
-        return msgspec.json.decode(event, type=_Event).schema
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return event
-
-
-def _text(value: msgspec.Raw) -> str:
-    """Return the value if it is a text, else an empty text."""
-    try:
-        return msgspec.json.decode(value, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+        """True for a record of Dynamo's, bare or in an envelope; other fields belong to other formats."""
+        schemas = [self.schema]
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            schemas.append(msgspec.json.decode(self.event, type=_Fields).schema)
+        return any(bytes(each).startswith(b'"dynamo.') for each in schemas)
 
 
 class _Sizes(msgspec.Struct):
@@ -433,17 +403,19 @@ def _checked_ms(ms: float, field: str, since: str = "the start") -> int:
     return max(0, int(ms))
 
 
-class _MooncakeLine(msgspec.Struct):
+class MooncakeLine(msgspec.Struct, omit_defaults=True):
+    """One request, as written and read; `timestamp` is in milliseconds."""
+
     timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_length: PromptLength
     output_length: Length
     hash_ids: tuple[HashId, ...]
-    cache_salt: str | None = None
-    model: str | int | None = None
-    stop: Any = None
     session_id: Any = None
     agent: Any = None
     tenant: Any = None
+    model: str | int | None = None
+    stop: Any = None
+    cache_salt: str | None = None
 
 
 class _MooncakeLines:
@@ -453,7 +425,7 @@ class _MooncakeLines:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._decoder = msgspec.json.Decoder(_MooncakeLine)
+        self._decoder = msgspec.json.Decoder(MooncakeLine)
 
     def request(self, line: bytes) -> TraceRequest:
         """Decode a line."""
@@ -760,6 +732,9 @@ class _OpenAILines:
         if self._begin is None:
             self._begin = seconds
         return _checked_ms(round((seconds - self._begin) * 1000), field, _FIRST)
+
+
+_Parser = _MooncakeLines | _BailianLines | _DynamoLines | _AzureLines | _OpenAILines
 
 
 class ChatTokenizer:

@@ -11,10 +11,9 @@ from kvcache.cli.options import (
     add_shared,
     has_namespace,
     option,
-    positive,
     read_tokens,
 )
-from kvcache.cli.output import Output, Paced
+from kvcache.cli.output import Output, paced
 from kvcache.cli.process import StopSignals
 from kvcache.cli.subscribe.lines import NativeLines, RouterLines
 from kvcache.cli.subscribe.sources import IN_TOPIC, Subscriptions, add_connection_options, receive
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["router", "native"],
         default="router",
     )
-    add("--count N", "stop after N batches with events", type=positive)
+    add("--count N", "stop after N batches with events")
     add_shared(
         parser,
         json="print one JSON object per line and event: seq, index, ts, rank, topic, replayed, type, and the event's "
@@ -76,7 +75,7 @@ def _add_table_options(parser: argparse.ArgumentParser) -> None:
         every=f"seconds between two reports if stdout is not a terminal (default: {_EVERY_SECONDS:.0f})",
     )
     purpose = f"show how much of this prompt each worker has cached, and which has most: {TOKENS_HELP}"
-    option(table, "--prompt FILE", purpose)
+    option(table, "--prompt FILE", purpose, type=str)
     add_namespace(table, "--prompt")
 
 
@@ -120,10 +119,10 @@ def _show_table(
     as_json = (lambda: workers.to_json(subscriptions.counts)) if args.json else None
     with out.live(lambda: workers.show(out), as_json) as (show, in_place):
         every = _LIVE_SECONDS if in_place else _EVERY_SECONDS if args.every is None else args.every
-        paced = Paced(show, every, first=0.0 if in_place else every)
+        show_if_due = paced(show, every, first=0.0 if in_place else every)
         for each in receive(subscriptions, stop, args, out):
             if each is None:
-                paced.show_if_due()
+                show_if_due()
             else:
                 workers.fold(*each)
         show()

@@ -95,7 +95,7 @@ class NativeLines:
 
     def summary(self) -> Iterator[str]:
         """Yield what was received."""
-        yield f"{count(self._batches, 'batch', 'batches')}, {count(self._events, 'event')}"
+        yield f"{count(self._batches, 'batch')}, {count(self._events, 'event')}"
 
     def _take(self, report: ReceivedBatch, worker: Worker | None) -> StreamNames:
         self._batches, self._events = self._batches + 1, self._events + len(report.batch.events)
@@ -113,7 +113,7 @@ def _interruption(report: Missed | Restated | Restarted, said_by: list[str]) -> 
     else:
         span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
         fate = "recovered by replay, above" if report.recovered else f"lost: {report.reason}"
-        what = f"missed {count(report.last - report.first + 1, 'batch', 'batches')} ({span}), {fate}"
+        what = f"missed {count(report.last - report.first + 1, 'batch')} ({span}), {fate}"
     return paint(" ".join([f"{'':>9}  {what}", *said_by]), "yellow")
 
 
@@ -181,12 +181,12 @@ def _summary(index: Index) -> str:
     blocks = f"{count(index.count(GPU), 'block')} on GPU, {index.count(HOST):,} in host memory"
     if index.count(STORAGE):
         blocks += f", {index.count(STORAGE):,} in storage"
-    parts = [f"{count(index.batches, 'batch', 'batches')}, {count(index.events, 'event')}", blocks]
+    parts = [f"{count(index.batches, 'batch')}, {count(index.events, 'event')}", blocks]
     if index.recovered_batches:
         parts.append(f"{index.recovered_batches:,} missed and recovered by replay")
     if index.restated:
         parts.append(count(index.restated, "resync"))
-    parts.append(f"{count(index.missed_batches, 'batch', 'batches')} lost")
+    parts.append(f"{count(index.missed_batches, 'batch')} lost")
     if index.restarts:
         parts.append(count(index.restarts, "restart"))
     return "; ".join(parts)

@@ -44,13 +44,12 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     add = partial(option, parser.add_argument_group("connection"))
     add("--topic TOPIC", "receive only topics with this prefix, and batches without a topic", default="")
     add("--bind", "bind ENDPOINT, to which publishers connect; implied for tcp://*:PORT")
-    add("--curve-key FILE", "own secret key for encryption, NAME.key_secret", type=Path)
+    add("--curve-key FILE", "own secret key for encryption, NAME.key_secret")
     add(
         "--curve-server FILE",
         "public key of the publisher, NAME.key; for one of several, ENDPOINT?curve_server=FILE",
-        type=Path,
     )
-    add("--curve-clients DIR", "with --bind: directory of the public keys of allowed publishers", type=Path)
+    add("--curve-clients DIR", "with --bind: directory of the public keys of allowed publishers")
     add("--insecure", "with --bind: accept any publisher that can reach ENDPOINT")
 
 
@@ -169,17 +168,11 @@ class Subscriptions:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._sources: dict[str, _Source] = {}
-        self._open = ExitStack()
-        try:
-            if any(map(is_broker, args.endpoint)):
-                self._add_broker(args)
-            else:
-                self._add_sockets(args)
-        except BaseException:
-            self._open.close()
-            raise
+        with ExitStack() as opened:
+            (self._add_broker if any(map(is_broker, args.endpoint)) else self._add_sockets)(args, opened)
+            self._open = opened.pop_all()
 
-    def _add_broker(self, args: argparse.Namespace) -> None:
+    def _add_broker(self, args: argparse.Namespace, opened: ExitStack) -> None:
         from events.brokers.subscriber import BrokerSubscriber, NativeBrokerSubscriber
 
         if len(args.endpoint) > 1:
@@ -190,19 +183,19 @@ class Subscriptions:
                 raise UsageError(f"{reason}; `kvcache docs brokers` lists the options of a broker address")
         reads = NativeBrokerSubscriber if args.format == "native" else BrokerSubscriber
         subscriber = reads(args.endpoint[0])
-        self._open.callback(subscriber.close)
+        opened.callback(subscriber.close)
         self._sources[str(subscriber.endpoint)] = _Source("broker", subscriber)
 
-    def _add_sockets(self, args: argparse.Namespace) -> None:
+    def _add_sockets(self, args: argparse.Namespace, opened: ExitStack) -> None:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
         import zmq
 
         given = endpoints_of(args)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._open.callback(context.destroy, linger=0)
+        opened.callback(context.destroy, linger=0)
         for each in given:
             source = _source(each, args, context)
-            self._open.callback(source.subscriber.close)
+            opened.callback(source.subscriber.close)
             endpoint = source.subscriber.endpoint if source.kind == "bound" else each.endpoint
             if self._sources.setdefault(endpoint, source) is not source:
                 raise UsageError(f"{endpoint} is given twice")

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 from events.formats.vllm import AllBlocksCleared
@@ -26,7 +27,7 @@ _PAUSES = 3
 _LAST_SECOND = 1e11
 _NONE = "–"
 _MANY = "?"
-_ALWAYS = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "restarts", "heard")
+_ALWAYS = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "restarts", "seen")
 """Columns that are shown even if they are empty."""
 ROWS_MAX = 100
 """Maximum number of workers in the table; JSON has all of them."""
@@ -47,20 +48,16 @@ class Prompt(NamedTuple):
     def held_in(self, index: PrefixIndex) -> dict[tuple[Hashable, int], Held]:
         """Return, for each worker and rank, the longest prefix of which all blocks are there in all groups."""
         found = {(each.worker, each.rank): NOTHING for each in index.publishers}
-        for adapter, salt in self._spellings():
-            for publisher, (primary, secondary, storage) in index.match(
-                self.tokens, lora=adapter, salt=salt
-            ).items():
+        # Publishers may use a number as a name, and a salt by its digest.
+        adapters = [self.adapter, *([str(self.adapter)] if isinstance(self.adapter, int) else [])]
+        salts = [None] if self.salt is None else [self.salt, hashlib.sha256(self.salt.encode()).hexdigest()]
+        for adapter, salt in product(adapters, salts):
+            matched = index.match(self.tokens, lora=adapter, salt=salt)
+            for publisher, (primary, secondary, storage) in matched.items():
                 held = (primary, secondary - primary, storage - secondary)
                 key = (publisher.worker, publisher.rank)
                 found[key] = max(found.get(key, NOTHING), held, key=sum)
         return found
-
-    def _spellings(self) -> Iterator[tuple[str | int | None, str | None]]:
-        """Yield adapter and salt in the forms that publishers may use: a number as a name, a salt by its digest."""
-        adapters = [self.adapter, *([str(self.adapter)] if isinstance(self.adapter, int) else [])]
-        salts = [None] if self.salt is None else [self.salt, hashlib.sha256(self.salt.encode()).hexdigest()]
-        yield from ((adapter, salt) for adapter in adapters for salt in salts)
 
 
 class EventRate:
@@ -72,19 +69,15 @@ class EventRate:
 
     def add(self, now: float, count: int) -> None:
         """Add `count` events; times (seconds) never go back."""
+        while self._counts and self._counts[0][0] <= now - RATE_SECONDS:
+            self._counts.popleft()
         if count:
             self._counts.append((now, count))
-            self._forget(now)
 
     def per_second(self, now: float) -> float:
         """Return the mean over the last seconds, or since the start if that is later."""
-        self._forget(now)
-        span = min(RATE_SECONDS, max(now - self._started, 1.0))
-        return sum(count for _, count in self._counts) / span
-
-    def _forget(self, now: float) -> None:
-        while self._counts and self._counts[0][0] <= now - RATE_SECONDS:
-            self._counts.popleft()
+        self.add(now, 0)
+        return sum(count for _, count in self._counts) / min(RATE_SECONDS, max(now - self._started, 1.0))
 
 
 class WorkerRow:
@@ -281,11 +274,9 @@ class Workers:
         return row.state(self._connected(row.sender), self._clock())
 
     def _last_received(self, row: WorkerRow) -> str:
-        its, age = (
-            self._state(row),
-            "" if row.last_received_at is None else span(self._clock() - row.last_received_at),
-        )
-        return age or its if its == "live" else f"{its} {age}".rstrip()
+        state = self._state(row)
+        age = "" if row.last_received_at is None else span(self._clock() - row.last_received_at)
+        return age or state if state == "live" else f"{state} {age}".rstrip()
 
     def _style(self, row: WorkerRow, *, best: bool) -> str:
         color = {"gone": "red", "silent": "red", "waiting": "dim", "connected": "dim"}.get(
@@ -299,7 +290,7 @@ class Workers:
         if number > len(shown):
             yield f"showing {len(shown):,} of {count(number, 'worker')}; --json prints all"
         if self.ignored_batches:
-            batches = count(self.ignored_batches, "batch", "batches")
+            batches = count(self.ignored_batches, "batch")
             yield f"{batches} of ranks above {RANKS_MAX - 1:,} ignored"
         if partial := sum(row.partial for row in shown):
             yield (
@@ -337,10 +328,8 @@ class Workers:
             "state": self._state(row),
             **pick(row, "topic", "rank", "seq", "partial", lag_seconds="lag"),
             "blocks": _by_level(row.blocks),
-            **pick(
-                row.index, "batches", "events", "missed_batches", "recovered_batches", "restated", "restarts"
-            ),
-            **pick(row.index, "orphans", "unknown_removals"),
+            **pick(row.index, "batches", "events", "missed_batches", "recovered_batches", "restated"),
+            **pick(row.index, "restarts", "orphans", "unknown_removals"),
             "events_per_second": round(row.rate.per_second(now), 3),
             "heard_seconds": None if row.last_received_at is None else now - row.last_received_at,
             "heartbeat_seconds": None if row.last_heartbeat_at is None else now - row.last_heartbeat_at,
