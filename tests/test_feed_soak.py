@@ -13,7 +13,7 @@ from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
 from sinks.router.feed import RouterFeed
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.support.memory import STATM, resident_bytes
 from tests.support.waiting import WAIT, wait_until
 

@@ -34,7 +34,7 @@ from examples.kv_aware_router.tally import Tally
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.prefixes.publisher import WorkerRank
 from kvcache.workload.chats import generate_chats
-from kvcache.workload.observed_steps import ObservedStep
+from kvcache.workload.driver import ObservedStep
 from kvcache.workload.waiting_queue import Waiting
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program

@@ -56,7 +56,6 @@ MAY_ASK = {
     "kvcache/integrations/vllm/plugin.py": "objects of vLLM have other attributes by its version and their kind",
     "sinks/registry.py": "what makes a sink of another package may be a plain function",
     "sinks/router/feed.py": "only some transports refuse peers",
-    "sinks/router/transport.py": "there is no socket before it is open",
 }
 """Modules of the product that ask for an attribute by its name, which no protocol or base class could promise, and why.
 

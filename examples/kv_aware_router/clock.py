@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.workload.clock import StepClock
-from kvcache.workload.observed_steps import ObservedStep
+from kvcache.workload.driver import ObservedStep
 
 
 @dataclass(frozen=True, slots=True)

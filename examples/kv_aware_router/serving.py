@@ -18,11 +18,10 @@ from examples.kv_aware_router.clock import StepCosts, WorkerClock
 from examples.kv_aware_router.inbox import Inbox
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.state import resident_names
-from kvcache.workload.driver import DriveOptions, Engine
-from kvcache.workload.observed_steps import ObservedStep
+from kvcache.workload.driver import DriveOptions, Engine, ObservedStep
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.waiting_queue import Waiting, WaitingLimits
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 
 OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)
 

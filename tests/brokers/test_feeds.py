@@ -268,7 +268,7 @@ def test_password_in_a_file(kind: Kind, tmp_path: Path) -> None:
         with FeedingWorker(url, "w") as worker, StreamReader(url) as reader:
             worker.store(2)
             reader.check(worker)
-            assert "right-word" not in f"{worker.transport.endpoint}{reader.subscriber.endpoint!r}"
+            assert "right-word" not in f"{worker.transport.stream.name}{reader.subscriber.endpoint!r}"
 
 
 @pytest.mark.needs("openssl")

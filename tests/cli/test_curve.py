@@ -418,7 +418,7 @@ def test_policies_that_cannot_be_played(
 
 def test_policies_without_numba(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are played all the same, and a warning says what is missing."""
-    monkeypatch.setattr("kvcache.cli.policies.COMPILED", False)
+    monkeypatch.setattr("kvcache.cli.curve.COMPILED", False)
     done = kvcache("curve", TRACE, "--policy", "fifo", "--sizes", "5")
     assert done.code == 0
     assert "pip install 'kvcache[simulate]'" in done.err

@@ -9,13 +9,14 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from events.log import LogReader
+from events.types import EventBatch
 from kvcache.cli.process import StopSignals, reader_is_gone
 from kvcache.replay import replay
 from kvcache.workload.traces import TraceRequest
@@ -136,14 +137,16 @@ class TestSignals:
         from kvcache.cli import verification
 
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        watched = verification._watched
 
-        def watched_from_now(batches: Any, *rest: Any) -> Any:
-            for batch in watched(batches, *rest):
-                yield batch
-                signal.raise_signal(signal.SIGINT)
+        class SignalledReader(LogReader):
+            """Reader of a log during which a signal comes after each batch."""
 
-        monkeypatch.setattr(verification, "_watched", watched_from_now)
+            def __iter__(self) -> Iterator[EventBatch]:
+                for batch in super().__iter__():
+                    yield batch
+                    signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(verification, "LogReader", SignalledReader)
         done = kvcache("run", endless, "--limit", 1, "--no-pools")
         assert done.code == 130
         assert "not verified: interrupted" in done.out

@@ -37,9 +37,9 @@ from kvcache.manager import Substitutes
 from kvcache.phrases import duration, few, share
 from kvcache.replay import replay
 from kvcache.report import page as page_module
-from kvcache.report.charts import GROUPS, curve_by_size, hit_rates, hit_rates_by_timeout
+from kvcache.report.charts import GROUPS, curve_by_size, hit_rates_by_timeout
 from kvcache.report.data import Phase, read_report_data
-from kvcache.report.imported import ImportedCurve, Supplements, WhatIf, understood
+from kvcache.report.imported import ImportedCurve, Size, Supplements, WhatIf, understood
 from kvcache.report.page import HOME, report, templates
 from kvcache.workload.reported import ReportedHour
 from tests.support.commands import Kvcache, RunPython, run_log, segments
@@ -729,9 +729,9 @@ def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -
 
 def test_labels_of_sizes_do_not_meet() -> None:
     """However near sizes are to each other, each has its name at a height of its own."""
-    layout = hit_rates(
-        [(100, 0.2, None), (110, 0.3, None)], [(100, "primary"), (104, "knee"), (110, "both")]
-    )["layout"]
+    sizes = [Size(100, 0.2), Size(110, 0.3)]
+    curve = ImportedCurve(sizes=sizes, num_blocks={"primary": 100, "secondary": 10}, knee=104)
+    layout = curve_by_size(curve)["layout"]
     heights = sorted(label["y"] for label in layout["annotations"])
     assert all(high - low >= 0.08 for low, high in itertools.pairwise(heights))
     assert max(heights) < 0.9

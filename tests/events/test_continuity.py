@@ -97,7 +97,7 @@ class TestReplay:
         for seq in (1, 4, 5):
             continuity.live(message(seq))
         assert continuity.take_request() == 2
-        assert (brief(continuity.take()), continuity.holding) == ([1], 2)
+        assert (brief(continuity.take()), len(continuity.held)) == ([1], 2)
         for seq in (2, 3, 4):
             continuity.answer(message(seq))
         continuity.live(message(6))
@@ -111,9 +111,9 @@ class TestReplay:
         assert continuity.take_request() == 0
         for seq in range(10):
             continuity.live(message(seq))
-        assert continuity.holding == 3
+        assert len(continuity.held) == 3
         continuity.end_of_replay(complete=False)
-        assert (continuity.take_request(), continuity.holding) == (2, 1)
+        assert (continuity.take_request(), len(continuity.held)) == (2, 1)
         for seq in range(2, 10):
             continuity.answer(message(seq))
         continuity.end_of_replay()

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from events.feed.fold import Feed
-from events.feed.slots import Visibility
 from events.types import BlocksMoved, CacheCreated, Event, EventBatch
 from tests.support.engines.lives import Witness, explore, occasion_name, steps_of
-from tests.support.feeds.life import LIFE
+from tests.support.feeds.life import LIFE, Visibility
 from tests.support.seeds import seeds
 
 ALLOWED = steps_of(LIFE)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
+from events.feed.cache_fold import exported_runs
 from events.feed.changes import Change, Cleared, Removed, Stored
-from events.feed.exported import exported_runs
 from events.feed.fold import Feed
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.tokens.sequences import NamedTokens

@@ -653,10 +653,17 @@ class TestFailingDisk:
         waited = [later - sooner for sooner, later in itertools.pairwise(tries[:4])]
         assert all(seconds >= pause for seconds, pause in zip(waited, (0.02, 0.04, 0.08), strict=True))
 
-    def test_pauses_between_tries(self) -> None:
+    def test_pauses_between_tries(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They double up to a limit."""
-        retry_delays = list(itertools.islice(recorder.retry_delays(), 9))
-        assert retry_delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+        pauses: list[float] = []
+        with LogWriter(tmp_path) as log:
+            with monkeypatch.context() as patch:
+                patch.setattr(log._recorder.retry, "wait", pauses.append)
+                Refusal(patch, os, "writev")
+                log.append(batch(0))
+                wait_until(lambda: len(pauses) >= 9)
+            settle(log)
+        assert pauses[:9] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
     @pytest.mark.parametrize("overflow", ["block", "drop"])
     def test_full_queue_before_a_failing_disk_loses_a_range(

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from events.errors import LogDamaged, LogTooNew
 from events.log import LogReader, LogWriter, durable, recovery
+from events.log import segments as segment_files
 from events.log.recovery import execute, plan
 from tests.oracles.packer import segment_header
 from tests.support.logs.logs import (
@@ -279,6 +280,8 @@ class Dying:
             patch.object(os, "ftruncate", dying(truncate)),
             patch.object(recovery, "sync_file", dying(durable.sync_file)),
             patch.object(recovery, "sync_directory", forget),
+            patch.object(segment_files, "sync_file", dying(durable.sync_file)),
+            patch.object(segment_files, "sync_directory", forget),
         ):
             yield
 

@@ -30,11 +30,11 @@ from kvcache.audit.curve import (
     LoggedPrompts,
     PrefixSums,
     SpanDistances,
+    TimeoutCurve,
     best_hits,
     enough_for,
     measure,
 )
-from kvcache.audit.timeouts import TimeoutCurve
 from kvcache.errors import Unsupported, UsageError
 from kvcache.manager import Substitutes
 from kvcache.replay import Unreplayable

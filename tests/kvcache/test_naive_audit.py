@@ -486,8 +486,8 @@ def test_an_exported_state_of_a_sliding_window(tmp_path: Path, secondary: int, t
 def test_batches_that_were_lost(tmp_path: Path) -> None:
     """What was evicted meanwhile is restarted, what was stored meanwhile is cached, what stayed stays.
 
-    Who ended meanwhile computes nothing.
-    The batch that ends the loss also has an admission, before the gap. It cannot be judged, so it is left out.
+    Who ended meanwhile computes nothing. The batch that ends the loss also has an admission, before the gap. It cannot
+    be judged, so it is left out.
     """
     writer = LossyLog(tmp_path / "log")
     log = Logged(tmp_path, log=writer, primary_blocks=10)

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from events import types as ev
@@ -224,6 +224,12 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
     return [each for each in then if each], [each for each in now if each], tally, again
 
 
+@example(
+    strategies.config(num_layers=3, tokens_per_block=4, primary_blocks=5, append_only_tables=True),
+    0,
+    True,
+    True,
+)
 @given(strategies.configs(), st.integers(0, 10**9), st.booleans(), st.booleans())
 def test_random_logs_play_again_as_they_were(
     config: KVCacheConfig, seed: int, branches: bool, ahead: bool

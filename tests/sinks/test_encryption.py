@@ -197,7 +197,7 @@ class TestAccess:
         received: list[object] = []
         came: set[float] = set()
         monkeypatch.setattr(sockets.Gate, "open", lambda gate: None)
-        monkeypatch.setattr("sinks.router.transport.HANDSHAKE_SECONDS", 0.1)
+        monkeypatch.setattr("sinks.router.zmq.HANDSHAKE_SECONDS", 0.1)
         with encrypted(keys) as worker:
             worker.put(worker.source.store(1, 1))
             with reading(worker, keys.calls("friend", "feed"), replay=False) as subscriber:
@@ -281,7 +281,7 @@ class TestURL:
             set_keepalive(socket)
             found.append((socket.get(zmq.TCP_KEEPALIVE), socket.get(zmq.TCP_KEEPALIVE_IDLE)))
 
-        monkeypatch.setattr("sinks.router.transport.set_keepalive", note)
+        monkeypatch.setattr("sinks.router.zmq.set_keepalive", note)
         sink = open_sink("zmq+pub://127.0.0.1:0?replay=0", CONTEXT)
         assert isinstance(sink, RouterFeed)
         with Worker(feed=sink):

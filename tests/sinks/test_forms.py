@@ -12,7 +12,7 @@ from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.state import resident_names
 from sinks import SinkContext, SinkURLError, open_sink
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.support.engines import strategies
 from tests.support.waiting import wait_until
 

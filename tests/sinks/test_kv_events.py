@@ -10,7 +10,7 @@ import pytest
 from sinks import KVEventsConfigError, kv_events_sink, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.publisher import SocketPlace
-from sinks.router.transport import ZMQSettings
+from sinks.router.zmq import ZMQSettings
 from tests.support.feeds.workers import CONTEXT
 
 DEFAULTS = {

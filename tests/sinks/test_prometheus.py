@@ -54,14 +54,17 @@ def test_metrics_are_those_of_a_naive_count(seed: int, tmp_path: Path) -> None:
         metrics.fold(batch)
         naive.fold(batch)
     counts = naive.counts
-    assert metrics.requests == counts["requests"] > 10
-    assert metrics.prompt_tokens == counts["prompt"]
+    assert metrics.counts["requests"] == counts["requests"] > 10
+    assert metrics.counts["prefix_cache_queries"] == counts["prompt"]
     assert sum(metrics.reused_tokens.values()) == counts["reused"]
     for where in ("secondary", "partial"):
         assert metrics.reused_tokens[where] == counts["reused", where]
-    for name in ("finished", "refused", "allocated", "stored", "copied", "recomputed"):
-        assert getattr(metrics, name) == counts[name], name
-    assert (metrics.lost_batches, metrics.failed_copies) == (counts["lost"], counts["failed"])
+    for name in ("finished", "refused"):
+        assert metrics.counts[f"requests_{name}"] == counts[name], name
+    for name in ("allocated", "stored", "copied", "recomputed"):
+        assert metrics.counts[f"blocks_{name}"] == counts[name], name
+    assert metrics.counts["metrics_lost_batches"] == counts["lost"]
+    assert metrics.counts["copies_failed"] == counts["failed"]
     removed = {key: count for key, count in metrics.removed.items() if count}
     assert removed == {key[1:]: n for key, n in counts.items() if key[0] == "removed" and n}
     for way in ("offload", "onboard"):

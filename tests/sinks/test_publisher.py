@@ -27,7 +27,7 @@ from sinks.router.publisher import (
     SocketPlace,
 )
 from sinks.router.replay import ANSWERS_AT_ONCE, ReplayServer
-from sinks.router.transport import ZMQSettings, ZMQTransport
+from sinks.router.zmq import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source, State
 from tests.support.feeds.workers import Router, Worker, churn, last_seq, read_answer
 from tests.support.ports import free_port
@@ -434,7 +434,7 @@ class TestReplayFlood:
                 wait_until(lambda: len(server.line) == 1)
             named_reader(router, worker, b"last")
             first.send_multipart([b"", (10**6).to_bytes(8, "big")])
-            wait_until(lambda: [*server.line] == [b"first", b"last"] and server.line[b"first"].start > 0)
+            wait_until(lambda: [*server.line] == [b"first", b"last"] and server.line[b"first"][0] > 0)
             assert server.dropped == 50
 
 

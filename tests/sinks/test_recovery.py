@@ -24,7 +24,7 @@ from sinks.base import Overflow, State
 from sinks.prometheus import BlockMetrics, MetricsCollector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.oracles.json_reader import from_json
 from tests.support.commands import RunPython
 from tests.support.feeds.sinks import RecordingSink, check_stream, gaps, make_batch

@@ -16,7 +16,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.replay import replay
 from sinks import base
 from sinks.base import MAX_SALT_BYTES, PlainSalts
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.support.waiting import WAIT
 
 SECRET = "tenant-4711-secret"

@@ -20,7 +20,7 @@ from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_sc
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.publisher import SocketPlace
-from sinks.router.transport import ZMQSettings, ZMQTransport
+from sinks.router.zmq import ZMQSettings, ZMQTransport
 from tests.support.feeds.feed_source import Reader, Source
 from tests.support.feeds.workers import CONTEXT, Router, Worker, churn, last_seq, port_in_use, read_answer
 from tests.support.places import ROOT

@@ -80,10 +80,10 @@ def claim_one_block_too_many(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A block of other tokens is found for a prompt's next one."""
     found = prefix_tree.common_bytes
 
-    def too_many(run: Any, symbols: bytes, start: int, stop: int, *more: Any) -> int:
+    def too_many(content: bytes, symbols: bytes, start: int, stop: int, begin: int = 0) -> int:
         size = SIZE * 4
-        common = found(run, symbols, start, stop, *more) // size * size + size
-        return min(common, len(run.symbols), (stop - start) // size * size)
+        common = found(content, symbols, start, stop, begin) // size * size + size
+        return min(common, len(content) - begin, (stop - start) // size * size)
 
     patch.setattr(prefix_tree, "common_bytes", too_many)
     return {}

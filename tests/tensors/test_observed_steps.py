@@ -8,8 +8,7 @@ from collections import Counter
 from kvcache.config import KVCacheConfig
 from kvcache.inputs import Request
 from kvcache.manager import KVCacheManager
-from kvcache.workload.driver import DriveOptions, Engine
-from kvcache.workload.observed_steps import ObservedStep
+from kvcache.workload.driver import DriveOptions, Engine, ObservedStep
 from kvcache.workload.tokens import output_tokens
 from kvcache.workload.traces import read_trace
 from kvcache.workload.waiting_queue import RequestQueue, Waiting

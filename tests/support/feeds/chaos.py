@@ -32,7 +32,7 @@ from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.support.engines.simulated import LateCopier
 from tests.support.forked import PIPE, Forked
 from tests.support.places import landed_level
@@ -234,7 +234,7 @@ class Engine:
     def kill(self) -> None:
         """An end as by SIGKILL: what is queued or held back is lost, and no number is given back."""
         self.feed.close = self._abandon  # type: ignore[method-assign]
-        self.runner._state = "quarantined"
+        self.runner.state = "quarantined"
         self.runner._queue.refuse("killed")
         self.runner._queue.drop_all("killed")
         self.go_on()

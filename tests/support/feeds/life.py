@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from events import types as ev
-from events.feed.slots import Visibility
+from events.feed import slots
 from events.types import MoveReason
+
+
+class Visibility(IntEnum):
+    """What routers know of a slot's block."""
+
+    ABSENT = slots.ABSENT
+    IN_FLIGHT = slots.IN_FLIGHT
+    WAITING = slots.WAITING
+    ANNOUNCED = slots.ANNOUNCED
+
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = Visibility
 

@@ -15,7 +15,7 @@ from events.formats.vllm import Hash
 from events.types import EventBatch
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import RouterFeed
-from sinks.router.transport import ZMQTransport
+from sinks.router.zmq import ZMQTransport
 from tests.support.feeds.feed_source import (
     Reader,
     Source,

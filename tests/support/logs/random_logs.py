@@ -58,8 +58,8 @@ def write_random_log(
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
     others; from the seed `BLIND` on requests without lookup; with `branches` also those, tokens taken back, and
-    retention; copies that are late and seldom fail; lost
-    batches; processes that end and begin anew, empty or with the state that the log tells.
+    retention; copies that are late and seldom fail; lost batches; processes that end and begin anew, empty or with the
+    state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
         Program(seed, directory, branches=branches, segment_bytes=segment_bytes).run(STEPS)
