@@ -250,6 +250,11 @@ def _again(one: Symbols, other: Symbols, unit: int) -> tuple[int, int] | None:
     """Return where `one`, which differs from `other` in its first symbol, continues like it, and for how long."""
     most, least = _most(unit), _least(unit)
     hay = other[: most + least].tobytes()
+    # Each window of `one` holds one of these pieces whole, and few pairs of prompts have any in common.
+    half = (least + 1) // 2
+    pieces = (one[at : at + half].tobytes() for at in range(0, most + least - half + 1, half))
+    if not any(piece in hay for piece in pieces):
+        return None
     for begin in range(most + 1):
         window = one[begin : begin + least]
         if len(window) < least:

@@ -109,8 +109,10 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     # Accepted before and after the command; the default after it must not override a value given before it.
     _add_common(common, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, parents=[common], help=purpose)
+    # Help that is not of a command lists all of them.
+    only = [wanted] if argv and argv[0] == wanted and wanted in COMMANDS else COMMANDS
+    for name in only:
+        command = commands.add_parser(name, parents=[common], help=COMMANDS[name])
         if wanted in (None, name):
             module = import_module(f"kvcache.cli.{name}")
             module.add_arguments(command)

@@ -6,6 +6,7 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from os import PathLike
@@ -132,10 +133,17 @@ def templates(home: Path) -> Environment:
     SECURITY: data of a log is text in them: it is escaped, in JSON too, and cannot control a terminal.
     """
     try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup, escape
+        import jinja2  # noqa: F401
     except ImportError as error:
         raise UsageError("a report requires jinja2: pip install 'kvcache[report]'") from error
+    return _environment(home)
+
+
+@cache
+def _environment(home: Path) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
     own = Environment(
         loader=FileSystemLoader(home),
         autoescape=True,

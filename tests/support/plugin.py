@@ -58,9 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what modules have made out of garbage collections, which many tests ask for."""
+    """Leave what modules have made out of garbage collections, which many tests ask for, and make those rarer that
+    nothing asks for: they took a tenth of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _is_long(config: pytest.Config) -> bool:
