@@ -1,10 +1,9 @@
-"""Beam search on a cache: 4 beams, 64 steps. Beams are branches of one sequence, which share what they have in common.
+"""Beam search on a cache: 4 beams, 64 steps. Beams are forks of one sequence that share their common prefix.
 
     python examples/beam_search.py
 
-The model is a hash: it scores four tokens for each beam, and the best four of all of them go on. A beam that is
-continued by several tokens branches (`fork`); one that is continued by none ends. No tensors: copies are asked for as
-with them, and only the book is kept.
+The model is a hash: it scores four tokens for each beam, and the best four of all continue. A beam that is continued
+by several tokens is forked; one that is continued by none ends. There are no tensors, only the bookkeeping.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ BEAMS, STEPS, PROMPT = 4, 64, list(range(100))
 
 
 def scores(tokens: tuple[int, ...]) -> dict[int, float]:
-    """What a model would say of four tokens that may come next."""
+    """Return scores of four possible next tokens, as a model would."""
     return {token: crc32(repr((tokens, token)).encode()) / 2**32 for token in range(4)}
 
 
 def search(manager: KVCacheManager) -> tuple[float, tuple[int, ...]]:
-    """The score and the tokens of the best beam."""
+    """Return the score and the tokens of the best beam."""
     names = count(1)
     manager.add_sequence(0, PROMPT)
     manager.start_transfers()
@@ -55,7 +54,7 @@ def search(manager: KVCacheManager) -> tuple[float, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Search, and say what it took."""
+    """Search, and print the statistics."""
     config = KVCacheConfig(max_sequence_length=256, primary_blocks=64, num_layers=1)
     with KVCacheManager(config) as manager:
         best, tokens = search(manager)

@@ -158,7 +158,7 @@ def difference(
 ) -> float:
     """How far a step of a chunk and of two single tokens is from the same in plain torch, at most.
 
-    One sequence is so long that the sliding window has let go of its first blocks.
+    One sequence is so long that the sliding window has released its first blocks.
     """
     torch.manual_seed(0)
     config = KVCacheConfig(

@@ -1,10 +1,10 @@
-"""Preemption: twelve requests in a cache that holds the outputs of five. The youngest makes room, and returns later.
+"""Preemption: twelve requests in a cache with room for five outputs. The youngest is preempted, and resumes later.
 
     python examples/preemption.py
 
 Prompts are admitted as long as they fit, however long their outputs will get. Where the next tokens do not fit, the
-request that was admitted last is preempted: what it has computed stays cached as long as there is room, so that its
-return costs little. No tensors, and the model is a hash: only the book is kept.
+request that was admitted last is preempted: its computed blocks stay cached while there is room, so that resuming it
+is cheap. There are no tensors, and the model is a hash: only the bookkeeping is real.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvcache.errors import OutOfBlocks
 OUTPUT = 64
 """Tokens that each request wants."""
 SYSTEM = list(range(1000, 1032))
-"""What all prompts begin with."""
+"""Common prefix of all prompts."""
 
 
 def sample(tokens: list[int]) -> int:
-    """What a model would say comes next."""
+    """Return the next token, as a model would."""
     return crc32(repr(tokens[-8:]).encode()) % 50_000
 
 
@@ -30,7 +30,7 @@ Tokens = dict[int, list[int]]
 
 
 def admit(manager: KVCacheManager, waiting: deque[int], tokens: Tokens, preempted: set[int]) -> list[int]:
-    """Admit who waits, as long as they fit; returns who was."""
+    """Admit waiting requests while they fit; returns those admitted."""
     requests = [Request(number, tokens[number], resumed=number in preempted) for number in waiting]
     admitted = [waiting.popleft() for _ in range(manager.can_add(requests))]
     manager.add_sequences(requests[: len(admitted)])
@@ -67,7 +67,7 @@ def serve(manager: KVCacheManager, prompts: Tokens) -> Tokens:
 
 
 def main() -> None:
-    """Serve, and say what it took."""
+    """Serve, and print the statistics."""
     config = KVCacheConfig(max_sequence_length=256, tokens_per_block=16, primary_blocks=32, num_layers=1)
     prompts = {number: [*SYSTEM, *range(number * 16, number * 16 + 16)] for number in range(12)}
     with KVCacheManager(config, request_stats=100) as manager:

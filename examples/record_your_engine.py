@@ -1,10 +1,10 @@
-"""A toy engine with a block manager of its own, and a recorder that it tells what it decides.
+"""A toy engine with its own block manager, recorded by `kvcache.Recorder`.
 
     python examples/record_your_engine.py [LOG]
 
 Six people chat, four times each, in a cache that holds about half of it. The block manager is what small engines have:
-a queue of free blocks, and a hash map that finds blocks by what they and all before them hold. Each decision is told to
-the recorder by one call, in the manager's own block ids. The log then says why prompt tokens were computed.
+a queue of free blocks, and a hash map from the hash of a prefix to its last block. Each decision is recorded by one
+call, in the manager's own block ids. The log then explains why prompt tokens were computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OUTPUT = 24
 
 
 class BlockManager:
-    """Which block holds what, who holds which block, and which are free: those released last are taken last."""
+    """Block tables, reference counts, a prefix cache, and a queue of free blocks in order of release."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -38,7 +38,7 @@ class BlockManager:
         self.holders = Counter[int]()
 
     def admit(self, request: str, tokens: list[int]) -> int | None:
-        """Hold what is cached of a prompt and take blocks for the rest; how much is cached, or None without room."""
+        """Reuse cached blocks of a prompt and allocate the rest; returns the cached tokens, or None without room."""
         hits: list[int] = []
         for name in chain(tokens)[: (len(tokens) - 1) // SIZE]:  # the last token is always computed
             if name not in self.found:
@@ -58,7 +58,7 @@ class BlockManager:
         return len(hits) * SIZE
 
     def grow(self, request: str, num_blocks: int) -> None:
-        """Append free blocks to a request's table; what was cached there is gone."""
+        """Append free blocks to a request's table, which evicts what was cached in them."""
         blocks = [self.free.popleft() for _ in range(num_blocks)]
         evicted = [block for block in blocks if block in self.names]
         for block in evicted:
@@ -72,7 +72,7 @@ class BlockManager:
         self.holders.update(blocks)
 
     def store(self, request: str, tokens: list[int]) -> None:
-        """Let others find the blocks that are full; two that hold the same may both be found."""
+        """Add a request's full blocks to the prefix cache; duplicates are kept."""
         names = chain(tokens)
         for name, block in zip(names, self.tables[request], strict=False):
             if block not in self.names:
@@ -81,7 +81,7 @@ class BlockManager:
         self.recorder.stored(request, len(names))
 
     def end(self, request: str) -> None:
-        """Let go of a request's blocks, the last one first, so that it is the first to be taken."""
+        """Release a request's blocks in reverse order, so that the last one is evicted first."""
         for block in reversed(self.tables.pop(request)):
             self.holders[block] -= 1
             if not self.holders[block]:
@@ -90,7 +90,7 @@ class BlockManager:
 
 
 def chain(tokens: list[int]) -> list[bytes]:
-    """What finds the full blocks of these tokens: each name stands for all tokens up to the end of its block."""
+    """Return the names of the full blocks of these tokens: chained hashes of all tokens up to each block's end."""
     names = [b""]
     for end in range(SIZE, len(tokens) + 1, SIZE):
         names.append(sha256(names[-1] + repr(tokens[end - SIZE : end]).encode()).digest())
@@ -129,7 +129,7 @@ def chat(manager: BlockManager, rng: random.Random, waiting: deque[tuple[str, li
 
 
 def serve(log: str) -> None:
-    """Play the chats; each prompt is all that was said before, behind what all chats begin with."""
+    """Play the chats; each prompt is the system prompt and the whole conversation so far."""
     rng = random.Random(1)
     config = KVCacheConfig(tokens_per_block=SIZE, primary_blocks=BLOCKS, max_sequence_length=BLOCKS * SIZE)
     clock = count(1_767_225_600_000_000_000, 20_000_000)  # a step takes 20 ms

@@ -148,7 +148,7 @@ class LogThread:
                 self._drain()
             while not self._attempt(lambda: self.output.close(self.end_seq)):
                 pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+        except BaseException as error:  # noqa: BLE001 - raised again in the engine's next call
             self.output.roll_back()
             failure = self._as_write_failure(error)
             self.failure = LogWriteFailed(failure.path, failure.reason, failure.errno, ended=True)

@@ -195,7 +195,7 @@ class Continuity(MessageOrder[Report]):
             self._ask(self.next, self._gap_last)
             return
         if not complete and self._broken_first is not None:
-            reason = "the publisher broke off its answer, so what it told may be a part of something"
+            reason = "the publisher's answer is incomplete"
             self._reports.append(Missed(self._broken_first, self.next - 1, recovered=False, reason=reason))
         self._broken_first = None
         # Only if live messages prove it: a publisher without batches then may have some by now.
@@ -399,7 +399,7 @@ class NativeContinuity(MessageOrder[NativeReport]):
 
     def _take_heartbeat(self, message: Message, batch: EventBatch) -> None:
         if batch.seq > self._last_seq:
-            self._lose(message.seq, message.seq, "the publisher has told other batches since")
+            self._lose(message.seq, message.seq, "the publisher has sent other batches since")
         self.next = message.seq + 1
 
     def _deliver(self, message: Message, batch: EventBatch, *, replayed: bool) -> None:

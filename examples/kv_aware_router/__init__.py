@@ -1,14 +1,14 @@
-"""A load balancer that knows which worker has which prefix, beside one that does not. README.md tells the story.
+"""KV-aware load balancing compared with round robin, on worker processes. README.md explains it.
 
 ======================  ====================================================================
-`inbox`, `clock`        what an engine serves next; simulated time, and what a step costs
-`serving`, `worker`     an engine that is fed while it runs; it as a process that speaks HTTP
-`fleet`                 the processes: started, killed, started again
-`index`, `feed`         which worker has which blocks; the thread that hears it from all workers
-`member`, `policies`    a worker as the balancer sees it; which one a request goes to
-`balancer`, `service`   a request's way there and back, and to another worker; all of it over HTTP
-`player`, `tally`       the users; what has become of their requests
-`rounds`                one fleet, one policy, one trace
-`page`, `table`         what people see of it; `server`: uvicorn as a part of a program
+`inbox`, `clock`        queue of an engine; simulated time and the cost of a step
+`serving`, `worker`     an engine that accepts requests while it runs; its process, with HTTP
+`fleet`                 worker processes: start, kill, restart
+`index`, `feed`         which worker has which blocks; the thread that reads the workers' feeds
+`member`, `policies`    a worker as the balancer sees it; choice of the worker for a request
+`balancer`, `service`   routing, with a retry on another worker; its HTTP interface
+`player`, `tally`       client that plays a trace; counts and latencies of its requests
+`rounds`                one run of a trace with one policy and one fleet
+`page`, `table`         results in a browser and on a terminal; `server`: embedded uvicorn
 ======================  ====================================================================
 """

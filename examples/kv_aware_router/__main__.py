@@ -1,4 +1,4 @@
-"""The command: plays a trace at workers behind a load balancer, round robin first, then by what they have cached."""
+"""Play a trace on workers behind a load balancer: routed round robin first, then by cached prefixes."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ if TYPE_CHECKING:
     from examples.kv_aware_router.rounds import Round, Setting
 
 _CHATS = 128
-"""Conversations without a trace."""
+"""Number of conversations if no trace is given."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Return the command's parser."""
     made = argparse.ArgumentParser(prog="python -m examples.kv_aware_router", description=__doc__)
     add = made.add_argument
     add(
         "trace",
         nargs="?",
         type=Path,
-        help="requests as JSON lines (Mooncake form); without one, chats are made",
+        help="requests as JSON lines (Mooncake form); default: generated chats",
     )
     add("--limit", type=int, metavar="N", help="play only the first N requests")
-    add("--workers", type=int, default=4, metavar="N", help="(4)")
-    add("--blocks", type=int, default=6250, metavar="N", help="of each worker (6250: 400,000 tokens)")
-    add("--secondary-blocks", type=int, default=15625, metavar="N", help="in host memory (15625: 1,000,000)")
-    add("--tokens-per-block", type=int, default=64, metavar="N", help="(64)")
-    add("--faster", type=float, metavar="X", help="requests arrive so many times as fast (1; the chats 8)")
-    add("--speed", type=float, metavar="X", help="at most so many simulated seconds in a second (8; chats 1)")
-    add("--load-weight", type=float, default=1.0, metavar="X", help="of the load beside the overlap (1)")
-    add("--port", type=int, default=0, metavar="N", help="of the balancer and its page (any free one)")
-    add("--page", type=Path, metavar="FILE", help="write the page, with everything in it, when all is over")
-    add("--hold", type=float, default=0, metavar="SECONDS", help="serve the page for so long after the end")
+    add("--workers", type=int, default=4, metavar="N", help="number of workers (4)")
+    add("--blocks", type=int, default=6250, metavar="N", help="blocks of each worker (6250: 400,000 tokens)")
+    add(
+        "--secondary-blocks",
+        type=int,
+        default=15625,
+        metavar="N",
+        help="blocks in host memory (15625: 1,000,000 tokens)",
+    )
+    add("--tokens-per-block", type=int, default=64, metavar="N", help="block size (64)")
+    add("--faster", type=float, metavar="X", help="divide arrival times by X (1; generated chats 8)")
+    add("--speed", type=float, metavar="X", help="most simulated seconds per second (8; chats 1)")
+    add("--load-weight", type=float, default=1.0, metavar="X", help="weight of load against overlap (1)")
+    add("--port", type=int, default=0, metavar="N", help="port of the balancer and its page (any free one)")
+    add("--page", type=Path, metavar="FILE", help="write the page with all data at the end")
+    add("--hold", type=float, default=0, metavar="SECONDS", help="keep serving the page after the end")
     add("--no-kill", action="store_true", help="leave out the round in which a worker is killed")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play, and show what came of it."""
+    """Play the rounds and print the results."""
     args = parser().parse_args(arguments)
     try:
         return asyncio.run(_main(args))

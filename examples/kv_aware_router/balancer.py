@@ -1,4 +1,4 @@
-"""A request's way to a worker and back; to another worker, if that one is gone."""
+"""Routing of requests to workers, and to another worker if the first is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JobProgress(msgspec.Struct):
 
 
 class Served(msgspec.Struct):
-    """What the user gets, but for the text. Times are the trace's."""
+    """Answer to a user, without the text. Times are trace times."""
 
     worker: str
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Served(msgspec.Struct):
 
 
 class Refused(Exception):
-    """A worker says that it can never serve this, or there is no worker."""
+    """A worker can never serve this request, or there is no worker."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,12 +52,12 @@ class _Request:
     max_tokens: int
     sent_ms: int
     queued: asyncio.Event
-    """Whether it has come to a worker, or nowhere."""
+    """Set once a worker has queued it, or it was refused."""
     attempts: int = 1
 
 
 class Balancer:
-    """Routes requests to members. Belongs to one event loop; `notice` hears of members that come and go."""
+    """Router of requests to members, in one event loop. `notice` is called when a member joins or leaves."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Balancer:
         self._feed, self._time, self._notice = feed, time, notice
         self._numbers = itertools.count()
         self._under_way: set[_Request] = set()
-        # A worker answers when it has computed; only to reach it must not take long.
+        # A worker answers once it has computed: only the time to connect is limited.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -80,11 +80,11 @@ class Balancer:
         )
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         await self._client.aclose()
 
     def add(self, name: str, place: Place) -> None:
-        """A worker is there, perhaps again: a new process at a new place, of which nothing is known but its feed."""
+        """Add a worker, perhaps a restarted one: a new process with a new address and an empty cache."""
         if name in self.members:
             self._notice(f"{name} is back, with nothing cached")
         self.members[name] = Member(name, place)
@@ -92,7 +92,7 @@ class Balancer:
     async def complete(
         self, prompt: list[int], max_tokens: int, arrival_ms: int, queued: asyncio.Event
     ) -> Served:
-        """Have a request served; `in_line` is set when it is at a worker. Raises Refused."""
+        """Serve a request; sets `queued` once a worker has it. Raises `Refused`."""
         request = _Request(next(self._numbers), prompt, max_tokens, arrival_ms, queued)
         self._under_way.add(request)
         try:
@@ -102,7 +102,7 @@ class Balancer:
                 except httpx.TransportError:
                     request.queued.clear()
                     await self._look_after(member)
-                    # Whatever was computed there is lost; elsewhere it cannot begin before now.
+                    # What was computed there is lost; on another worker it begins now.
                     request.sent_ms = max(arrival_ms, self._time.now_ms)
                     request.attempts += 1
             raise Refused(503, "there is no worker")
@@ -111,7 +111,7 @@ class Balancer:
             queued.set()
 
     async def advance(self, trace_ms: int) -> None:
-        """The trace goes on: wait until all requests have come to a worker, and all workers so far."""
+        """Advance the trace time: wait until all requests are queued, and all workers have reached that time."""
         for request in list(self._under_way):
             await request.queued.wait()
         await asyncio.gather(*(self._follow(each, trace_ms) for each in self.members.values() if each.up))
@@ -143,10 +143,10 @@ class Balancer:
             request.queued.set()
             async for line in response.aiter_lines():
                 updates.append(msgspec.json.decode(line, type=JobProgress))
-                # Its prompt is computed: what comes now weighs little.
+                # Its prompt is computed: what remains is little load.
                 member.to_compute.pop(request.number, None)
         if len(updates) < 2:
-            raise httpx.RemoteProtocolError("the answer breaks off")
+            raise httpx.RemoteProtocolError("the answer is incomplete")
         return updates[0], updates[-1]
 
     async def _follow(self, member: Member, trace_ms: int) -> None:
@@ -157,11 +157,11 @@ class Balancer:
             await self._look_after(member)
 
     async def _look_after(self, member: Member) -> None:
-        """Take a member out if nobody is there any more; a connection that broke is no proof."""
+        """Remove a member if its process is gone; a broken connection alone does not prove that."""
         try:
             await self._client.get(f"{member.place.url}/stats", timeout=5.0)
         except httpx.TimeoutException:
-            pass  # it is slow, and alive
+            pass  # slow, but alive
         except httpx.TransportError:
             if member.up:
                 member.up = False

@@ -1,8 +1,8 @@
-"""Simulated time: a step of a worker takes as long as a GPU would, whatever this machine needs for it.
+"""Simulated time: a step of a worker takes as long as on a GPU, regardless of this machine.
 
-One clock leads: that of the trace. It goes on in ticks, and each tick waits until every worker has computed all that
-happens before it. So a slow machine takes longer, and measures the same. What really takes its time is the feed; that
-is why the trace is played no more than `speed` times as fast as real time.
+The trace's clock leads. It advances in ticks, and each tick waits until every worker has computed everything before it.
+A slow machine takes longer, but measures the same. Only the feed takes real time, so the trace is played at most
+`speed` times as fast as real time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.workload.driver import ObservedStep
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """About a model of 8 billion parameters in 16 bits on one GPU of 3.3 TB/s and 400 TFLOP/s."""
+    """Costs of a step for a model of 8 billion parameters in 16 bits on one GPU of 3.3 TB/s and 400 TFLOP/s."""
 
     weights_ms: float = 5.0
     """16 GB are read once a step."""
@@ -33,7 +33,7 @@ class StepCosts:
     """128 KiB of K and V come from host memory, at 50 GB/s."""
 
     def of(self, step: ObservedStep) -> int:
-        """Whole milliseconds; 0 for a step that computes nothing."""
+        """Return the cost of a step in whole milliseconds; 0 if it computes nothing."""
         if not (step.prefill_tokens or step.decoding):
             return 0
         onboarded = sum(each.reused_secondary for each in step.admitted.values())
@@ -46,7 +46,7 @@ class StepCosts:
 
 
 class TraceTime:
-    """The time of the trace, which leads."""
+    """The trace's clock."""
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
@@ -59,9 +59,9 @@ class TraceTime:
 
 
 class WorkerClock(StepClock):
-    """The time of one worker: its steps take what they cost, and end no sooner than the trace has come there.
+    """Clock of one worker: it advances by the cost of each step, and waits for the trace's clock.
 
-    A worker without requests stands still; with the next one it goes on at the time at which that was sent.
+    While the worker is idle it stands still; the next request sets it to the time of sending.
     """
 
     def __init__(self) -> None:
@@ -70,27 +70,27 @@ class WorkerClock(StepClock):
         self._changed = threading.Condition()
 
     def begin(self, sent_ms: int) -> None:
-        """A request has come to an idle worker."""
+        """Advance to the time of a request that arrived at an idle worker."""
         self.now_ms = max(self.now_ms, sent_ms)
 
     def spend(self, ms: int) -> None:
-        """A step takes so long: wait until the trace is there, too."""
+        """Advance by the cost of a step, and wait until the trace time is there."""
         with self._changed:
             self.now_ms += ms
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._trace_ms >= self.now_ms)
 
     def follow(self, trace_ms: int, idle: Callable[[], bool]) -> None:
-        """The trace has come so far: wait until the worker is in a step that ends later, or is idle."""
+        """Set the trace time, and wait until the worker is in a step that ends later, or is idle."""
         with self._changed:
             self._trace_ms = trace_ms
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.now_ms > trace_ms or idle())
 
     def look_again(self) -> None:
-        """The worker may be idle now."""
+        """Wake `follow`, because the worker may be idle now."""
         with self._changed:
             self._changed.notify_all()
 
     def advance(self, stop: threading.Event, until_ms: int = 0) -> None:
-        """Nothing is left to do: `spend` and `begin` say what time it is."""
+        """Do nothing: `spend` and `begin` set the time."""

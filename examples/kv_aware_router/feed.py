@@ -1,4 +1,4 @@
-"""The thread that hears from all workers what they have cached."""
+"""The thread that reads the feeds of all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _POLL_MS = 50
 
 
 class Feed:
-    """Bound at a port to which each worker's `zmq+pub:` sink connects. It first tells all it has, then what changes."""
+    """Listener to which each worker's `zmq+pub:` sink connects. A worker sends all its blocks first, then changes."""
 
     def __init__(self, index: Overlaps, endpoint: str = "tcp://127.0.0.1:0") -> None:
         self._index = index
@@ -23,12 +23,12 @@ class Feed:
         self._thread.start()
 
     def drop(self, topic: str) -> None:
-        """Forget a worker that has gone."""
+        """Forget a worker that is gone."""
         self._index.drop(topic)
         self._gone.append(topic)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._end.set()
         self._thread.join()
 

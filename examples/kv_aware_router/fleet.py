@@ -1,4 +1,4 @@
-"""The worker processes: started together, killed as a machine kills, started again."""
+"""The worker processes: start, SIGKILL, restart."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvcache.errors import UsageError
 
 _ROOT = Path(__file__).parent.parent.parent
 _PATIENCE = 60.0
-"""Seconds until a process must have said where it is."""
+"""Seconds within which a process must have printed its address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of each worker's cache."""
+    """Sizes of each worker's cache."""
 
     blocks: int
     secondary_blocks: int
@@ -32,15 +32,15 @@ class Sizes:
 
 
 class Place(NamedTuple):
-    """Where a worker is."""
+    """Address of a worker."""
 
     url: str
     topic: str
-    """Of its feed."""
+    """Topic of its feed."""
 
 
 class Fleet:
-    """So many workers, which tell an endpoint what they have."""
+    """`size` workers whose feeds connect to the endpoint `feed`."""
 
     def __init__(self, size: int, sizes: Sizes, feed: str) -> None:
         self.names = [f"worker {number}" for number in range(1, size + 1)]
@@ -54,7 +54,7 @@ class Fleet:
     async def start(self, name: str) -> Place:
         """Start a worker, and wait until it serves."""
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-        # In a session of its own: Ctrl-C is for the program that has started it, with whose end its stdin ends.
+        # In its own session: Ctrl-C is for this program only, and the worker exits when its stdin is closed.
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=PIPE,
@@ -75,7 +75,7 @@ class Fleet:
         return dict(zip(self.names, places, strict=True))
 
     async def kill(self, name: str) -> None:
-        """SIGKILL: it has no chance to say good-bye."""
+        """Kill a worker by SIGKILL, without a clean shutdown."""
         self._processes[name].kill()
         await self._processes[name].wait()
 

@@ -1,4 +1,4 @@
-"""The line before an engine that serves: requests are put in from any thread while the engine runs."""
+"""Thread-safe queue of an engine that serves: requests are added while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.workload.waiting_queue import RequestQueue, Waiting
 
 
 class Inbox(RequestQueue):
-    """Requests in the order in which they came. Each is there from the time on at which it was sent."""
+    """Requests in order of arrival. Each is available from the time at which it was sent."""
 
     def __init__(self, clock: WorkerClock) -> None:
         self._clock = clock
@@ -25,22 +25,22 @@ class Inbox(RequestQueue):
             self._changed.notify()
 
     def close(self) -> None:
-        """Nothing comes any more; what waits is dropped."""
+        """Close the queue; waiting requests are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     def __bool__(self) -> bool:
-        """Whether requests may still come."""
+        """True until it is closed."""
         return not self._closed
 
     @property
     def next_arrival_ms(self) -> int:
-        """Sleep until a request is there."""
+        """Time of the next request. Blocks until there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._waiting:
@@ -48,7 +48,7 @@ class Inbox(RequestQueue):
             return self._clock.now_ms
 
     def first(self, count: int) -> list[Waiting]:
-        """Those that have arrived by the worker's time, which may be behind the sender's."""
+        """Return the first requests that have arrived by the worker's clock, which may lag the sender's."""
         there: list[Waiting] = []
         with self._changed:
             for waiting in self._waiting:
@@ -58,12 +58,12 @@ class Inbox(RequestQueue):
         return there
 
     def take(self, count: int) -> None:
-        """They are admitted."""
+        """Remove the first requests, which were admitted."""
         with self._changed:
             for _ in range(count):
                 self._waiting.popleft()
 
     def put_back(self, waiting: list[Waiting]) -> None:
-        """They begin again."""
+        """Put preempted requests back to the front."""
         with self._changed:
             self._waiting.extendleft(reversed(waiting))

@@ -1,4 +1,4 @@
-"""Which worker has which blocks: what the balancer knows by the feeds of all of them."""
+"""Which worker has which blocks, folded from the feeds of all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache import PrefixIndex
 
 
 class Overlaps(Protocol):
-    """What the balancer needs of an index. Workers are known by the topics of their feeds."""
+    """Interface of an index as the balancer uses it. Workers are identified by the topics of their feeds."""
 
     def fold(self, worker: str, report: Report) -> None:
         """Take in what a worker's feed says."""
@@ -27,7 +27,7 @@ class Overlaps(Protocol):
 
 
 class FleetIndex:
-    """A `kvcache.PrefixIndex` that any thread may call, and that hears no more of workers that are gone."""
+    """Thread-safe `kvcache.PrefixIndex` that ignores reports of removed workers."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex()
@@ -48,7 +48,7 @@ class FleetIndex:
             self._index.remove_worker(worker)
 
     def overlap(self, tokens: list[int]) -> Mapping[str, int]:
-        """Leading tokens of a prompt that workers have in whole blocks, on the GPU or in host memory."""
+        """Return the leading tokens of a prompt that each worker has in whole blocks, on the GPU or in host memory."""
         with self._lock:
             # A last token is always computed, and with it the block that it ends.
             found = self._index.match(tokens[:-1])
@@ -60,7 +60,7 @@ class FleetIndex:
             return sum(self._index.resident(worker))
 
     def faults(self) -> int:
-        """What the feeds said that cannot be, and what was lost."""
+        """Return the number of inconsistent reports and missed batches."""
         with self._lock:
             return sum(
                 counts.orphans + counts.repeated_stores + counts.unknown_removals + counts.missed_batches

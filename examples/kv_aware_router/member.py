@@ -1,4 +1,4 @@
-"""A worker as the balancer sees it: by what it has sent there, and by what it heard."""
+"""A worker as the balancer sees it: the requests routed there, and its last statistics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from examples.kv_aware_router.fleet import Place
 
 REQUEST_TOKENS = 64
-"""What a running request weighs beside its prompt: it takes a part of each step, and of the cache."""
+"""Load of a running request in addition to its prompt, in tokens: it takes part of each step and of the cache."""
 
 
 @dataclass(slots=True)
@@ -18,13 +18,13 @@ class Member:
     place: Place
     up: bool = True
     to_compute: dict[int, int] = field(default_factory=dict)
-    """Prompt tokens that requests without a first token are expected to compute, by the number of the request."""
+    """Prompt tokens still to compute, by request number; removed at the first token."""
     running: int = 0
-    """Requests there."""
+    """Number of running requests."""
     stats: dict[str, float] = field(default_factory=dict)
-    """What it says of itself."""
+    """Its last answer to ``/stats``."""
 
     @property
     def load(self) -> int:
-        """Prompt tokens that are computed there before those of the next request, or as much work."""
+        """Work before the next request's, in prompt tokens."""
         return sum(self.to_compute.values()) + REQUEST_TOKENS * self.running

@@ -1,4 +1,4 @@
-"""The page: live while rounds are played, and the same with all that was measured inside, to be kept."""
+"""The page of results: live during the rounds, or self-contained with all data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcache.report.page import standalone
 
 
 def page(state: dict[str, Any] | None = None) -> str:
-    """One file that asks the network for nothing but, if no state is given, ``/state``.
+    """Return the page; without `state` it polls ``/state``, otherwise it makes no requests.
 
     Raises UsageError without plotly or jinja2.
     """

@@ -1,4 +1,4 @@
-"""The users: each of them sends a request at its time of the trace, and waits for the answer."""
+"""The clients: each sends a request at its time in the trace, and waits for the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TICK_MS = 250
 
 
 class Error(msgspec.Struct):
-    """What comes in place of an answer."""
+    """Error in place of an answer."""
 
     error: str | None = None
     status: int = 200
@@ -25,7 +25,7 @@ class Error(msgspec.Struct):
 async def play(
     url: str, trace: Sequence[TraceRequest], reach: Callable[[int], Awaitable[None]], tally: Tally
 ) -> None:
-    """Play a trace at a balancer, until every request has its answer. `reach` brings time to a moment (ms)."""
+    """Play a trace against a balancer until every request is answered. `reach` advances the trace time (ms)."""
     limits = httpx.Limits(max_connections=None)
     now = 0
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
@@ -35,7 +35,7 @@ async def play(
             await reach(now)
             queued = asyncio.Event()
             waiting.add(asyncio.create_task(_ask(client, request, tally, queued)))
-            # Time stands still until the request is where it belongs.
+            # Time stands still until the request is queued.
             await queued.wait()
             waiting = {each for each in waiting if not _over(each)}
         while waiting := {each for each in waiting if not _over(each)}:
@@ -44,7 +44,7 @@ async def play(
 
 
 def _over(user: asyncio.Task[None]) -> bool:
-    """Whether it has its answer; raises what it has raised."""
+    """Return True if it has its answer; raises what the task has raised."""
     return user.done() and user.result() is None
 
 

@@ -1,4 +1,4 @@
-"""Which worker a request goes to."""
+"""Routing policies: the choice of the worker for a request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from examples.kv_aware_router.member import Member
 
 
 class Policy(Protocol):
-    """A way to choose."""
+    """Routing policy."""
 
     name: str
 
     def choose(self, members: Sequence[Member], overlap: Mapping[str, int]) -> Member:
-        """One of the members, of which there is at least one. `overlap` is in tokens, by topic."""
+        """Return one of the members (at least one). `overlap` is in tokens, by topic."""
 
 
 class RoundRobin:
-    """One behind the other, whatever they have and do."""
+    """Workers in turn, regardless of cache and load."""
 
     name = "round robin"
 
@@ -26,15 +26,15 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, members: Sequence[Member], overlap: Mapping[str, int]) -> Member:
-        """The next one."""
+        """Return the next member."""
         self._next += 1
         return members[(self._next - 1) % len(members)]
 
 
 class KVAware:
-    """Overlap minus load, both in prompt tokens: where the least must be computed until the first token comes.
+    """Overlap minus load, both in prompt tokens: the worker with the least to compute before the first token.
 
-    A `load_weight` above 1 spreads requests more evenly, below 1 it keeps those together that begin alike.
+    A `load_weight` above 1 spreads requests more evenly; below 1 it keeps common prefixes together.
     """
 
     name = "KV-aware"
@@ -43,7 +43,7 @@ class KVAware:
         self._load_weight = load_weight
 
     def choose(self, members: Sequence[Member], overlap: Mapping[str, int]) -> Member:
-        """The highest score; among equals the one of which the least is known to be cached."""
+        """Return the member with the highest score; among equals the one with the fewest cached blocks."""
 
         def score(member: Member) -> tuple[float, float]:
             own = overlap.get(member.place.topic, 0)

@@ -1,4 +1,4 @@
-"""A round: one fleet, one policy, one trace, and perhaps a worker that is killed on the way."""
+"""A round: a trace played with one fleet and one policy, perhaps with a worker killed on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLED_AT, BACK_AT = 0.4, 0.6
 
 
 class Setting(NamedTuple):
-    """What all rounds have in common."""
+    """Settings common to all rounds."""
 
     trace: Sequence[TraceRequest]
     workers: int
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Something that happens at a time of the trace."""
+    """Action at a time of the trace."""
 
     ms: int
     act: Callable[[], Awaitable[None]]
@@ -40,24 +40,24 @@ class Moment(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """A round, while it is played and afterwards."""
+    """State and results of a round."""
 
     policy: Policy
     kills: bool = False
     """Whether the first worker is killed on the way."""
     tally: Tally = field(default_factory=Tally)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """How it was, tick by tick."""
+    """State of the fleet at each tick."""
     notes: list[tuple[int, str]] = field(default_factory=list)
     """(ms of the trace, what happened)."""
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return self.policy.name + (", one killed" if self.kills else "")
 
     async def play(self, service: Service, setting: Setting) -> None:
-        """Play it to its end."""
+        """Play the whole trace."""
         self.tally.workers = setting.workers
         index = FleetIndex()
         feed = Feed(index)
@@ -79,7 +79,7 @@ class Round:
             feed.close()
 
     async def at_end(self, balancer: Balancer, index: FleetIndex) -> None:
-        """All requests are answered and all workers idle, for whoever wants to look."""
+        """Do nothing. Called when all requests are answered and all workers idle; tests override it."""
 
     async def _play(
         self, service: Service, setting: Setting, fleet: Fleet, balancer: Balancer, time: TraceTime
@@ -99,7 +99,7 @@ class Round:
         self._sample(balancer, time)
 
     def _moments(self, setting: Setting, fleet: Fleet, balancer: Balancer, time: TraceTime) -> deque[Moment]:
-        """What happens besides."""
+        """Return the actions of this round: a worker is killed and restarted, or none."""
         if not self.kills:
             return deque()
         name, end = fleet.names[0], setting.trace[-1].timestamp
@@ -130,7 +130,7 @@ class Round:
         )
 
     def state(self) -> dict[str, Any]:
-        """For the page."""
+        """Return the state for the page."""
         return {
             "name": self.name,
             "summary": self.tally.summary(),

@@ -1,4 +1,4 @@
-"""uvicorn as a part of a program, at any free port of this machine."""
+"""Embedded uvicorn, on any free port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from starlette.applications import Starlette
 
 
 class Server(uvicorn.Server):
-    """A server that leaves signals to the program."""
+    """Server that leaves signals to the program."""
 
     def __init__(self, app: Starlette) -> None:
-        # Connections stay open: one that the server closes looks to the balancer as if the worker had gone.
+        # Connections stay open: a closed one looks to the balancer like a dead worker.
         super().__init__(
             uvicorn.Config(
                 app, log_level="warning", access_log=False, timeout_keep_alive=3600, lifespan="off"
@@ -23,19 +23,19 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ctrl-C ends the program, which ends the server."""
+        """Install no handlers: Ctrl-C ends the program, which ends the server."""
         yield
 
     def end(self) -> None:
-        """Do not wait for who is connected."""
+        """Stop without waiting for open connections."""
         self.should_exit = self.force_exit = True
 
 
 def free_socket(port: int = 0) -> socket.socket:
-    """A bound socket; 0 is any free port."""
+    """Return a bound socket; port 0 is any free one."""
     return socket.create_server(("127.0.0.1", port))
 
 
 def address_of(bound: socket.socket) -> str:
-    """Its URL."""
+    """Return the URL of a bound socket."""
     return f"http://127.0.0.1:{bound.getsockname()[1]}"

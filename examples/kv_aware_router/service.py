@@ -1,4 +1,4 @@
-"""The balancer over HTTP: ``POST /v1/completions`` for users, a page at ``/`` for those who watch."""
+"""HTTP interface of the balancer: ``POST /v1/completions``, and a live page at ``/``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from examples.kv_aware_router.server import Server, address_of, free_socket
 
 
 class Body(msgspec.Struct):
-    """What users ask for; the text that they would send is tokens already."""
+    """Body of ``POST /v1/completions``, with tokens instead of text."""
 
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     arrival_ms: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """When they asked, by the trace's time."""
+    """Time of arrival, in trace time."""
 
 
 class Service:
-    """One address, behind which one balancer follows the other."""
+    """HTTP service with one address for the balancers of all rounds."""
 
     def __init__(self, page: str, state: Callable[[], dict[str, Any]], port: int = 0) -> None:
         self._page, self._state = page, state
@@ -64,7 +64,7 @@ class Service:
         answer = asyncio.create_task(
             self.balancer.complete(body.prompt, body.max_tokens, body.arrival_ms, queued)
         )
-        # The headers say that the request is in line at a worker, or in none.
+        # The headers confirm that the request is queued at a worker, or was refused.
         await queued.wait()
         return StreamingResponse(_answered(answer), media_type="application/json")
 
@@ -76,7 +76,7 @@ class Service:
 
 
 async def _answered(answer: asyncio.Task[Served]) -> AsyncIterator[bytes]:
-    """What has become of it: headers have been sent, so a refusal is told in the body."""
+    """Yield the answer, or a refusal: headers were sent, so it is in the body."""
     try:
         yield msgspec.json.encode(await answer)
     except Refused as refused:

@@ -1,7 +1,7 @@
-"""An engine without a model that serves requests as they come, on a thread of its own.
+"""An engine without a model that serves requests as they arrive, on its own thread.
 
-It is the engine that plays traces (`kvcache.workload.driver`), with a line that grows while it runs and steps that
-take simulated time. The manager has no pools: blocks are kept, reused, evicted and told to routers; no bytes move.
+It is the engine that plays traces (`kvcache.workload.driver`), with a queue that grows while it runs and steps that
+take simulated time. The manager has no pools: blocks are stored, reused, evicted and published; no bytes move.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)
 
 
 class JobProgress(NamedTuple):
-    """Where a request is."""
+    """Progress of a request."""
 
     first_token: bool
-    """Its first token was sampled; else it has ended."""
+    """True if its first token was sampled; False if it has ended."""
     at_ms: int
     cached_tokens: int
 
@@ -61,7 +61,9 @@ class Serving:
     def put(
         self, tokens: list[int], max_tokens: int, sent_ms: int, on_progress: Callable[[JobProgress], None]
     ) -> str | None:
-        """Take a request, of which `tell` hears on the engine's thread; or say why it can never be served."""
+        """Queue a request; returns None, or the reason why it can never be served. `on_progress` is called on the
+        engine's thread.
+        """
         total = len(tokens) + max_tokens
         obstacle = self._limits.obstacle(total)
         if obstacle is not None:
@@ -74,11 +76,11 @@ class Serving:
         return None
 
     def follow(self, trace_ms: int) -> None:
-        """Wait until everything is computed that happens up to that time of the trace."""
+        """Wait until everything up to that trace time is computed."""
         self._clock.follow(trace_ms, lambda: self.idle)
 
     def stats(self) -> dict[str, float]:
-        """Gauges for people."""
+        """Return gauges for display."""
         stats = self._manager.stats()
         return {
             "running": len(self._jobs) - len(self._inbox),
@@ -89,23 +91,23 @@ class Serving:
         }
 
     def resident(self) -> list[list[int]]:
-        """The names of all blocks that routers should know of, per level. Only while nothing runs."""
+        """Return the names of all published blocks per level. Call it only while nothing runs."""
         return [sorted(resident_names(self._manager.state, level)) for level in (PRIMARY, SECONDARY)]
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         return not self._jobs
 
     @property
     def topic(self) -> str:
-        """By which its feed is known."""
+        """Topic of its feed."""
         transport = self._manager.feeds[0].transport
         assert isinstance(transport, ZMQTransport)
         return transport.topic.decode()
 
     def close(self) -> None:
-        """Let go of what runs, and end the feed."""
+        """Drop running requests and close the feed."""
         self._inbox.close()
         self._thread.join(10)
 
@@ -117,7 +119,7 @@ class Serving:
             engine.run()
 
     def _stepped(self, step: ObservedStep) -> None:
-        """A step is over: let its time pass, and tell what it brought."""
+        """Account for a step's time, then report the progress of its requests."""
         cost = self._costs.of(step)
         self._busy_ms += cost
         self._clock.spend(cost)

@@ -1,4 +1,4 @@
-"""The rounds beside each other, for a terminal."""
+"""Table of the rounds for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Round], str]], ...] = (
 
 
 def table(rounds: Sequence[Round]) -> str:
-    """A line per round."""
+    """Return a table with one line per round."""
     rows = [["", *(name for name, _ in _COLUMNS)]]
     rows += [[each.name, *(value(each) for _, value in _COLUMNS)] for each in rounds]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -30,7 +30,7 @@ def table(rounds: Sequence[Round]) -> str:
 
 
 def by_worker(rounds: Sequence[Round]) -> str:
-    """Prompt tokens that each worker computed."""
+    """Return the prompt tokens that each worker computed."""
     lines = []
     for each in rounds:
         tokens = sorted(each.tally.computed_by.items())
@@ -39,7 +39,7 @@ def by_worker(rounds: Sequence[Round]) -> str:
 
 
 def gain(base: Round, better: Round) -> str:
-    """What the second one has over the first one, in a sentence."""
+    """Return a sentence that compares two rounds."""
     saved = base.tally.computed_tokens - better.tally.computed_tokens
     share = saved / base.tally.computed_tokens if base.tally.computed_tokens else 0.0
     times = (
@@ -53,7 +53,7 @@ def gain(base: Round, better: Round) -> str:
 
 
 def notes(rounds: Sequence[Round]) -> str:
-    """What happened on the way."""
+    """Return the recorded incidents, one per line."""
     return "\n".join(f"{each.name}, {ms / 1000:,.1f} s: {text}" for each in rounds for ms, text in each.notes)
 
 

@@ -1,4 +1,4 @@
-"""What has become of the requests of a round."""
+"""Counts and latencies of a round's requests."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from examples.kv_aware_router.balancer import Served
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a round. Times are simulated."""
+    """Counts and latencies of a round. Times are simulated."""
 
     workers: int = 1
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     first_token_ms: list[int] = field(default_factory=list)
-    """From a request's arrival to its first token."""
+    """Time to first token of each request."""
     refused: int = 0
     """Requests that no worker can ever serve."""
     lost: int = 0
-    """Requests that nobody answered."""
+    """Requests without an answer."""
     retried: int = 0
-    """Served by another worker than the first one."""
+    """Requests served after a retry on another worker."""
     computed_by: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens, by worker."""
+    """Computed prompt tokens by worker."""
 
     def served(self, served: Served, arrival_ms: int) -> None:
         """Count an answer."""
@@ -41,7 +41,7 @@ class Tally:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that need not be computed."""
+        """Share of the prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -50,17 +50,17 @@ class Tally:
         return self.prompt_tokens - self.cached_tokens
 
     def percentile_ms(self, percent: float) -> float:
-        """Of the time to first token."""
+        """Return a percentile of the time to first token."""
         return float(np.percentile(self.first_token_ms, percent)) if self.first_token_ms else 0.0
 
     @property
     def imbalance(self) -> float:
-        """What the busiest worker computed, as a multiple of the mean."""
+        """Tokens computed by the busiest worker, as a multiple of the mean."""
         tokens = self.computed_by.values()
         return max(tokens) * self.workers / sum(tokens) if sum(tokens) else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """For the page."""
+        """Return the counts for the page."""
         return {
             "requests": self.requests,
             "lost": self.lost,

@@ -1,7 +1,7 @@
-"""A worker: a process with an engine that serves over HTTP, and a feed that tells the balancer what it has cached.
+"""Worker process: an engine behind HTTP, and a feed of its cached blocks to the balancer.
 
 ``POST /generate`` takes ``{"prompt": [token ids], "max_tokens": N, "sent_ms": T}`` and answers with two JSON lines: one
-with the first token, one at the end. It says where it is in one line on stdout, and ends when its stdin does.
+with the first token, one at the end. It prints its address as one line on stdout, and exits when stdin is closed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvcache import KVCacheConfig
 
 
 class Body(msgspec.Struct):
-    """What is asked for."""
+    """Body of ``POST /generate``."""
 
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     sent_ms: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """When it was sent here, by the trace's time."""
+    """Time of sending, in trace time."""
 
 
 class Worker:
-    """HTTP before an engine."""
+    """HTTP interface of an engine."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -61,11 +61,11 @@ class Worker:
         refused = self._serving.put(body.prompt, body.max_tokens, body.sent_ms, on_progress)
         if refused is not None:
             return JSONResponse({"error": refused}, 400)
-        # The headers say that it is in line: time may go on.
+        # The headers confirm that it is queued, so the simulated time may advance.
         return StreamingResponse(_lines(updates), media_type="application/jsonl")
 
     async def _follow(self, request: Request) -> Response:
-        """Compute all that happens up to a time of the trace, and then say how it is."""
+        """Compute everything up to a trace time, then return the statistics."""
         await asyncio.to_thread(self._serving.follow, int(await request.body()))
         return JSONResponse(self._serving.stats())
 
@@ -73,7 +73,7 @@ class Worker:
         return JSONResponse(self._serving.stats())
 
     async def _blocks(self, _: Request) -> Response:
-        """What it has cached, to be compared with what others believe."""
+        """Return the names of its cached blocks, for comparison with the balancer's index."""
         if not self._serving.idle:
             return JSONResponse({"error": "requests are running: ask when they have ended"}, 409)
         return JSONResponse(self._serving.resident())
@@ -102,7 +102,7 @@ def main() -> None:
         primary_blocks=args.blocks,
         secondary_blocks=args.secondary_blocks,
     )
-    # It connects to the balancer, which is told everything whenever it comes. What gets lost is asked for at `replay`.
+    # It connects to the balancer and sends all blocks, then changes. Lost messages are requested from `replay`.
     sink = f"zmq+pub://{args.feed}?connect=1&replay=0&coalesce=5ms&heartbeat=200ms"
     asyncio.run(_serve(Serving(config, sink)))
 

@@ -369,7 +369,7 @@ class SinkFollower:
                     self._is_finished = True
                 else:
                     self.stopping.wait(self._poll_seconds)
-        except BaseException as error:  # noqa: BLE001  whoever waits for this thread is to hear of it
+        except BaseException as error:  # noqa: BLE001  raised again by whoever waits for this thread
             gone = isinstance(error, FileNotFoundError) and not self._log.is_dir()
             self.failure = LogReplaced(self._log) if gone else error
             self._clear_routers()

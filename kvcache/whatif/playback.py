@@ -193,7 +193,10 @@ def unchanged(config: KVCacheConfig) -> KVCacheConfig:
 
 
 class Playback:
-    """Replay with one combination of settings and eviction order (None: the settings'). `hear` receives all events."""
+    """Replay with one combination of settings and eviction order (None: the settings').
+
+    `on_event` is called with every event.
+    """
 
     def __init__(
         self,

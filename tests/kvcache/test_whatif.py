@@ -122,7 +122,9 @@ class Program:
         if self._running:
             request_id = self._rng.choice(self._running)
             most = min(self._length(request_id), self._slots(request_id))
-            self._manager.store_context_blocks(request_id, self._rng.randint(0, most))
+            computed = self._rng.randint(0, most)
+            # What a request has reused is not computed in its log, and without that reuse it would have been.
+            self._manager.store_context_blocks(request_id, most if self._plain else computed)
 
     def _reserve(self) -> None:
         chosen = [each for each in self._running if self._rng.random() < 0.7]
