@@ -1,10 +1,10 @@
 """Replay of recorded commands against a manager with other settings.
 
 Commands that fit run in the batch in which they were recorded. A request that does not fit waits: at the end of each
-batch the first requests in line are admitted if they fit, and all later commands of such a request are delayed by the
+batch the first waiting requests are admitted if they fit, and all later commands of such a request are delayed by the
 same number of batches. Other requests are not delayed. If there is no block for a sampled token, or for a chunk of a
 prompt, the running request that was admitted last is preempted: it is removed, which stores its computed blocks, and
-waits with its tokens so far as its prompt; then no request is admitted from the line until a running request has ended.
+waits with its tokens so far as its prompt; no waiting request is then admitted until a running request has ended.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Playback:
         """Requests that were preempted in the log before they were admitted here."""
         self._cut_off: set[RequestId] = set()
         """Requests ended early, or never admitted, which do not resume either."""
-        self._line: list[int] = []
+        self._queue: list[int] = []
         """Handles of waiting requests in ascending order: the order of admission in the log."""
         self._may_admit = True
         """False from a preemption until a running request ends: a waiting request would only take its room again."""
@@ -247,12 +247,12 @@ class Playback:
 
     def finish(self) -> Tally:
         """Finish all delayed requests; return the counts."""
-        while self._manager is not None and (self._line or self._has_steps()):
-            before = len(self._line)
+        while self._manager is not None and (self._queue or self._has_steps()):
+            before = len(self._queue)
             self._end_batch()
-            if len(self._line) == before and not self._has_steps():
+            if len(self._queue) == before and not self._has_steps():
                 break  # no running request is left to wait for
-        self.tally.unserved += len(self._line)
+        self.tally.unserved += len(self._queue)
         never = (each for each in self._waiting.values() if not each.prompt.resumed)
         self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
         self._begin()
@@ -340,7 +340,7 @@ class Playback:
         if handle in self._running:
             self._step(self._running[handle], command)
         elif (request := self._waiting.pop(handle, None)) is not None:
-            self._line.remove(handle)
+            self._queue.remove(handle)
             if not request.prompt.resumed:
                 self._never_came.add(request.prompt.request_id)
 
@@ -500,7 +500,7 @@ class Playback:
             request.prompt = replace(prompt, slots=None)
         self._waiting[request.handle] = request
         request.stopped_at = self._now
-        insort(self._line, request.handle)
+        insort(self._queue, request.handle)
 
     # -- slots and tokens
 
@@ -578,8 +578,8 @@ class Playback:
         for request in list(self._late.values()):
             while request.handle in self._late and request.is_due(self._now):
                 self._step(request, request.steps.popleft()[1])
-        while self._may_admit and self._line and self._try([self._waiting[self._line[0]]]) is None:
-            handle = self._line.pop(0)
+        while self._may_admit and self._queue and self._try([self._waiting[self._queue[0]]]) is None:
+            handle = self._queue.pop(0)
             request = self._late[handle] = self._waiting.pop(handle)
             self.tally.waited_batches += request.go_on(self._now)
         self.manager.flush()

@@ -13,7 +13,7 @@ With pools, every computed token's rows are filled with a pattern, and reused bl
 errors that a model would only answer with worse text.
 
 When copies fail, everything is computed again. That is impossible for a request that has released blocks by then: it is
-ended, and is first in line with its output as a part of its prompt.
+ended, and is first in the queue with its output as a part of its prompt.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Running:
     """An admitted request."""
 
     waiting: Waiting
-    """The request as it was in line."""
+    """The request as it was queued."""
     admission: Admission
     outputs: list[int]
     computed: int
@@ -144,7 +144,7 @@ class Engine:
 
     `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
     measures its time, which then does not count as the manager's. For equal logs the manager must use the `wall_ns` of
-    `clock`. `trace` may also be a line that other threads fill while it plays. `watch` is called at the end of each
+    `clock`. `trace` may also be a queue that other threads fill while it plays. `watch` is called at the end of each
     step, before the clock advances.
     """
 
@@ -173,7 +173,7 @@ class Engine:
         self._running: dict[int, _Running] = {}
         """Running requests in the order of admission."""
         self._may_admit = True
-        """False while the first request in line waits for a running one to end."""
+        """False while the first queued request waits for a running one to end."""
 
     def _queue_of(self, trace: Iterable[TraceRequest]) -> WaitingQueue:
         limits = WaitingLimits.of(self._manager.config, self._manager.layout)
@@ -261,7 +261,7 @@ class Engine:
         return admitted
 
     def _choose(self) -> list[Waiting]:
-        """Return the first requests in line that can be completed together with the running ones."""
+        """Return the first queued requests that can be completed together with the running ones."""
         room = self._options.concurrency - len(self._running) if self._may_admit else 0
         candidates = self._queue.first(room)
         if not candidates:
@@ -271,11 +271,11 @@ class Engine:
         for waiting in candidates:
             free -= waiting.blocks_to_completion
             if free < 0:
-                # A smaller request after it must not overtake it forever, so the line waits.
+                # A smaller request after it must not overtake it forever, so the queue waits.
                 self._may_admit = False
                 break
             chosen.append(waiting)
-        # Requests larger than an idle cache were refused, so a line with nothing running would wait forever.
+        # Requests larger than an idle cache were refused, so a queue with nothing running would wait forever.
         invariant(bool(chosen or self._running), "an idle cache has fewer blocks than it had at the start")
         return chosen
 
@@ -311,7 +311,7 @@ class Engine:
         )
 
     def _begin_again(self, cut: list[_Running]) -> None:
-        """Handle failed copies: reset computed tokens; requests that cannot compute them again return to the line."""
+        """Handle failed copies: reset computed tokens; requests that cannot compute them again return to the queue."""
         for running in cut:
             self._result.recomputed_tokens += running.computed
             running.computed = 0

@@ -1,4 +1,4 @@
-"""Line of requests waiting for an engine, with the check for requests that can never be served.
+"""Queue of requests waiting for an engine, with the check for requests that can never be served.
 
 Requests are read from the trace when there is room for them, and their tokens are made only then, so the
 memory of a run does not grow with its trace.
@@ -77,7 +77,7 @@ class Waiting:
 
 
 class RequestQueue(ABC):
-    """Line of requests for one engine, which alone takes from it."""
+    """Queue of requests for one engine, which alone takes from it."""
 
     @abstractmethod
     def __bool__(self) -> bool:
@@ -90,15 +90,15 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def first(self, count: int) -> list[Waiting]:
-        """Return up to `count` requests that have arrived, without taking them out of the line."""
+        """Return up to `count` requests that have arrived, without removing them."""
 
     @abstractmethod
     def take(self, count: int) -> None:
-        """Take the first `count` requests out of the line: they are admitted."""
+        """Remove the first `count` requests, which were admitted."""
 
     @abstractmethod
     def put_back(self, waiting: list[Waiting]) -> None:
-        """Put requests that have to restart in front of the line."""
+        """Put requests that have to restart back to the front of the queue."""
 
 
 class WaitingQueue(RequestQueue):
@@ -140,7 +140,7 @@ class WaitingQueue(RequestQueue):
         return self._next[1].timestamp
 
     def first(self, count: int) -> list[Waiting]:
-        """Return up to `count` requests that have arrived, without taking them out of the line."""
+        """Return up to `count` requests that have arrived, without removing them."""
         while len(self._ready) < count and self._next is not None:
             index, request = self._next
             if not self._clock.has_arrived(request.timestamp):
@@ -150,12 +150,12 @@ class WaitingQueue(RequestQueue):
         return [self._ready[place] for place in range(min(count, len(self._ready)))]
 
     def take(self, count: int) -> None:
-        """Take the first `count` requests out of the line: they are admitted."""
+        """Remove the first `count` requests, which were admitted."""
         for _ in range(count):
             self._clock.reach(self._ready.popleft().arrival_ms)
 
     def put_back(self, waiting: list[Waiting]) -> None:
-        """Put requests that have to restart in front of the line."""
+        """Put requests that have to restart back to the front of the queue."""
         self._ready.extendleft(reversed(waiting))
 
     def _receive(self, index: int, request: TraceRequest) -> None:
