@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
-	@echo 'make test       lint, check formatting and types, and run the tests: five minutes on two cores'
+	@echo 'make test       lint, check formatting and types, and run the tests: five to six minutes on two cores'
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: more than an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make gpu        on a machine with an NVIDIA GPU: tests, bytes, a minute of random copies, and a table of how fast'
