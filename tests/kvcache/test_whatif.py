@@ -274,7 +274,7 @@ def test_rules_for_stop_reasons_do_what_they_would_have_done(config: KVCacheConf
             playback.play(batch)
         playback.finish()
     without, live, played = ([each for each in events if each] for events in (*received, now))
-    assume(_ends(without) == _ends(live))  # else other requests have fitted
+    assume(_requests(without) == _requests(live))  # else other requests have fitted
     assert [*_by_call(played)] == [*_by_call(live)]
 
 
@@ -291,8 +291,13 @@ def _wall_ns(ticks: strategies.Ticks) -> int:
     return 10**18 + ticks.now
 
 
-def _ends(events: list[Any]) -> list[tuple[int, str | None]]:
-    return [(each[3], each[5]) for each in events if each[0] == "ended"]
+def _requests(events: list[Any]) -> list[Any]:
+    """Which prompts were admitted, and with how many tokens, and why, requests ended."""
+    return [
+        each[1] if each[0] == "added" else (each[3], each[5])
+        for each in events
+        if each[0] in ("added", "ended")
+    ]
 
 
 def log_of(parent: Path, config: KVCacheConfig, program: Any) -> Path:
