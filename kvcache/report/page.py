@@ -126,6 +126,7 @@ def _script(source: str) -> str:
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
+@cache
 def templates(home: Path) -> Environment:
     """Return the environment for the templates of a directory, with the report's filters. Raises `UsageError` without
     jinja2.
@@ -133,17 +134,10 @@ def templates(home: Path) -> Environment:
     SECURITY: data of a log is text in them: it is escaped, in JSON too, and cannot control a terminal.
     """
     try:
-        import jinja2  # noqa: F401
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup, escape
     except ImportError as error:
         raise UsageError("a report requires jinja2: pip install 'kvcache[report]'") from error
-    return _environment(home)
-
-
-@cache
-def _environment(home: Path) -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup, escape
-
     own = Environment(
         loader=FileSystemLoader(home),
         autoescape=True,
