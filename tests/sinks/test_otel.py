@@ -199,13 +199,15 @@ class Collector:
                 outer.asked += 1
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 outer.gate.wait(WAIT)
-                self.send_response(400 if outer.refuses else 200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                if not outer.refuses and self.path == "/v1/traces":
+                refuses = outer.refuses
+                # Before the answer: after it the next request may come, and be kept first.
+                if not refuses and self.path == "/v1/traces":
                     request = ExportTraceServiceRequest()
                     request.ParseFromString(body)
                     outer.requests.append(request)
+                self.send_response(400 if refuses else 200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
             def log_message(self, *_: Any) -> None:
                 """Nobody wants to know."""
