@@ -11,6 +11,7 @@ import pytest
 import structlog
 from hypothesis import is_hypothesis_test, settings
 
+from events.subscribe.subscriber import Publication
 from sinks import runner
 from tests.support.logs.accounting import accounted
 from tests.support.needs import Needs
@@ -84,6 +85,14 @@ def patient_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = runner.SinkRunner.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "drain_seconds", WAIT)
+
+
+@pytest.fixture(autouse=True)
+def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for an answer as long as a busy machine may need for it, where a test does not say how long."""
+    defaults = Publication.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "replay_timeout", WAIT)
 
 
 @pytest.fixture(autouse=True)
