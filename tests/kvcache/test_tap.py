@@ -17,6 +17,7 @@ from events.errors import LogOfOtherKind, LogWriteFailed
 from events.formats.vllm import encode_seq
 from events.log import LogReader, LogWriter
 from events.subscribe.fan_in import MAX_WORKERS
+from events.subscribe.subscriber import Publication
 from events.subscribe.workers import FeedState, WorkerState
 from events.types import AnyEvent, FeedGap, FeedRestarted, Gap, WorkerSeen
 from kvcache.manager import KVCacheManager
@@ -382,8 +383,11 @@ def test_without_tokens(engine: Engine, tmp_path: Path) -> None:
     assert names(state_of(tmp_path)) == [{1_234_567}]
 
 
-def test_silence_of_a_replay_ends(tmp_path: Path) -> None:
-    """A replay that never answers keeps live batches waiting for some seconds only."""
+def test_silence_of_a_replay_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that never answers keeps live batches waiting for a limited time only."""
+    defaults = Publication.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "replay_timeout", 0.05)
     with (
         Publisher() as publisher,
         replaying({}, silent=True) as server,
