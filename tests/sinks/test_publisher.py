@@ -276,8 +276,13 @@ class TestHarm:
                 for reader in (router, *others):
                     assert follow(reader, worker) == expected
 
-    def test_who_subscribes_to_ever_more_is_cut_off(self, router: Router) -> None:
+    def test_who_subscribes_to_ever_more_is_cut_off(
+        self, router: Router, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """As many subscriptions as a connection may have are fine; with one more it ends, and nothing of it is left."""
+        monkeypatch.setattr(
+            "sinks.router.publisher.BACKLOG_SECONDS", WAIT
+        )  # however long it takes to read them
         with Worker("coalesce=0") as worker, capture_logs() as logs:
             publisher = worker.transport.publisher
             router.subscribe(worker)
