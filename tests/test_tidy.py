@@ -32,6 +32,7 @@ MAY_PRINT = ("kvcache/cli/", "sinks/stdout.py")
 MAY_SLEEP = {
     "tests/events/test_diagnostics.py": "a child process waits until a sink is given up",
     "tests/sinks/test_runner.py": "between the steps of an engine sinks get their turn",
+    "tests/support/delays.py": "threads are late on purpose",
     "tests/support/engines/killed.py": "a process works for a while before it is killed",
     "tests/support/feeds/scraping.py": "Prometheus is asked no more often than it fetches",
     "tests/support/servers/chaos.py": "misfortunes have a length",
