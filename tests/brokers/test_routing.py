@@ -16,7 +16,7 @@ from kvcache.workload.chats import generate_chats
 from kvcache.workload.driver import Engine
 from kvcache.workload.traces import TraceRequest
 from tests.support.servers.server import Server
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT, wait_until
 
 REQUESTS, AT_ONCE = 300, 60
 BLOCK = 16
@@ -108,6 +108,8 @@ def test_every_prompt_is_answered_as_by_the_manager(server: Server, tmp_path: Pa
                 server.start()
             if number in (2, 4):
                 routers.append(stack.enter_context(Router(server.url)))
+        manager.flush()
+        assert manager.wait_durable(WAIT)
         asked = prompts(log)
         assert len(asked) >= REQUESTS
         expected = [truth(manager, prompt) for prompt in asked]

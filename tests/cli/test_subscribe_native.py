@@ -48,6 +48,7 @@ def test_lines_are_those_of_the_log(kvcache: Kvcache, start: Start, cache: Cache
 def test_json_has_address_message_and_fields(start: Start, cache: Cache) -> None:
     """An object for each event."""
     cache.steps(5)
+    wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
     process = start("subscribe", "--format", "native", endpoint(cache), "--count", 1, "--json")
     out, _ = process.communicate(timeout=60)
     lines = [json.loads(line) for line in out.splitlines()]
