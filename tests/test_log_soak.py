@@ -15,6 +15,7 @@ from kvcache.config import LogConfig
 from kvcache.replay import replay
 from tests.support.forked import Forked
 from tests.support.memory import STATM, resident_bytes
+from tests.support.waiting import wait_until
 
 
 def config(retain: int) -> KVCacheConfig:
@@ -55,6 +56,11 @@ def audited(log: Path) -> int:
     return tokens
 
 
+def is_written(manager: KVCacheManager) -> bool:
+    stats = manager.log_stats()
+    return stats is not None and stats.lag_batches == 0
+
+
 def bytes_in(log: Path) -> int:
     total = 0
     for path in log.rglob("*"):
@@ -81,6 +87,7 @@ def soak(tmp_path: Path, events: int, retain: int, samples: int) -> dict[str, An
             assert largest <= 2.3 * retain, "more is kept than is to be"
             if made * samples // events >= len(memory):
                 memory.append(resident_bytes())
+                wait_until(lambda: is_written(manager), "the log is not written")
                 tokens += audited(log)
         fingerprint, batches = manager.fingerprint(), manager.stats().batches
     (tmp_path / "done").touch()
