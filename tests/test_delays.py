@@ -20,7 +20,7 @@ def test_all_threads_but_the_main_one_are_delayed(monkeypatch: pytest.MonkeyPatc
         threading.get_ident()
 
     before = threading.gettrace()
-    delays.pytest_configure()
+    delays.start()
     try:
         thread = threading.Thread(target=work, name="other")
         thread.start()

@@ -280,9 +280,8 @@ class TestHarm:
         self, router: Router, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As many subscriptions as a connection may have are fine; with one more it ends, and nothing of it is left."""
-        monkeypatch.setattr(
-            "sinks.router.publisher.BACKLOG_SECONDS", WAIT
-        )  # however long it takes to read them
+        # However long it takes to read them.
+        monkeypatch.setattr("sinks.router.publisher.BACKLOG_SECONDS", WAIT)
         with Worker("coalesce=0") as worker, capture_logs() as logs:
             publisher = worker.transport.publisher
             router.subscribe(worker)

@@ -1,7 +1,8 @@
-"""Threads that are late: ``pytest -n 0 -p tests.support.delays PATH`` delays all but the main one at random lines.
+"""Threads that are late: ``pytest --delays PATH``.
 
-A test that fails only then depends on how fast the machine is, or on which of two threads is first. Some tests take ten
-times as long, and those that move thousands of batches may meet their time limit, which means nothing.
+All threads but the main one are delayed at random lines. A test that fails only then depends on how
+fast the machine is, or on which of two threads is first. Some tests take ten times as long, and those that move
+thousands of batches may exceed their time limit, which means nothing.
 `TEST_SEEDS` chooses other delays.
 """
 
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 import random
 import threading
+
+# By name: tests replace the functions of the module `time`.
+from time import sleep
 from types import FrameType
 from typing import Any
 
 from tests.support.places import ROOT
 from tests.support.seeds import day
-
-# By name: tests replace the functions of the module `time`.
-from time import sleep  # isort: skip
 
 RATE = 0.002
 """Part of the lines at which a thread is delayed."""
@@ -40,5 +41,6 @@ def _enter(frame: FrameType, event: str, argument: object) -> Any:
     return delay if is_own or path.endswith(_STANDARD) else None
 
 
-def pytest_configure() -> None:
+def start() -> None:
+    """Delay the threads that are started from now on."""
     threading.settrace(_enter)

@@ -13,6 +13,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from events.subscribe.subscriber import Publication
 from sinks import runner
+from tests.support import delays
 from tests.support.logs.accounting import accounted
 from tests.support.needs import Needs
 from tests.support.seeds import VARIABLE, day
@@ -34,6 +35,10 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + WAITING
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--delays", action="store_true", help="delay threads at random lines")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how thorough random tests are, before the modules that ask for it are imported."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
     day()
     config.pluginmanager.register(Needs(), "needs")
+    if config.option.delays:
+        delays.start()
 
 
 def pytest_report_header() -> str:
