@@ -513,9 +513,9 @@ class SinkRunner:
             self._report_recovery()
 
     def _quarantine(self) -> None:
-        self.state = "quarantined"
         self._queue.refuse("quarantined")
         self._queue.drop_all("quarantined")
+        self.state = "quarantined"  # after this: whoever sees it finds nothing queued
         self._failing_since = None
         if self._clock() - self._recovered_at > self._retry_seconds_max:
             # A sink that fails again soon has not recovered, and is not retried more often for that.

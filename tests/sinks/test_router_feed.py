@@ -396,7 +396,7 @@ class TestRunner:
             def tick(self) -> None:
                 raise OSError(5, "broken")
 
-        runner = SinkRunner(Broken(), "broken", backoff_seconds=0.0001)
+        runner = SinkRunner(Broken(), "broken", backoff_seconds=0.0001, retry_seconds=3600)
         runner.start()
         for seq in range(20):
             runner.put(make_batch(seq))
