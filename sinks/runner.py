@@ -493,8 +493,8 @@ class SinkRunner:
         return True
 
     def _note_error(self, what: str, error: BaseException) -> None:
-        self._errors += 1
         self._last_error = f"{what}: {describe(error)}"
+        self._errors += 1  # after the text: whoever sees the number finds it
 
     def _note_failure(self) -> None:
         now = self._clock()
