@@ -188,9 +188,9 @@ class Delivery:
         self.is_open = True
 
     def _note(self, error: BaseException) -> None:
+        self.last_error = describe(error)
         self.errors += 1
         self.failures += 1
-        self.last_error = describe(error)
         if self.failures == 1:
             _log.error("sink_fails", sink=self._name, reason=self.last_error)
 

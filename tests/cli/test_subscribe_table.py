@@ -74,6 +74,26 @@ class Table:
         self._thread.join(WAIT)
         return self.process.wait(WAIT)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self._thread.join(WAIT)
+
+
+OpenTable = Callable[..., Table]
+
+
+@pytest.fixture
+def open_table(start: Start) -> Iterator[OpenTable]:
+    """Start the command with arguments."""
+    with ExitStack() as stack:
+
+        def begin(*args: object) -> Table:
+            table = Table(start, *args)
+            stack.callback(table.kill)
+            return table
+
+        yield begin
+
 
 def said(**facts: object) -> Callable[[dict[str, Any]], bool]:
     """Whether a worker is said to be so."""
@@ -98,13 +118,11 @@ class TestProcess:
     """The whole command."""
 
     def test_three_workers_of_which_one_dies_one_restarts_and_all_lose_batches(
-        self, start: Start, three: list[Publisher]
+        self, open_table: OpenTable, three: list[Publisher]
     ) -> None:
         """A death, a restart, and gaps with and without a replay: each is in the row of the worker that had it."""
         with replaying({1: now(stored(1)), 2: now(stored(2, parent=1))}) as server:
-            table = Table(
-                start, options(three[0].endpoint, server.endpoint), *(p.endpoint for p in three[1:])
-            )
+            table = open_table(options(three[0].endpoint, server.endpoint), *(p.endpoint for p in three[1:]))
             for publisher in three:
                 publisher.wait_subscribed()
             table.until(said(seq=2), said(state="connected"), said(state="connected"))
@@ -135,11 +153,11 @@ class TestProcess:
                 assert [worker["rank"] for worker in workers] == [0, 1, 2]
                 assert table.end() == 128 + signal.SIGINT
 
-    def test_prompt(self, start: Start, three: list[Publisher], tmp_path: Path) -> None:
+    def test_prompt(self, open_table: OpenTable, three: list[Publisher], tmp_path: Path) -> None:
         """--prompt finds who holds the longest prefix, at which levels, and follows when that changes."""
         prompt = tmp_path / "prompt.json"
         prompt.write_text(json.dumps([1, 2, 2, 3, 3, 4, 7]))
-        table = Table(start, *(publisher.endpoint for publisher in three), "--prompt", prompt)
+        table = open_table(*(publisher.endpoint for publisher in three), "--prompt", prompt)
         for publisher in three:
             publisher.wait_subscribed()
         three[0].send(0, now(stored(1)))
@@ -160,10 +178,10 @@ class TestProcess:
             said(longest=False),
         )
 
-    def test_workers_that_connect(self, start: Start) -> None:
+    def test_workers_that_connect(self, open_table: OpenTable) -> None:
         """Where many connect each has its row as soon as it is heard, and heartbeats are told."""
         port = free_port()
-        table = Table(start, f"tcp://127.0.0.1:{port}", "--bind")
+        table = open_table(f"tcp://127.0.0.1:{port}", "--bind")
         with (
             connecting(port, "topic=kv@a@unknown") as one,
             connecting(port, "topic=kv@b@unknown&rank=3") as two,
@@ -176,10 +194,10 @@ class TestProcess:
         assert ranks == {"kv@a@unknown": 0, "kv@b@unknown": 3}
         assert {worker["state"] for worker in workers} == {"live"}
 
-    def test_a_worker_that_falls_silent(self, start: Start) -> None:
+    def test_a_worker_that_falls_silent(self, open_table: OpenTable) -> None:
         """Who has sent heartbeats, is connected still and sends none any more is said to be silent."""
         with Publisher() as publisher:
-            table = Table(start, publisher.endpoint)
+            table = open_table(publisher.endpoint)
             publisher.wait_subscribed()
             for seq in range(3):
                 publisher.send(seq, now(*[stored(1)] * (seq == 0)))
