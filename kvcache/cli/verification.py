@@ -21,7 +21,8 @@ LAST_BATCHES = 64
 FEED_URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
 """Feed on any free ports; no other subscriber is expected."""
 _POLL_MS = 50
-_PATIENCE_SECONDS = 10.0
+SILENCE_SECONDS = 10.0
+"""Time without a message after which a router that still differs from the cache is taken to be wrong."""
 Resident = list[set[int]]
 
 
@@ -126,7 +127,9 @@ class OwnFeed:
         state = self._manager.state
         self._places = [(group, level) for group in range(len(state.groups)) for level in (0, 1)]
         self._expected = [resident_names(state, level, group) for group, level in self._places]
-        agrees = self._over.wait(_PATIENCE_SECONDS)
+        seen = self._index.events
+        while not (agrees := self._over.wait(SILENCE_SECONDS)) and seen != self._index.events:
+            seen = self._index.events  # on a busy machine it may be far behind
         self._end.set()
         self._thread.join()
         index = self._index
