@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+import threading
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_a_slow_router_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fold = Index.fold
 
     def fold_slowly(index: Index, report: Report) -> None:
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
         fold(index, report)
 
     monkeypatch.setattr(Index, "fold", fold_slowly)
