@@ -7,6 +7,7 @@ takes. What a process loads, and how an interpreter starts and ends, is looked a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import multiprocessing
 import os
@@ -120,8 +121,10 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended: the server may know that some time before this process does."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
