@@ -121,7 +121,8 @@ class TestBrokerFails:
         """Kill -9 in mid-stream, five times: nothing is lost, nothing comes twice, and the numbers have no hole."""
         rng = random.Random(5)
         with ExitStack() as stack, StreamReader(server.url) as early:
-            workers = [stack.enter_context(FeedingWorker(server.url, f"w{number}")) for number in range(3)]
+            url = f"{server.url}?timeout={WAIT}s"
+            workers = [stack.enter_context(FeedingWorker(url, f"w{number}")) for number in range(3)]
             for _ in range(5):
                 for _ in range(60):
                     for worker in workers:
@@ -130,8 +131,7 @@ class TestBrokerFails:
                 server.kill()
                 for worker in workers:
                     worker.step(rng)
-                early.read(50)
-                assert early.subscriber.unavailable is not None
+                early.read_until(lambda: early.subscriber.unavailable is not None)
                 server.start()
             early.check(*workers)
             assert [worker.runner.stats().errors for worker in workers] == [0, 0, 0]

@@ -458,7 +458,7 @@ FULL_DISK = """
 import json, resource, signal, sys
 from events import LogWriteFailed
 from events.log import LogWriter
-from tests.support.logs.logs import LOG_ID, batches
+from tests.support.logs.logs import LOG_ID, batches, settle
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -479,7 +479,7 @@ def write(directory, compression, limit, heals):
     attempt(log.flush)
     if heals:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        attempt(log.flush)
+        settle(log)
     attempt(log.check)
     attempt(log.close)
     log.close()

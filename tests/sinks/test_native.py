@@ -91,9 +91,11 @@ def test_json_is_what_files_have(stack: ExitStack, tmp_path: Path) -> None:
     early, late = (stack.enter_context(context.socket(zmq.SUB)) for _ in range(2))
     early.connect(transport(cache).endpoint)
     early.subscribe("")
-    wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
-    cache.steps(40)
     reported = {}
+    assert early.poll(WAIT_MS)
+    state = msgspec.json.decode(early.recv_multipart()[2])
+    assert state["seq"] == cache.last_seq
+    cache.steps(40)
     while cache.last_seq not in reported:
         assert early.poll(WAIT_MS)
         message = msgspec.json.decode(early.recv_multipart()[2])

@@ -53,7 +53,7 @@ def _files_of(seed: int, branches: bool, segment_bytes: int | None) -> dict[str,
 def write_random_log(
     seed: int, directory: Path, *, branches: bool = False, segment_bytes: int | None = None
 ) -> Path:
-    """Write the log of a random program into a new directory, and return it. The same seed gives the same bytes.
+    """Write the log of a random program into a new directory, and return it. The same seed gives the same frames.
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
