@@ -25,7 +25,7 @@ from tests.support.feeds.native_feed import sent_by_a_cache
 from tests.support.secrets import TOKENS, betrayed
 from tests.support.seeds import seeds
 from tests.support.servers.server import Server
-from tests.support.waiting import Clock, wait_until
+from tests.support.waiting import WAIT, Clock, wait_until
 
 CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=Replayed)
 
@@ -128,7 +128,7 @@ class TestBrokerFails:
         """Kill -9 in mid-stream: nothing is lost and nothing comes twice."""
         with ExitStack() as stack:
             early = stack.enter_context(closing(reading(server)))
-            cache = stack.enter_context(closing(feeding(server)))
+            cache = stack.enter_context(closing(feeding(server, f"&timeout={WAIT}s")))
             for _ in range(3):
                 cache.steps(20)
                 early.read(1)
