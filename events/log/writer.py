@@ -141,12 +141,12 @@ class LogThread:
         """Seconds before the next retry."""
 
     def run(self) -> None:
-        """Write what is queued until the log is closed."""
+        """Write what is queued until the log is closed, or disowned."""
         try:
-            while self._group or self.queue or not self.closing:
+            while self.failure is None and (self._group or self.queue or not self.closing):
                 self._await_work()
                 self._drain()
-            while not self._attempt(lambda: self.output.close(self.end_seq)):
+            while self.failure is None and not self._attempt(lambda: self.output.close(self.end_seq)):
                 pass
         except BaseException as error:  # noqa: BLE001 - raised again in the engine's next call
             self.output.roll_back()
@@ -240,6 +240,7 @@ class LogThread:
 
     def _write_group(self) -> None:
         before, refused = self.output.batches_written, None
+        begun = self._clock()
         try:
             new = [record for record, _ in islice(self._group, self._written, None) if record is not None]
             self.output.write(new)
@@ -247,7 +248,7 @@ class LogThread:
             if self._is_sync_due():
                 self.output.sync()
             elif self._sync_at == math.inf:
-                self._sync_at = self._clock() + self._sync_seconds
+                self._sync_at = begun + self._sync_seconds
         except Exception as error:  # noqa: BLE001 - whatever is durable now needs no second try
             refused = error
         self._forget(self.output.batches_written - before)

@@ -25,9 +25,10 @@ from tests.support.seeds import seeds
 
 __all__ = ["form"]
 
-pytestmark = pytest.mark.usefixtures("form")
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
+pytestmark = [
+    pytest.mark.usefixtures("form"),
+    pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc"),
+]
 
 
 @pytest.fixture(autouse=True)

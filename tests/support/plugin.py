@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import threading
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -86,6 +87,17 @@ def no_logging_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_thread_left(no_logging_left: None) -> Iterator[None]:
+    """What a test leaves running would write its warnings into what the next one prints."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("kvcache-"):
+            thread.join(WAIT)
+            assert not thread.is_alive(), f"{thread.name} goes on"
+
+
+@pytest.fixture(autouse=True)
 def patient_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give sinks the time that they need to open and to take what is queued, however busy the machine is."""
     monkeypatch.setattr(runner, "OPEN_SECONDS", WAIT)
@@ -103,7 +115,7 @@ def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def every_batch_is_accounted_for() -> Iterator[None]:
+def every_batch_is_accounted_for(no_thread_left: None) -> Iterator[None]:
     """Of each log that is written in this process: appended = durable + in flight + dropped."""
     with accounted():
         yield
