@@ -1,19 +1,21 @@
 """Threads that are late: ``pytest --delays PATH``.
 
-All threads but the main one are delayed at random lines. A test that fails only then depends on how
+Threads are delayed at random lines, the main one at a few of each function. A test that fails only then depends on how
 fast the machine is, or on which of two threads is first. Some tests take ten times as long, and those that move
-thousands of batches may exceed their time limit, which means nothing.
+thousands of batches may exceed their time limit, which means nothing; nor do counts of calls.
 `TEST_SEEDS` chooses other delays.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import threading
+from collections import Counter
 
 # By name: tests replace the functions of the module `time`.
 from time import sleep
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from tests.support.places import ROOT
@@ -21,10 +23,14 @@ from tests.support.seeds import day
 
 RATE = 0.002
 """Part of the lines at which a thread is delayed."""
+MAIN_RATE, MAIN_MOST = 0.02, 3
+"""The same for the main thread, and how often in a function: what it calls thousands of times is fast again soon."""
 SECONDS = (0.0, 0.001, 0.01, 0.05)
 _STANDARD = ("http/server.py", "queue.py", "socketserver.py")
 """Modules of the standard library that have races of their own."""
 _random = random.Random(day())
+_delays = Counter[CodeType]()
+"""How often each function was delayed in the main thread."""
 
 
 def delay(frame: FrameType, event: str, argument: object) -> Any:
@@ -41,6 +47,24 @@ def _enter(frame: FrameType, event: str, argument: object) -> Any:
     return delay if is_own or path.endswith(_STANDARD) else None
 
 
+def _delay_main(frame: FrameType, event: str, argument: object) -> Any:
+    """Delay the main thread at a line or a return, now and then."""
+    if event in ("line", "return") and _random.random() < MAIN_RATE:
+        if _delays[frame.f_code] == MAIN_MOST:
+            return None
+        _delays[frame.f_code] += 1
+        sleep(_random.choice(SECONDS))
+    return _delay_main
+
+
+def _enter_main(frame: FrameType, event: str, argument: object) -> Any:
+    """Trace what the project's own code does in the main thread."""
+    if _delays[frame.f_code] == MAIN_MOST or _enter(frame, event, argument) is None:
+        return None
+    return _delay_main
+
+
 def start() -> None:
-    """Delay the threads that are started from now on."""
+    """Delay the threads that are started from now on, and this one, the main one."""
     threading.settrace(_enter)
+    sys.settrace(_enter_main)

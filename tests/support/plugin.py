@@ -49,8 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
     day()
     config.pluginmanager.register(Needs(), "needs")
-    if config.option.delays:
-        delays.start()
 
 
 def pytest_report_header() -> str:
@@ -66,13 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.long)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what modules have made out of garbage collections, which many tests ask for, and make those rarer that
     nothing asks for: they took a tenth of the time.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    if session.config.option.delays:
+        delays.start()
 
 
 def _is_long(config: pytest.Config) -> bool:
