@@ -350,7 +350,10 @@ class TestHangingSink:
     def test_put_takes_no_longer_than_with_an_idle_sink(self) -> None:
         """While one sink hangs and its queue overflows, a step's hand-off takes about what it takes for an idle one."""
         hanging, idle = HangingSink(), RecordingSink()
-        runners = [SinkRunner(sink, "each", max_events=100, drain_seconds=0.05) for sink in (hanging, idle)]
+        runners = [
+            SinkRunner(hanging, "hanging", max_events=100, drain_seconds=0.05),
+            SinkRunner(idle, "idle", max_events=1000),  # for all, however seldom its thread gets its turn
+        ]
         for runner in runners:
             runner.start()
             runner.put(make_batch(0))
