@@ -8,6 +8,7 @@ thousands of batches may exceed their time limit, which means nothing; nor do co
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -29,42 +30,34 @@ SECONDS = (0.0, 0.001, 0.01, 0.05)
 _STANDARD = ("http/server.py", "queue.py", "socketserver.py")
 """Modules of the standard library that have races of their own."""
 _random = random.Random(day())
-_delays = Counter[CodeType]()
-"""How often each function was delayed in the main thread."""
 
 
-def delay(frame: FrameType, event: str, argument: object) -> Any:
-    """Delay the thread at a line or a return, now and then: a trace function of `sys.settrace`."""
-    if event in ("line", "return") and _random.random() < RATE:
-        sleep(_random.choice(SECONDS))
-    return delay
+class Delays:
+    """Trace functions that delay threads at some of their lines, in a function up to `most` times."""
 
+    def __init__(self, rate: float, most: float) -> None:
+        self._rate, self._most = rate, most
+        self._counts = Counter[CodeType]()
 
-def _enter(frame: FrameType, event: str, argument: object) -> Any:
-    """Trace what the project's own code and servers of tests do in a thread."""
-    path = frame.f_code.co_filename
-    is_own = path.startswith(f"{ROOT}/") and "/site-packages/" not in path
-    return delay if is_own or path.endswith(_STANDARD) else None
-
-
-def _delay_main(frame: FrameType, event: str, argument: object) -> Any:
-    """Delay the main thread at a line or a return, now and then."""
-    if event in ("line", "return") and _random.random() < MAIN_RATE:
-        if _delays[frame.f_code] == MAIN_MOST:
-            return None
-        _delays[frame.f_code] += 1
-        sleep(_random.choice(SECONDS))
-    return _delay_main
-
-
-def _enter_main(frame: FrameType, event: str, argument: object) -> Any:
-    """Trace what the project's own code does in the main thread."""
-    if _delays[frame.f_code] == MAIN_MOST or _enter(frame, event, argument) is None:
+    def enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Trace what the project's own code and servers of tests do."""
+        path = frame.f_code.co_filename
+        is_own = path.startswith(f"{ROOT}/") and "/site-packages/" not in path
+        if self._counts[frame.f_code] < self._most and (is_own or path.endswith(_STANDARD)):
+            return self._delay
         return None
-    return _delay_main
+
+    def _delay(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Delay the thread at a line or a return, now and then."""
+        if event in ("line", "return") and _random.random() < self._rate:
+            if self._counts[frame.f_code] >= self._most:
+                return None
+            self._counts[frame.f_code] += 1
+            sleep(_random.choice(SECONDS))
+        return self._delay
 
 
 def start() -> None:
-    """Delay the threads that are started from now on, and this one, the main one."""
-    threading.settrace(_enter)
-    sys.settrace(_enter_main)
+    """Delay the threads that are started from now on, and the main one, which calls this."""
+    threading.settrace(Delays(RATE, math.inf).enter)
+    sys.settrace(Delays(MAIN_RATE, MAIN_MOST).enter)
